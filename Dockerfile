@@ -1,0 +1,29 @@
+# A node in a container.
+#   GPU:  docker build -t zeroband .
+#   CPU:  docker build -t zeroband --build-arg TORCH=cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
+#         (or lay a CPU wheel for this Python into wheelhouse/ first)
+#   run:  docker run --rm --init --gpus all --network host --shm-size 64g -e ZERO_BAND_STORE__URL=redis://HOST:6379 \
+#             zeroband --nproc_per_node=8 src/zeroband/train.py @configs/10B.toml
+# --shm-size: the node's canonical state lives in /dev/shm, 16 bytes for each parameter.
+FROM python:3.12-slim-bookworm AS build
+ARG TORCH=cuda
+ARG PIP_EXTRA_INDEX_URL=
+WORKDIR /app
+COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY scripts/setup.sh scripts/check_lock.py scripts/
+COPY wheelhouse wheelhouse
+COPY src src
+# The second step takes uv and the simulator's Redis out again.
+RUN ./scripts/setup.sh --torch "$TORCH" \
+    && .venv/bin/uv sync --quiet --frozen --no-default-groups \
+    && rm -rf /root/.cache wheelhouse
+
+FROM python:3.12-slim-bookworm
+RUN useradd --create-home --uid 1000 zeroband && install -d -o zeroband /app/runs
+WORKDIR /app
+COPY --from=build /app /app
+COPY configs configs
+ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
+USER 1000
+ENTRYPOINT ["torchrun"]
+CMD ["--nproc_per_node=1", "src/zeroband/train.py", "@configs/debug/normal.toml"]

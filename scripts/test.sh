@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Set up, then check everything as CI does: ./scripts/test.sh
+# With arguments, set up and run only pytest with them: ./scripts/test.sh tests/unit/data -k ledger
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+./scripts/setup.sh --dev
+export PATH=$PWD/.venv/bin:$PATH
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of one test share the cores
+
+if (($#)); then exec pytest "$@"; fi
+
+step() {
+    printf '\n== %s\n' "$*"
+    "$@"
+}
+step ruff check .
+step ruff format --check .
+step pyright
+step hadolint Dockerfile
+step pytest -q --durations=10 --cov --cov-report=term

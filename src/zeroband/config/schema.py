@@ -1,0 +1,349 @@
+"""The schema of a run. Every field says its meaning, its unit and when to change it; validators raise and never edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+
+NODE_LOCAL: dict[str, Any] = {"scope": "node"}
+"""Marks a field that may differ between the nodes of one run; every other field is compared at join."""
+
+
+class Section(BaseModel):
+    """A strict, frozen part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    id: str = Field("default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the run, the same on every node; all keys in the store carry it."""
+    token: SecretStr | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Secret shared by the run's nodes; only its hash reaches the store. None: anybody who reaches the store may join."""
+    dir: Path = Field(Path("runs"), json_schema_extra=NODE_LOCAL)
+    """Where this node writes `<dir>/<run.id>/<node id>/`: metrics, events, the resolved config."""
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights and of the order of the data."""
+
+
+class NodeSection(Section):
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
+    """Name of this machine for the life of the run. None: host name."""
+    advertise_host: str | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Address under which other nodes reach this one. None: the address that the route to the store uses."""
+    shm_dir: Path = Field(Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
+    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter."""
+
+
+class ModelConfig(Section):
+    d_model: PositiveInt = 256
+    """Width of the residual stream."""
+    n_layers: PositiveInt = 4
+    """Number of decoder blocks."""
+    n_heads: PositiveInt = 4
+    """Query heads; d_model must be a multiple of it."""
+    n_kv_heads: PositiveInt | None = None
+    """Key and value heads (grouped-query attention). None: as many as query heads."""
+    d_ff: PositiveInt | None = None
+    """Hidden width of SwiGLU. None: 8/3 of d_model, rounded up to a multiple of 64."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position embedding; larger for long contexts."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = False
+    """Share the embedding with the output head; saves parameters in small models."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}")
+        if self.d_model // self.n_heads % 2:
+            raise ValueError(f"model.d_model / model.n_heads = {self.d_model // self.n_heads} is odd; rotary embedding needs an even head size")
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            raise ValueError(f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff or -(-self.d_model * 8 // 3 // 64) * 64
+
+
+class TextSource(Section):
+    type: Literal["text"] = "text"
+    paths: tuple[str, ...] = ()
+    """Files, globs or fsspec URLs; one document each. Empty: the sources and docs of this machine's Python standard library."""
+
+
+class JsonlSource(Section):
+    type: Literal["jsonl"]
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one document each line."""
+    field: str = "text"
+    """Key that holds the document."""
+
+
+class ParquetSource(Section):
+    type: Literal["parquet"]
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Files, globs or fsspec URLs of Parquet; one document each row."""
+    column: str = "text"
+    """Column that holds the document."""
+
+
+class HuggingFaceSource(Section):
+    type: Literal["huggingface"]
+    name: str
+    """Name or local path for `datasets.load_dataset`; needs the extra `hf`."""
+    subset: str | None = None
+    """Configuration of the data set."""
+    split: str = "train"
+    """Split of the data set."""
+    column: str = "text"
+    """Column that holds the document."""
+
+
+class SyntheticSource(Section):
+    type: Literal["synthetic"]
+    documents: PositiveInt = 1000
+    """How many documents the seed makes."""
+    mean_length: PositiveInt = 512
+    """Mean length of a document in bytes."""
+
+
+Source = Annotated[
+    TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource, Field(discriminator="type")
+]
+
+
+class DataConfig(Section):
+    source: Source = TextSource()
+    """Where the documents come from."""
+    tokenizer: str = "byte"
+    """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`)."""
+    seq_length: PositiveInt = 1024
+    """Tokens in one sample."""
+    document_mask: bool = True
+    """Attention does not cross the border between two documents packed into one sample."""
+    cache_dir: Path | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Where the tokenised documents are kept between runs. None: `zeroband` in the user's cache folder."""
+    hold_out: float = Field(0.005, ge=0, lt=0.5)
+    """Share of the samples kept back from training, for evaluation."""
+
+
+class AdamWConfig(Section):
+    lr: PositiveFloat = 4e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of matrices; norms are not decayed."""
+
+
+class CosineSchedule(Section):
+    type: Literal["cosine"] = "cosine"
+    final_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+
+class LinearSchedule(Section):
+    type: Literal["linear"]
+    final_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+
+class WarmupStableDecaySchedule(Section):
+    type: Literal["wsd"]
+    decay_ratio: float = Field(0.2, gt=0, le=1)
+    """Share of all steps spent in the final decay."""
+    final_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+
+LrSchedule = Annotated[CosineSchedule | LinearSchedule | WarmupStableDecaySchedule, Field(discriminator="type")]
+
+
+class OptimConfig(Section):
+    adamw: AdamWConfig = AdamWConfig()
+    """The inner optimizer."""
+    schedule: LrSchedule = CosineSchedule()
+    """Learning rate after warm-up; counts inner steps."""
+    warmup_steps: int = Field(1000, ge=0)
+    """Inner steps over which the learning rate grows linearly to its peak."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global norm of the gradient. None: no clipping."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared log-partition term that keeps logits small; 1e-4 where training diverges."""
+
+
+class TrainConfig(Section):
+    total_steps: PositiveInt = 88_000
+    """Inner steps of the whole run."""
+    batch_size: PositiveInt = 512
+    """Sequences of one node in one inner step, over all its ranks and micro-batches."""
+    micro_bs: PositiveInt = Field(64, json_schema_extra=NODE_LOCAL)
+    """Sequences of one rank in one forward pass; lower it when memory runs out."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
+    activation_checkpointing: bool = Field(False, json_schema_extra=NODE_LOCAL)
+    """Recompute each block in the backward pass: about 30 % slower, far less memory."""
+    compile: bool = Field(False, json_schema_extra=NODE_LOCAL)
+    """torch.compile each block: faster on GPUs after a first step of minutes; no gain on CPU."""
+    reshard_after_forward: bool = Field(True, json_schema_extra=NODE_LOCAL)
+    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node."""
+    threads: PositiveInt | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """CPU threads of one rank. None: torch's choice."""
+
+
+class OuterSGDConfig(Section):
+    lr: PositiveFloat = 0.7
+    """Outer learning rate."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Outer momentum."""
+    nesterov: bool = True
+    """Nesterov form: torch.optim.SGD(nesterov=True, dampening=0)."""
+    momentum_warmup_rounds: int = Field(0, ge=0)
+    """Outer steps over which the momentum grows linearly from 0: avoids the excursion of the loss in the first rounds."""
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> OuterSGDConfig:
+        if self.nesterov and self.momentum == 0 and "nesterov" in self.model_fields_set:
+            raise ValueError("outer.optimizer.nesterov=true needs outer.optimizer.momentum > 0")
+        return self
+
+
+class DdpConfig(Section):
+    type: Literal["ddp"]
+
+
+class DilocoConfig(Section):
+    type: Literal["diloco"]
+    inner_steps: PositiveInt = 500
+    """Inner steps between two outer steps (H in arXiv:2311.08105); less communication and staler averages as it grows."""
+    optimizer: OuterSGDConfig = OuterSGDConfig()
+    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+
+
+Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
+
+
+class CommConfig(Section):
+    backend: Literal["gloo"] = "gloo"
+    """Data path between nodes: gloo float32, for trusted networks."""
+    lanes: PositiveInt = 1
+    """Parallel process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
+
+
+class StoreConfig(Section):
+    url: SecretStr | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Redis of the run: `redis://`, `rediss://` or `unix://`. None: only for a node that trains alone, without [outer]."""
+
+
+class ElasticConfig(Section):
+    min_nodes: PositiveInt = Field(1)
+    """The run waits while fewer nodes than this are alive."""
+    start_nodes: PositiveInt = Field(1, json_schema_extra=NODE_LOCAL)
+    """Nodes to wait for before the first step; later ones join on the way."""
+    start_timeout_s: PositiveFloat = Field(300.0, json_schema_extra=NODE_LOCAL)
+    """After this, the run starts with the nodes that are there, if they are at least min_nodes."""
+
+
+class FaultConfig(Section):
+    detect_s: float = Field(5.0, ge=0.5, le=600)
+    """Longest silence of a node before the others go on without it; every other time-out follows from it."""
+    inject: tuple[str, ...] = Field((), json_schema_extra=NODE_LOCAL)
+    """Faults that this node shall have on purpose, for tests: `POINT@ROUND=SIGNAL`, for example `opened@3=SIGKILL`."""
+
+    @property
+    def lease_s(self) -> float:
+        """Life of a lease that is not renewed."""
+        return self.detect_s
+
+    @property
+    def renew_s(self) -> float:
+        """Pause between two renewals of the lease."""
+        return self.detect_s / 5
+
+    @property
+    def watch_s(self) -> float:
+        """Pause between two looks at the other members' leases during a transfer."""
+        return min(self.detect_s / 10, 0.25)
+
+    @property
+    def hung_s(self) -> float:
+        """A trainer without progress for so long loses its lease; above any stall that a healthy one has."""
+        return max(120.0, 24 * self.detect_s)
+
+    @property
+    def transfer_s(self) -> float:
+        """Time-out of the transport itself; the membership decides long before."""
+        return max(600.0, 120 * self.detect_s)
+
+
+class WandbConfig(Section):
+    project: str = Field("zeroband", json_schema_extra=NODE_LOCAL)
+    """Project to log to."""
+    mode: Literal["online", "offline"] = Field("offline", json_schema_extra=NODE_LOCAL)
+    """offline writes to disk only; `wandb sync` uploads later."""
+
+
+class ObserveConfig(Section):
+    log_every_steps: PositiveInt = Field(10, json_schema_extra=NODE_LOCAL)
+    """A line on the console every so many inner steps; metrics.jsonl has them all."""
+    wandb: WandbConfig | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Weights & Biases sink. None: off."""
+    sample_prompt: str | None = Field(None, json_schema_extra=NODE_LOCAL)
+    """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
+    sample_tokens: PositiveInt = Field(256, json_schema_extra=NODE_LOCAL)
+    """Length of that continuation in tokens."""
+
+
+class RunConfig(Section):
+    """A whole run. Rules that span sections live here."""
+
+    run: RunSection = RunSection()
+    node: NodeSection = NodeSection()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    outer: Outer | None = None
+    """How nodes synchronise; None: this node trains alone."""
+    comm: CommConfig = CommConfig()
+    store: StoreConfig = StoreConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    fault: FaultConfig = FaultConfig()
+    observe: ObserveConfig = ObserveConfig()
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", json_schema_extra=NODE_LOCAL)
+    """Detail of the console."""
+
+    @model_validator(mode="after")
+    def _store_and_outer_go_together(self) -> RunConfig:
+        has_store = self.store.url is not None
+        if self.outer is not None and not has_store:
+            raise ValueError(
+                f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379; "
+                "scripts/simulate_multi_node.sh starts a store of its own for a local test"
+            )
+        if self.outer is None and has_store:
+            raise ValueError(
+                "store.url is set but there is no [outer] section: every node would train alone; "
+                'set outer.type = "diloco" or "ddp", or drop store.url'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _starts_with_enough_nodes(self) -> RunConfig:
+        if self.elastic.start_nodes < self.elastic.min_nodes:
+            raise ValueError(
+                f"elastic.start_nodes={self.elastic.start_nodes} is below elastic.min_nodes={self.elastic.min_nodes}; "
+                f"set it to {self.elastic.min_nodes} or more"
+            )
+        return self

@@ -1,0 +1,104 @@
+"""The global sample index: which tokens the k-th sample of the run holds. Pure; reads no file and knows no node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroband.data.permutation import Permutation
+from zeroband.errors import ConfigError
+
+
+class Location(NamedTuple):
+    """Where a global sample index points: the pass over the data, and the sample's place in the corpus."""
+
+    data_pass: int
+    position: int
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """The endless list of training samples 0, 1, 2, ... of a run, and the samples held out of it.
+
+    The sample at position p predicts the tokens p*T+1 .. (p+1)*T, so each token but the first is a target of exactly
+    one position and packing drops none; the last position may be short. Each pass visits every training position once,
+    in an order of its own. The held-out positions depend neither on the seed nor on the pass: runs with different seeds
+    evaluate on the same samples.
+    Raises: ConfigError when the corpus is shorter than one sample.
+    """
+
+    n_tokens: int
+    seq_length: int
+    """T, tokens in one sample."""
+    seed: int
+    hold_out: float
+    """Share of the samples kept back from training, in 0..0.5; rounded up, but at least one sample is trained."""
+
+    def __post_init__(self) -> None:
+        if self.n_tokens < self.seq_length + 1:
+            raise ConfigError(
+                f"the corpus has {self.n_tokens} tokens and data.seq_length={self.seq_length} needs at least "
+                f"{self.seq_length + 1}; add text to data.source, or lower data.seq_length"
+            )
+
+    @property
+    def n_samples(self) -> int:
+        """Positions of the corpus, training and held out together."""
+        return -(-(self.n_tokens - 1) // self.seq_length)
+
+    @property
+    def n_held_out(self) -> int:
+        return min(math.ceil(self.n_samples * self.hold_out), self.n_samples - 1)
+
+    @property
+    def n_train(self) -> int:
+        """Samples of one pass."""
+        return self.n_samples - self.n_held_out
+
+    @cached_property
+    def _split(self) -> Permutation:
+        return Permutation(self.n_samples, "hold-out")
+
+    def locate(self, index: int) -> Location:
+        """Where the sample with this global index lies."""
+        return Location(self.data_pass(index), int(self.positions([index])[0]))
+
+    def data_pass(self, index: int) -> int:
+        """Number of complete passes over the training samples before this index."""
+        return index // self.n_train
+
+    def positions(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Positions of many global indices at once. Shapes: (n,) in, (n,) int64 out."""
+        passes, offsets = np.divmod(np.asarray(indices, dtype=np.int64), self.n_train)
+        ordered = np.empty_like(offsets)
+        for data_pass in np.unique(passes).tolist():
+            chosen = passes == data_pass
+            ordered[chosen] = Permutation(self.n_train, f"order/{self.seed}/{data_pass}")(offsets[chosen])
+        return self._split(ordered)
+
+    def held_out_positions(self, n: int) -> npt.NDArray[np.int64]:
+        """Positions of the first n held-out samples, or of all when there are fewer."""
+        return self._split(np.arange(self.n_train, self.n_train + min(n, self.n_held_out)))
+
+    def span(self, position: int) -> tuple[int, int]:
+        """Tokens to read for the sample at a position: its inputs and, one further, its last target; half open."""
+        start = position * self.seq_length
+        return start, min(start + self.seq_length + 1, self.n_tokens)
+
+    def targets(self, positions: npt.NDArray[np.int64]) -> int:
+        """Number of targets in the samples at these positions; only the last one of the corpus may be short."""
+        starts = positions * self.seq_length
+        return int(np.minimum(self.seq_length, self.n_tokens - 1 - starts).sum())
+
+
+def rank_share(batch: Sequence[int], local_rank: int, local_world_size: int) -> Sequence[int]:
+    """The contiguous part of a node's batch that one of its ranks reads; its length must divide evenly."""
+    assert len(batch) % local_world_size == 0, (len(batch), local_world_size)
+    each = len(batch) // local_world_size
+    return batch[local_rank * each : (local_rank + 1) * each]

@@ -1,0 +1,95 @@
+"""Who reads which samples, and which are still owed. Pure; the agreed record of a run is made of its values.
+
+Samples are handed out in ranges of the global sample index and settled with the outer step that used them: what a lost
+member held goes back to the pool and is the first to be handed out again. So every index below `next` was contributed
+exactly once, or is assigned, or is in `returned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+Range = tuple[int, int]
+"""Global sample indices (start, stop), half open."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The state of the data of a run at a boundary between two outer steps."""
+
+    next: int = 0
+    """The first global sample index that was never handed out."""
+    returned: tuple[Range, ...] = ()
+    """Handed out to members that did not contribute; sorted, disjoint and not touching."""
+
+    def allocate(self, members: Sequence[str], samples_each: int) -> tuple[dict[str, tuple[Range, ...]], Ledger]:
+        """Give each member the same number of samples, returned ones first, in the order of the members.
+
+        The order must be the same on all nodes: the epoch's. Gives the ranges of each member, and the next ledger.
+        """
+        assert len(set(members)) == len(members) and samples_each > 0, (members, samples_each)
+        assigned: dict[str, tuple[Range, ...]] = {}
+        ledger = self
+        for member in members:
+            assigned[member], ledger = ledger._take(samples_each)
+        return assigned, ledger
+
+    def settle(self, assigned: Mapping[str, tuple[Range, ...]], contributed: Collection[str]) -> Ledger:
+        """Close a round: the ranges of the members that did not contribute go back to the pool."""
+        strangers = set(contributed) - set(assigned)
+        assert not strangers, f"contributed without an assignment: {sorted(strangers)}"
+        lost = [span for member, spans in assigned.items() if member not in contributed for span in spans]
+        return Ledger(self.next, _merge([*self.returned, *lost]))
+
+    def to_json(self) -> dict[str, Any]:
+        """A value of plain numbers and lists, ready for `json.dumps`."""
+        return {"next": self.next, "returned": [list(span) for span in self.returned]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Ledger:
+        """The inverse of `to_json`. Raises: ValueError when the value is not a ledger."""
+        try:
+            spans = cast("list[list[int]]", value["returned"])
+            returned = tuple((int(start), int(stop)) for start, stop in spans)
+            ledger = cls(int(value["next"]), returned)
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a ledger: {value!r}") from e
+        bounds = [bound for span in returned for bound in span]
+        if any(a >= b for a, b in zip([-1, *bounds], [*bounds, ledger.next + 1], strict=True)):
+            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {value!r}")
+        return ledger
+
+    def _take(self, n: int) -> tuple[tuple[Range, ...], Ledger]:
+        taken, left = take(self.returned, n)
+        fresh = n - sum(stop - start for start, stop in taken)
+        if fresh:
+            taken = (*taken, (self.next, self.next + fresh))
+        return _merge(taken), Ledger(self.next + fresh, left)
+
+
+def take(ranges: Sequence[Range], n: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    """The first n indices of the ranges, or all when there are fewer, and the rest."""
+    first: list[Range] = []
+    rest: list[Range] = []
+    for start, stop in ranges:
+        cut = min(stop, start + n)
+        n -= cut - start
+        if cut > start:
+            first.append((start, cut))
+        if cut < stop:
+            rest.append((cut, stop))
+    return tuple(first), tuple(rest)
+
+
+def _merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Sort disjoint ranges and join those that touch."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            assert start == merged[-1][1], f"samples {start}..{merged[-1][1]} are in two ranges"
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,0 +1,155 @@
+"""The micro-batches of one rank. Reads the token store where the sample index says; talks to no other rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from zeroband.data.index import SampleIndex, rank_share
+from zeroband.data.ledger import Range, take
+from zeroband.data.tokens import TokenStore
+from zeroband.errors import ConfigError
+
+IGNORED = -100
+"""Target of a place that is not learned: the padding behind the end of the corpus."""
+
+_NO_SAMPLE = -1
+"""Position of a row that only pads a batch."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one forward pass."""
+
+    tokens: Tensor
+    """(b, t) int64."""
+    targets: Tensor
+    """(b, t) int64: the token after each one; IGNORED behind the end of the corpus."""
+    document_ids: Tensor | None
+    """(b, t) int32: equal within a document and only there. An end-of-document token belongs to the document that it
+    precedes, so the first token of a document is predicted from that token alone. None without document mask."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same rows on a device."""
+        ids = self.document_ids
+        return MicroBatch(self.tokens.to(device), self.targets.to(device), None if ids is None else ids.to(device))
+
+
+class Loader:
+    """What one rank of a node reads: its share of each inner step's batch, along the ranges assigned to the node.
+
+    The samples of a node in one inner step depend on neither its number of ranks nor micro_bs. All ranks are given the
+    same ranges.
+    Raises: ConfigError when the batch cannot be shared out evenly.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        index: SampleIndex,
+        *,
+        batch_size: int,
+        micro_bs: int,
+        local_rank: int,
+        local_world_size: int,
+        document_mask: bool,
+    ) -> None:
+        _require_even_shares(batch_size, local_world_size)
+        self._store = store
+        self._index = index
+        self._batch_size = batch_size
+        self._micro_bs = micro_bs
+        self._local_rank = local_rank
+        self._local_world_size = local_world_size
+        self._document_mask = document_mask
+        self._ranges: tuple[Range, ...] = ()
+        self._targets_in_step = 0
+        self._data_pass = 0
+
+    @property
+    def remaining(self) -> int:
+        """Samples of the node's assignment that are not read yet."""
+        return sum(stop - start for start, stop in self._ranges)
+
+    @property
+    def targets_in_step(self) -> int:
+        """Targets of the whole node in the last step, the same number on each of its ranks: the loss's denominator."""
+        return self._targets_in_step
+
+    @property
+    def data_pass(self) -> int:
+        """The pass over the data that the last step ended in."""
+        return self._data_pass
+
+    def assign(self, ranges: Sequence[Range]) -> None:
+        """Take these samples as the node's work from now on; what is left of an earlier assignment is dropped."""
+        self._ranges = tuple(ranges)
+
+    def next_step(self) -> list[MicroBatch]:
+        """This rank's part of the next inner step; the last micro-batch may be smaller than micro_bs."""
+        assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
+        batch, self._ranges = take(self._ranges, self._batch_size)
+        indices = list(itertools.chain.from_iterable(range(start, stop) for start, stop in batch))
+        positions = self._index.positions(indices)
+        self._targets_in_step = self._index.targets(positions)
+        self._data_pass = self._index.data_pass(indices[-1])
+        share = rank_share(positions.tolist(), self._local_rank, self._local_world_size)
+        return list(self._micro_batches(share, self._micro_bs))
+
+    def held_out_batches(self, n: int, batch: int) -> Iterator[MicroBatch]:
+        """This rank's share of the first n held-out samples, `batch` rows at a time.
+
+        All ranks yield equally many batches of equal sizes, so a sharded model runs in lock step: rows without a sample
+        have no targets. Summed over the ranks, losses and targets are those of the samples, each once.
+        """
+        positions = self._index.held_out_positions(n).tolist()
+        padding = -len(positions) % self._local_world_size
+        share = rank_share([*positions, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
+        return self._micro_batches(share, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The samples still to be read: a few integers, the same on all ranks."""
+        return {"ranges": [list(span) for span in self._ranges]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where the loader that gave the state was; it may have had other ranks and another micro_bs."""
+        self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
+
+    def _micro_batches(self, positions: Sequence[int], size: int) -> Iterator[MicroBatch]:
+        for start in range(0, len(positions), size):
+            yield self._micro_batch(positions[start : start + size])
+
+    def _micro_batch(self, positions: Sequence[int]) -> MicroBatch:
+        end = self._store.end_of_document
+        shape = (len(positions), self._index.seq_length)
+        tokens = np.full(shape, end, dtype=np.int64)  # (b, t)
+        targets = np.full(shape, IGNORED, dtype=np.int64)  # (b, t)
+        for row, position in enumerate(positions):
+            if position == _NO_SAMPLE:
+                continue
+            sample = self._store.read(*self._index.span(position))
+            tokens[row, : len(sample) - 1] = sample[:-1]
+            targets[row, : len(sample) - 1] = sample[1:]
+        ids = _document_ids(tokens, end) if self._document_mask else None
+        return MicroBatch(torch.as_tensor(tokens), torch.as_tensor(targets), ids)
+
+
+def _document_ids(tokens: npt.NDArray[np.int64], end_of_document: int) -> Tensor:
+    return torch.as_tensor(np.cumsum(tokens == end_of_document, axis=1, dtype=np.int32))
+
+
+def _require_even_shares(batch_size: int, local_world_size: int) -> None:
+    if batch_size % local_world_size:
+        below = batch_size // local_world_size * local_world_size
+        nearest = f"{below} or {below + local_world_size}" if below else str(local_world_size)
+        raise ConfigError(
+            f"train.batch_size={batch_size} is not a multiple of the {local_world_size} ranks of this node; "
+            f"nearest: {nearest}"
+        )

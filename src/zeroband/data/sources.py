@@ -1,0 +1,188 @@
+"""Documents of every kind of source, one at a time and in a fixed order. Reads files; knows no tokens."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, cast
+
+from zeroband.config.schema import (
+    HuggingFaceSource,
+    JsonlSource,
+    ParquetSource,
+    Source,
+    SyntheticSource,
+    TextSource,
+)
+from zeroband.data.files import SourceFile, find_files, stdlib_files
+from zeroband.errors import ConfigError
+
+_ROWS_AT_ONCE = 1024
+_SYNTHETIC_WORDS = 512
+
+
+class Document(NamedTuple):
+    """One document, and where it came from for messages."""
+
+    text: str | bytes
+    """Bytes as they lie in a text file, else a string; empty where the source holds an empty or null value."""
+    where: str
+
+
+class _Dataset(Protocol):
+    """The part of datasets.Dataset that is used here."""
+
+    column_names: list[str]
+    cache_files: list[dict[str, Any]]
+
+    def __len__(self) -> int: ...
+    def select_columns(self, column_names: list[str]) -> _Dataset: ...
+    def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
+
+
+def documents(source: Source, seed: int) -> Iterator[Document]:
+    """All documents of a source in an order that every call repeats; the seed matters to synthetic text only.
+
+    Raises: ConfigError naming the path, the line or row, and the field that is wrong.
+    """
+    match source:
+        case TextSource():
+            return _text(_files(source))
+        case JsonlSource():
+            return _jsonl(_files(source), source.field)
+        case ParquetSource():
+            return _parquet(_files(source), source.column)
+        case HuggingFaceSource():
+            return _huggingface(_load_dataset(source), source)
+        case SyntheticSource():
+            return _synthetic(source, seed)
+
+
+def source_identity(source: Source, seed: int) -> list[Any]:
+    """What changes when the documents of a source change: its settings, and the stamps of its files. Plain JSON."""
+    settings = source.model_dump(mode="json")
+    match source:
+        case TextSource() | JsonlSource() | ParquetSource():
+            return [settings, [file.stamp() for file in _files(source)]]
+        case HuggingFaceSource():
+            dataset = _load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
+            return [settings, len(dataset), [str(file["filename"]) for file in dataset.cache_files]]
+        case SyntheticSource():
+            return [settings, seed]
+
+
+def _files(source: TextSource | JsonlSource | ParquetSource) -> list[SourceFile]:
+    return find_files(source.paths) if source.paths else stdlib_files()
+
+
+def _text(files: list[SourceFile]) -> Iterator[Document]:
+    for file in files:
+        with file.open() as stream:
+            yield Document(stream.read(), file.name)
+
+
+def _jsonl(files: list[SourceFile], field: str) -> Iterator[Document]:
+    for file in files:
+        with file.open() as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    where = f"{file.name}:{number}"
+                    yield Document(_jsonl_text(line, field, where), where)
+
+
+def _jsonl_text(line: bytes, field: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as e:
+        raise ConfigError(f"data.source: {where}: not a line of JSON: {e}") from e
+    if not isinstance(row, dict):
+        raise ConfigError(f"data.source: {where}: a {type(row).__name__}, where an object with {field!r} is needed")
+    keys = cast("dict[str, Any]", row)
+    if field not in keys:
+        raise ConfigError(f"data.source: {where}: no field {field!r} (data.source.field); it has {_listed(list(keys))}")
+    return _as_text(keys[field], field, where)
+
+
+def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:
+    pa: Any = importlib.import_module("pyarrow")  # has no types
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    for file in files:
+        with file.open() as stream:
+            try:
+                table = parquet.ParquetFile(stream)
+                _require_column(column, list(table.schema_arrow.names), file.name)
+                batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
+                values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+                yield from _rows(values, column, file.name)
+            except pa.ArrowException as e:
+                raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {e}") from e
+
+
+def _huggingface(dataset: _Dataset, source: HuggingFaceSource) -> Iterator[Document]:
+    _require_column(source.column, dataset.column_names, source.name)
+    batches = dataset.select_columns([source.column]).iter(_ROWS_AT_ONCE)
+    values = itertools.chain.from_iterable(batch[source.column] for batch in batches)
+    yield from _rows(values, source.column, f"{source.name}[{source.split}]")
+
+
+def _load_dataset(source: HuggingFaceSource) -> _Dataset:
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as e:
+        raise ConfigError("data.source.type='huggingface' needs the extra `hf`: `uv sync --extra hf`") from e
+    try:
+        return cast(_Dataset, datasets.load_dataset(source.name, source.subset, split=source.split))
+    except (OSError, ValueError) as e:
+        what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
+        raise ConfigError(f"data.source: cannot load the data set {what}: {e}") from e
+
+
+def _synthetic(source: SyntheticSource, seed: int) -> Iterator[Document]:
+    """Made-up words by Zipf's law: the text has structure to learn, so a short run shows a falling loss.
+
+    Uses only `Random.random`, whose sequence Python guarantees across versions.
+    """
+    draw = random.Random(seed).random
+    words = [_made_up_word(2 + n % 7, draw) for n in range(_SYNTHETIC_WORDS)]
+    cumulative = list(itertools.accumulate(1 / (rank + 1) for rank in range(_SYNTHETIC_WORDS)))
+    for number in range(source.documents):
+        length = max(1, round(source.mean_length * (0.5 + draw())))
+        parts: list[str] = []
+        size = 0
+        while size < length:
+            parts.append(words[bisect_left(cumulative, draw() * cumulative[-1])])
+            size += len(parts[-1]) + 1
+        yield Document(" ".join(parts)[:length], f"synthetic document {number}")
+
+
+def _made_up_word(length: int, draw: Callable[[], float]) -> str:
+    """Consonants and vowels in turn."""
+    alphabets = ["aeiou" if i % 2 else "bdfgklmnprst" for i in range(length)]
+    return "".join(letters[int(draw() * len(letters))] for letters in alphabets)
+
+
+def _rows(values: Iterator[Any], column: str, name: str) -> Iterator[Document]:
+    for number, value in enumerate(values):
+        where = f"{name}, row {number}"
+        yield Document(_as_text(value, column, where), where)
+
+
+def _as_text(value: Any, field: str, where: str) -> Any:
+    if value is None:
+        return ""
+    if not isinstance(value, str | bytes):
+        raise ConfigError(f"data.source: {where}: {field!r} holds a {type(value).__name__}, where text is needed")
+    return value
+
+
+def _require_column(column: str, present: list[str], name: str) -> None:
+    if column not in present:
+        raise ConfigError(f"data.source: {name}: no column {column!r} (data.source.column); it has {_listed(present)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"

@@ -1,0 +1,122 @@
+"""Text to token ids and back: bytes as they are, or a Hugging Face tokenizer by name (extra `hf`)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroband.errors import ConfigError
+
+Ids = npt.NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """What the data path and the sampler need of a tokenizer."""
+
+    vocab_size: int
+    """Every id is below it."""
+    end_of_document: int
+    """The id that follows each document; never the id of text."""
+    fingerprint: str
+    """Equal for two tokenizers only if they give the same ids for every text."""
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        """Ids of each text, without any special id. Bytes are taken as UTF-8. Raises: UnicodeError."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special ids, padding of the vocabulary and broken characters do not raise."""
+        ...
+
+    def encode(self, text: str | bytes) -> Ids:
+        """Ids of one text, as `encode_batch` gives them."""
+        return self.encode_batch([text])[0]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Width of the model's head: vocab_size rounded up to a multiple of 64, which matrix units need to be fast."""
+        return -(-self.vocab_size // 64) * 64
+
+
+class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8 as ids 0..255, and 256 as the end of a document. Takes any bytes, valid UTF-8 or not."""
+
+    vocab_size = 257
+    end_of_document = 256
+    fingerprint = "byte/1"
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        encoded = (text.encode() if isinstance(text, str) else text for text in texts)
+        return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class _Backend(Protocol):
+    """The part of transformers' PreTrainedTokenizerBase that is used here."""
+
+    eos_token_id: int | None
+
+    def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]: ...
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the transformers library; its end-of-sequence token ends documents.
+
+    The literal text of a special token inside a document is encoded as plain text: data cannot end a document.
+    """
+
+    def __init__(self, name: str, backend: _Backend) -> None:
+        if backend.eos_token_id is None:
+            raise ConfigError(
+                f"data.tokenizer={name!r} has no end-of-sequence token, which marks the end of a document here; "
+                "choose a tokenizer that has one, or data.tokenizer=byte"
+            )
+        self._backend = backend
+        vocabulary = backend.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
+        self.end_of_document = backend.eos_token_id
+        fast = getattr(backend, "backend_tokenizer", None)
+        content = json.dumps(vocabulary, sort_keys=True) if fast is None else cast(str, fast.to_str())
+        digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        self.fingerprint = f"hf/{self.end_of_document}/{digest}"
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        decoded = [text if isinstance(text, str) else text.decode() for text in texts]
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        encoded = self._backend(decoded, return_attention_mask=False, return_token_type_ids=False, **options)
+        return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if i < self.vocab_size]
+        return self._backend.decode(known, skip_special_tokens=True)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: `byte`, or the name or folder of a Hugging Face tokenizer.
+
+    Raises: ConfigError when the extra `hf` is missing, or nothing of that name can be loaded.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as e:
+        raise ConfigError(
+            f"data.tokenizer={name!r} is not `byte`, so it names a Hugging Face tokenizer, which needs the extra `hf`: "
+            "`uv sync --extra hf`"
+        ) from e
+    try:
+        backend = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {e}") from e
+    return HuggingFaceTokenizer(name, cast(_Backend, backend))

@@ -1,0 +1,61 @@
+"""The node's notice board: a page of shared memory that its ranks, its guardian and its watcher read and write.
+
+Each word has one writer. Plain 8-byte stores; a reader that sees an old value sees the new one a moment later.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+_WORD = struct.Struct("<q")
+_PROGRESS, _ABORTED, _FENCED = range(3)
+
+
+class NodeBoard:
+    """Create it on local rank 0 before the others open it. No tensors, no torch."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        try:
+            if create:
+                os.ftruncate(descriptor, mmap.PAGESIZE)
+            self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, word: int) -> int:
+        return int(_WORD.unpack_from(self._page, word * _WORD.size)[0])
+
+    def _write(self, word: int, value: int) -> None:
+        _WORD.pack_into(self._page, word * _WORD.size, value)
+
+    @property
+    def progress(self) -> int:
+        """Counts everything that shows the trainer alive: steps, polls, chunks. Written by local rank 0."""
+        return self._read(_PROGRESS)
+
+    def advance(self) -> None:
+        self._write(_PROGRESS, self.progress + 1)
+
+    @property
+    def aborted_version(self) -> int:
+        """The newest opening that cannot be finished; transfers for it and older ones stop. Written by the watcher."""
+        return self._read(_ABORTED)
+
+    def abort(self, version: int) -> None:
+        self._write(_ABORTED, max(version, self.aborted_version))
+
+    @property
+    def is_fenced(self) -> bool:
+        """The lease was refused: the run went on without this node. Written by the guardian."""
+        return self._read(_FENCED) != 0
+
+    def set_fenced(self, fenced: bool) -> None:
+        self._write(_FENCED, int(fenced))
+
+    def close(self) -> None:
+        self._page.close()

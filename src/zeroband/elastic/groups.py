@@ -1,0 +1,145 @@
+"""The process groups between nodes, one for each lane of the epoch: built, used and left behind without ever blocking.
+
+gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's board, and a
+group whose epoch ended is left behind together with the tensors that it may still write to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.rendezvous import RedisRendezvous
+from zeroband.elastic.store import Store
+from zeroband.errors import PeerLost
+
+_POLL_S = 0.0005
+
+
+def lane_bounds(numel: int, lanes: int) -> list[tuple[int, int]]:
+    """The parts of a flat buffer, one for each lane: equal up to one element, in order, covering all of it."""
+    return [(numel * lane // lanes, numel * (lane + 1) // lanes) for lane in range(lanes)]
+
+
+@dataclass(frozen=True)
+class LaneOwnership:
+    """Which lanes a local rank carries: lane l belongs to local rank l mod local_world_size."""
+
+    lanes: int
+    local_rank: int
+    local_world_size: int
+
+    def owned(self) -> list[int]:
+        return list(range(self.local_rank, self.lanes, self.local_world_size))
+
+
+class LaneGroups:
+    """The groups of this rank's lanes in one epoch. Main thread only."""
+
+    def __init__(
+        self, store: Store, board: NodeBoard, ownership: LaneOwnership, *, host: str, transfer_s: float
+    ) -> None:
+        self.ownership = ownership
+        self._store = store
+        self._board = board
+        self._host = host
+        self._transfer_s = transfer_s
+        self._epoch: int | None = None
+        self._groups: dict[int, dist.ProcessGroup] = {}
+
+    def connect(self, opening: Opening, node_rank: int) -> None:
+        """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
+        if self._epoch == opening.epoch:
+            return
+        self.leave_behind()
+        if len(opening.members) > 1:
+            for lane in self.ownership.owned():
+                self._groups[lane] = self._build(opening, node_rank, lane)
+        self._epoch = opening.epoch
+
+    def _build(self, opening: Opening, node_rank: int, lane: int) -> dist.ProcessGroup:
+        def is_aborted() -> bool:
+            return self._board.aborted_version >= opening.version
+
+        def build() -> dist.ProcessGroup:
+            prefix = self._store.keys.group(opening.epoch, lane)
+            rendezvous = RedisRendezvous(
+                self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted
+            )
+            options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            options._timeout = timedelta(seconds=self._transfer_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            return dist.ProcessGroupGloo(rendezvous, node_rank, len(opening.members), options)
+
+        return _in_daemon_thread(build, is_aborted, f"lane {lane} of epoch {opening.epoch}")
+
+    def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+        """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
+        if len(opening.members) == 1:
+            return
+        works = [self._groups[lane].allreduce([part]) for lane, part in parts]
+        try:
+            for work in works:
+                self._await(work, opening)
+        except PeerLost:
+            _keep_forever(works, [part for _, part in parts])
+            raise
+
+    def _await(self, work: dist.Work, opening: Opening) -> None:
+        while not work.is_completed():
+            if self._board.aborted_version >= opening.version:
+                raise PeerLost(f"the transfer of round {opening.round} was aborted: a member was lost")
+            time.sleep(_POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    def leave_behind(self) -> None:
+        """Part from the current groups without waiting for what may still run in them."""
+        if self._groups:
+            _keep_forever(list(self._groups.values()))
+        self._groups = {}
+        self._epoch = None
+
+
+def _in_daemon_thread(
+    build: Callable[[], dist.ProcessGroup], is_aborted: Callable[[], bool], what: str
+) -> dist.ProcessGroup:
+    """Run a constructor that may block for minutes, and stop waiting for it when the opening is aborted."""
+    outcome: list[dist.ProcessGroup | Exception] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(build())
+        except Exception as error:  # handed to the waiting thread below
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=run, name=f"build {what}", daemon=True).start()
+    while not done.wait(0.002):
+        if is_aborted():
+            raise PeerLost(f"building {what} was aborted: a member was lost")
+    result = outcome[0]
+    if isinstance(result, Exception):
+        raise PeerLost(f"building {what} failed: {result}") from result
+    return result
+
+
+def _keep_forever(*abandoned: object) -> None:
+    """Hold the last references in a sleeping daemon thread: destroying an abandoned group blocks until its time-out."""
+
+    def sleep(_held: object) -> None:
+        threading.Event().wait()
+
+    threading.Thread(target=sleep, args=(abandoned,), name="abandoned groups", daemon=True).start()

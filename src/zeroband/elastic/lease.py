@@ -1,0 +1,166 @@
+"""The guardian: a small process beside the trainer that keeps the node's lease while the trainer is worth it.
+
+A process of its own, so that a stall of the trainer's interpreter does not cost the lease; bound to the trainer by a
+pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is stopped
+(SIGSTOP, a debugger, a frozen container) or shows no progress for `hung_s`, and it removes the node's shared memory
+once trainer and launcher are gone. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.store import Store
+from zeroband.errors import StoreLost
+
+_LEAVE = b"leave\n"
+_START_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class GuardianOrder:
+    """All that the guardian needs, handed over on its standard input: no secret stands on a command line."""
+
+    store_url: str
+    run_id: str
+    member_id: str
+    board: str
+    shm_dir: str
+    rank_pids: tuple[int, ...]
+    launcher_pid: int
+    lease_s: float
+    renew_s: float
+    hung_s: float
+
+
+class Guardian:
+    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back."""
+
+    def __init__(self, order: GuardianOrder) -> None:
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-m", "zeroband.elastic.lease"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._send((json.dumps(asdict(order)) + "\n").encode())
+        ready, _, _ = select.select([self._output], [], [], _START_DEADLINE_S)
+        if not ready or self._output.readline() != b"holding\n":
+            self.close()
+            raise StoreLost(f"the guardian of {order.member_id} could not take its lease within {_START_DEADLINE_S:g} s")
+
+    @property
+    def _output(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Give the lease back and end the process; at most a few seconds."""
+        self._send(_LEAVE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+
+class Vigil:
+    """Decides at each tick whether the trainer still deserves its lease. Time is an argument."""
+
+    def __init__(self, *, hung_s: float, started_at_s: float) -> None:
+        self._hung_s = hung_s
+        self._progress = -1
+        self._moved_at_s = started_at_s
+
+    def deserves_lease(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
+        """`states`: one letter for each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""
+        if progress != self._progress:
+            self._progress, self._moved_at_s = progress, now_s
+        is_hung = now_s - self._moved_at_s > self._hung_s
+        return not is_hung and not any(state in "TtZX" for state in states)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process; X where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> None:
+    """The guardian's whole life. Ends when the pipe to the trainer does."""
+    store = Store(order.store_url, order.run_id, patience_s=max(1.0, order.lease_s / 2))
+    board = NodeBoard(Path(order.board), create=False)
+    vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
+    store.renew_lease(order.member_id, lease_s=order.lease_s, progress=0, first=True)
+    say.write(b"holding\n")
+    say.flush()
+    while not select.select([trainer], [], [], order.renew_s)[0]:
+        states = [process_state(pid) for pid in order.rank_pids]
+        progress = board.progress
+        if not vigil.deserves_lease(time.monotonic(), progress=progress, states=states):
+            continue
+        with contextlib.suppress(StoreLost):  # the lease runs out by itself; the trainer finds out at its boundary
+            if not store.renew_lease(order.member_id, lease_s=order.lease_s, progress=progress):
+                board.set_fenced(True)
+    with contextlib.suppress(StoreLost):
+        store.release_lease(order.member_id)
+    is_clean_leave = trainer.readline() == _LEAVE
+    if not is_clean_leave:
+        remove_when_abandoned(order)
+
+
+def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:
+    """Remove the node's shared memory if its launcher is gone too; a living launcher restarts the trainer on it."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        pids = (*order.rank_pids, order.launcher_pid)
+        if all(process_state(pid) in "ZX" for pid in pids):
+            shutil.rmtree(order.shm_dir, ignore_errors=True)
+            return
+        time.sleep(0.1)
+
+
+def main() -> None:
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
+    trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
+    record = json.loads(trainer.readline())
+    order = GuardianOrder(**{**record, "rank_pids": tuple(record["rank_pids"])})
+    stand_guard(order, trainer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

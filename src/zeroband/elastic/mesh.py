@@ -1,0 +1,179 @@
+"""ElasticDeviceMesh: the node's local FSDP2 mesh joined with the lanes to the other nodes of the epoch.
+
+Every method is called by all local ranks, in the same order. Local rank 0 speaks to the store and decides; the others
+learn the decision, or the same error, through the local mesh.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroband.config.schema import ElasticConfig
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Opening, Ready, Verdict, opening_from, to_record, verdict_from
+from zeroband.elastic.groups import LaneGroups, lane_bounds
+from zeroband.elastic.member import Member
+from zeroband.errors import ConfigError, Fenced, PeerLost, RecoveryFailed, StoreLost, ZerobandError
+from zeroband.parallel import LocalMesh, all_ok, broadcast_json
+
+_TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (ConfigError, Fenced, PeerLost, StoreLost, RecoveryFailed)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one reduce moved over the network, on this node."""
+
+    took_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
+    """Run `work` on local rank 0 and return its JSON-ready value, or raise its error, on every local rank."""
+    outcome: dict[str, Any] = {}
+    if local.rank == 0:
+        try:
+            outcome = {"value": work()}
+        except _TRAVELLING_ERRORS as error:
+            kind = next(i for i, kind in enumerate(_TRAVELLING_ERRORS) if isinstance(error, kind))
+            outcome = {"error": kind, "message": str(error)}
+    outcome = broadcast_json(outcome, local)
+    if "error" in outcome:
+        raise _TRAVELLING_ERRORS[outcome["error"]](outcome["message"])
+    return outcome["value"]
+
+
+def ring_bytes(numel: int, nodes: int) -> int:
+    """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
+    return 8 * numel * (nodes - 1) // nodes
+
+
+class ElasticDeviceMesh:
+    """Rounds with the other nodes. `member` is there on local rank 0 only; `member_id` on all."""
+
+    def __init__(
+        self,
+        local: LocalMesh,
+        member: Member | None,
+        groups: LaneGroups,
+        board: NodeBoard,
+        elastic: ElasticConfig,
+    ) -> None:
+        self.local = local
+        self.board = board
+        self._member = member
+        self._groups = groups
+        self._elastic = elastic
+        self._start_deadline_s = time.monotonic() + elastic.start_timeout_s
+        self.member_id: str = on_first_rank(local, lambda: self.member.member_id)
+
+    @property
+    def member(self) -> Member:
+        assert self._member is not None, "only local rank 0 holds the membership"
+        return self._member
+
+    def replace_member(self, member: Member | None) -> None:
+        """Go on as another member after a fence."""
+        self._member = member
+        self._groups.leave_behind()
+        self.member_id = on_first_rank(self.local, lambda: self.member.member_id)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def announce_ready(self, ready: Ready) -> None:
+        on_first_rank(self.local, lambda: self.member.announce_ready(ready))
+
+    def await_opening(self, round: int) -> Opening:
+        """Wait until the round is open to this node. Raises Fenced."""
+
+        def wait() -> dict[str, Any]:
+            return to_record(
+                self.member.await_opening(round, self._elastic, start_deadline_s=self._start_deadline_s)
+            )
+
+        return opening_from(on_first_rank(self.local, wait))
+
+    def await_admission(self, round: int) -> Opening | Verdict:
+        """A joiner's wait: the opening that lists it, or the verdict it has to catch up with."""
+
+        def wait() -> dict[str, Any]:
+            outcome = self.member.await_admission(round, self._elastic)
+            return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
+
+        outcome = on_first_rank(self.local, wait)
+        return opening_from(outcome["record"]) if outcome["is_opening"] else verdict_from(outcome["record"])
+
+    def reduce_mean(self, contribution: torch.Tensor, result: torch.Tensor, opening: Opening) -> Transfer:
+        """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
+
+        Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is.
+        Raises PeerLost on all local ranks; then `result` may still be written to and must be replaced.
+        """
+        started_at_s = time.monotonic()
+        reason = ""
+        if self.local.rank == 0:
+            self.member.watch(opening)
+        try:
+            self._groups.connect(opening, opening.members.index(self.member_id))
+            self._reduce_lanes(contribution, result, opening)
+        except PeerLost as error:
+            reason = str(error)
+            self.board.abort(opening.version)
+        if not all_ok(not reason, self.local):
+            self._give_up(opening, reason or "another local rank lost its lane")
+        moved = ring_bytes(result.numel(), len(opening.members))
+        return Transfer(time.monotonic() - started_at_s, moved, moved)
+
+    def _reduce_lanes(self, contribution: torch.Tensor, result: torch.Tensor, opening: Opening) -> None:
+        share = opening.share(self.member_id)
+        bounds = lane_bounds(result.numel(), self._groups.ownership.lanes)
+        parts: list[tuple[int, torch.Tensor]] = []
+        for lane in self._groups.ownership.owned():
+            start, stop = bounds[lane]
+            part = result[start:stop]
+            if share > 0:
+                torch.mul(contribution[start:stop], share, out=part)
+            else:
+                part.zero_()
+            parts.append((lane, part))
+        self._groups.all_reduce(parts, opening)
+
+    def _give_up(self, opening: Opening, reason: str) -> None:
+        self._groups.leave_behind()
+
+        def report() -> None:
+            self.member.watch(None)
+            self.member.report_failure(opening, reason)
+
+        on_first_rank(self.local, report)
+        raise PeerLost(reason)
+
+    def commit(self, opening: Opening, digest: str, payload: Callable[[], Mapping[str, Any]]) -> Verdict:
+        """Vote for a result and wait for the verdict. `payload` is called on local rank 0 only.
+
+        Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
+        """
+
+        def vote() -> dict[str, Any]:
+            self.member.vote(opening, digest)
+            try:
+                return to_record(self.member.await_verdict(opening, payload()))
+            finally:
+                self.member.watch(None)
+
+        try:
+            return verdict_from(on_first_rank(self.local, vote))
+        except PeerLost:
+            self._groups.leave_behind()
+            raise
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._groups.leave_behind()
+        if self._member is not None:
+            self._member.close()

@@ -1,0 +1,53 @@
+"""The one tree of errors.
+
+ZerobandError
+├── ConfigError        the user's input is wrong: names the value and the way out
+│   └── JoinRefused    this node's run differs from the running one: names the differing key
+├── PeerLost           another node left, stopped or was cut off: the round is retried without it
+├── StoreLost          Redis did not answer within its deadline
+├── Fenced             this node was voted out while it was away: it comes back by the join path
+└── RecoveryFailed     no member could give this node a state that verifies
+"""
+
+from __future__ import annotations
+
+
+class ZerobandError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class ConfigError(ZerobandError):
+    """The user's input is wrong; the message names the value seen and what to do."""
+
+
+class JoinRefused(ConfigError):
+    """The run's record in the store differs from this node's; `key` names where."""
+
+    def __init__(self, key: str, theirs: object, ours: object) -> None:
+        super().__init__(
+            f"refused at join: {key} is {theirs!r} in the running run and {ours!r} on this node; "
+            f"make them equal, or start a new run with another run.id"
+        )
+        self.key = key
+        self.theirs = theirs
+        self.ours = ours
+
+
+class PeerLost(ZerobandError):
+    """Other nodes were lost during a round; `member_ids` names them as far as they are known."""
+
+    def __init__(self, message: str, member_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.member_ids = member_ids
+
+
+class StoreLost(ZerobandError):
+    """Redis did not answer within its deadline."""
+
+
+class Fenced(ZerobandError):
+    """The run went on without this node; its votes no longer count."""
+
+
+class RecoveryFailed(ZerobandError):
+    """No member could give this node a state that verifies."""

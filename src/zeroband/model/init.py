@@ -1,0 +1,68 @@
+"""Initial weights: a function of (seed, parameter name) alone, whatever the device, the sharding and the order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from zeroband.model.transformer import Transformer
+
+STD = 0.02
+"""Standard deviation of matrices, as in GPT-2 and the Llama of OpenDiLoCo."""
+
+_INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
+
+
+def init_weights(model: Transformer, seed: int) -> None:
+    """Give every parameter its initial value in place; no rank communicates.
+
+    Matrices are normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 n_layers)
+    (GPT-2); norms are 1. Each is drawn whole on the CPU from a generator of its own and each rank keeps its rows, so
+    the host needs room for the largest single parameter and all ranks agree bit for bit.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) before init_weights")
+        full = _initial_value(name, parameter, seed, n_layers=model.config.n_layers)
+        with torch.no_grad():
+            local_shard(parameter).copy_(full[local_rows(parameter)])
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank holds, sharing its memory; all of it where it is not sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def local_rows(parameter: Tensor) -> slice:
+    """The rows of a parameter that this rank holds: FSDP2 cuts dim 0 like `torch.chunk`, so they are contiguous.
+
+    Raises: ValueError for a DTensor that is not cut along dim 0 of a one-dimensional mesh.
+    """
+    rows = parameter.shape[0]
+    if not isinstance(parameter, DTensor):
+        return slice(0, rows)
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        raise ValueError(
+            f"a parameter is placed as {parameter.placements} on a mesh of shape {mesh.shape}, not by rows"
+        )
+    return chunk_rows(rows, mesh.get_local_rank(), mesh.size())
+
+
+def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
+    """Rows of chunk `rank` when `torch.chunk` cuts `rows` into `world_size` parts; late ranks may hold none."""
+    size = -(-rows // world_size)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+def _initial_value(name: str, parameter: nn.Parameter, seed: int, *, n_layers: int) -> Tensor:
+    if parameter.ndim < 2:
+        return torch.ones(parameter.shape, dtype=torch.float32)
+    std = STD / math.sqrt(2 * n_layers) if name.endswith(_INTO_RESIDUAL) else STD
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)

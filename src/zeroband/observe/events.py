@@ -1,0 +1,82 @@
+"""Events: what happened to a node in a run, in one table, and the log that writes them. Local rank 0, any thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.observe.jsonl import JsonlWriter
+from zeroband.observe.log import get_logger
+
+EVENTS_FILE = "events.jsonl"
+"""Its name inside a node's folder of the run directory."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """What a kind of event means, and the fields that it always carries (others may come along)."""
+
+    meaning: str
+    fields: tuple[str, ...] = ()
+    level: int = logging.INFO
+    """Of its line in the log."""
+
+
+EVENTS: Mapping[str, EventKind] = {
+    "node_started": EventKind(
+        "The trainer of this node is up and knows its model and data.",
+        ("total_steps", "local_world_size", "parameters"),
+    ),
+    "joined": EventKind("This node is a member, from this round on.", ("member_id", "round")),
+    "epoch_changed": EventKind("The list of members is another one.", ("epoch", "members")),
+    "round_committed": EventKind(
+        "An outer step counts; digest: of the outer state after it.", ("round", "epoch", "members", "digest")
+    ),
+    "round_retried": EventKind(
+        "An outer step could not be finished and is tried again.", ("round", "reason"), logging.WARNING
+    ),
+    "peer_lost": EventKind("Other members were lost.", ("round", "member_ids"), logging.WARNING),
+    "update_refused": EventKind(
+        "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
+    ),
+    "fenced": EventKind(
+        "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
+    ),
+    "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
+    "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
+    "store_lost": EventKind("Redis does not answer.", ("error",), logging.WARNING),
+    "store_back": EventKind("Redis answers again.", ("away_s",)),
+    "sample_written": EventKind("Text was generated.", ("path",)),
+    "left": EventKind("This node gave its membership back.", ("reason",)),
+    "run_finished": EventKind("All inner steps are done.", ("step",)),
+    "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),
+}
+"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation`."""
+
+
+class EventLog:
+    """Writes one line for each event to `events.jsonl` in the node's folder, and to the log.
+
+    `now`: wall clock in seconds, for human readers only. Raises ConfigError where the file cannot be opened.
+    """
+
+    def __init__(self, node_dir: Path, *, now: Callable[[], float] = time.time) -> None:
+        self._writer = JsonlWriter(node_dir / EVENTS_FILE)
+        self._now = now
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Record an event. Fields are JSON values, with their units in their names."""
+        assert kind in EVENTS, f"not in EVENTS: {kind}"
+        missing = [name for name in EVENTS[kind].fields if name not in fields]
+        assert not missing, f"{kind} without {', '.join(missing)}"
+        assert "at_s" not in fields, "at_s is set by the log"
+        self._writer.append({"at_s": round(self._now(), 3), "kind": kind, **fields})
+        _log.log(EVENTS[kind].level, kind, extra={"fields": fields})
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,77 @@
+"""What this process's hardware can do and uses. The only file in here that may ask torch, and only when called."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_TERA = 1e12
+
+PEAK_BF16_TERAFLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIE", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("A10G", 70.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX A6000", 154.8),
+    ("RTX 6000 ADA", 364.2),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI300X", 1307.4),
+    ("MI325X", 1307.4),
+)
+"""Dense bfloat16 matrix throughput with float32 accumulation, from the vendors' data sheets (half of "with sparsity").
+
+The words must all occur in the device's name; the first row that fits counts.
+"""
+
+_NOT_THE_WHOLE_DEVICE = {"MIG", "LAPTOP"}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s of a device. None, and so no MFU, for a CPU and for a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(device_name: str) -> float | None:
+    """The same from the name that the driver gives a GPU; None for a slice of one and for a laptop's version."""
+    words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
+    if words & _NOT_THE_WHOLE_DEVICE:
+        return None
+    for pattern, teraflops in PEAK_BF16_TERAFLOPS:
+        if words.issuperset(pattern.split()):
+            return teraflops * _TERA
+    return None
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM, shared pages included; None where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,88 @@
+"""Log lines: one event, one line, fixed fields, units in keys. Standard logging, set up by the trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+ROOT = "zeroband"
+"""The logger above all of this package's; those of other packages are left alone."""
+
+_PLAIN = re.compile(r"[^\s=\"]+")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; call it with `__name__`.
+
+    Fields go along as `extra={"fields": {"took_s": 0.3}}` and end up as `took_s=0.3` behind the message.
+    """
+    if name == ROOT or name.startswith(ROOT + "."):
+        return logging.getLogger(name)
+    return logging.getLogger(f"{ROOT}.{name.strip('_')}")  # a script started by path is called __main__
+
+
+def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None = None) -> None:
+    """Send this process's lines to standard error on local rank 0, and to `file` on every rank.
+
+    Calling it again replaces what the last call set up.
+    """
+    logger = logging.getLogger(ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = []
+    if local_rank == 0:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    if not handlers:
+        handlers.append(logging.NullHandler())  # without any, logging prints warnings on standard error by itself
+    for handler in handlers:
+        handler.setFormatter(LineFormatter(node_id, local_rank))
+        logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+def format_fields(fields: Mapping[str, object]) -> str:
+    """`key=value` pairs with a blank between; values that hold blanks, quotes or `=` are written as JSON."""
+    return " ".join(f"{key}={_format_value(value)}" for key, value in fields.items())
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        return ",".join(_format_value(item) for item in cast("list[object]", value)) or "[]"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z INFO    node=a local_rank=0 outer.diloco: message key=value`, UTC.
+
+    Only the traceback of a logged exception takes lines of its own.
+    """
+
+    converter = time.gmtime
+
+    def __init__(self, node_id: str, local_rank: int) -> None:
+        super().__init__()
+        self._where = format_fields({"node": node_id, "local_rank": local_rank})
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
+        part = record.name.removeprefix(ROOT + ".")
+        message = " ".join(record.getMessage().splitlines())
+        line = f"{at} {record.levelname:<7} {self._where} {part}: {message}"
+        fields = cast("Mapping[str, Any]", getattr(record, "fields", {}))
+        if fields:
+            line = f"{line} {format_fields(fields)}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

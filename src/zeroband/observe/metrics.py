@@ -1,0 +1,128 @@
+"""Metrics: the one table of names and units, and the log that writes them. Local rank 0, main thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.observe.hardware import peak_flops
+from zeroband.observe.sinks import JsonlSink, MetricValue, Sink, WandbSink
+
+__all__ = [
+    "METRICS",
+    "METRICS_FILE",
+    "JsonlSink",
+    "Metric",
+    "MetricValue",
+    "MetricsLog",
+    "Sink",
+    "WandbSink",
+    "ddp_bytes",
+    "peak_flops",
+    "perplexity",
+]
+
+METRICS_FILE = "metrics.jsonl"
+"""Its name inside a node's folder of the run directory."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number means to its reader."""
+
+    unit: str
+    meaning: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "train/loss": Metric("nats/token", "Mean cross entropy of this node's batch, without z-loss."),
+    "train/perplexity": Metric("1", "exp(train/loss)."),
+    "train/z_loss": Metric("nats/token", "What the z-loss term added to the objective."),
+    "train/lr": Metric("1", "Learning rate of the inner optimizer in this step."),
+    "train/grad_norm": Metric("1", "Global norm of the gradient before clipping."),
+    "train/tokens": Metric(
+        "tokens", "Tokens trained on in the whole run: all nodes' committed ones and this node's since."
+    ),
+    "train/tokens_per_s": Metric("tokens/s", "Tokens of this node for each second of this step, waits included."),
+    "train/step_s": Metric("s", "Duration of this inner step, outer step included."),
+    "train/data_s": Metric("s", "Part of it spent on waiting for data."),
+    "train/mfu": Metric(
+        "ratio", "Model FLOP/s of this node over the bfloat16 peak of its GPUs; absent where that is unknown."
+    ),
+    "eval/loss": Metric("nats/token", "Mean cross entropy on the held-out samples."),
+    "eval/perplexity": Metric("1", "exp(eval/loss)."),
+    "outer/round": Metric("index", "Newest committed round; 0 is the founding of the run."),
+    "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
+    "outer/nodes": Metric("nodes", "Members of that epoch."),
+    "outer/digest": Metric("hex", "Digest of the outer state after that round; equal on all members."),
+    "outer/wait_s": Metric(
+        "s", "Part of the outer step spent on waiting for other members: at the boundary and for the verdict."
+    ),
+    "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes."),
+    "outer/apply_s": Metric(
+        "s", "Part of it spent on the pseudo-gradient, the outer optimizer and writing parameters back."
+    ),
+    "outer/retries": Metric("count", "Times this round was opened again before it was committed."),
+    "outer/weight": Metric("tokens", "Weight of this node's update in the mean: the tokens that it contributed."),
+    "outer/grad_norm": Metric("1", "Norm of the averaged pseudo-gradient; for DDP, of the averaged gradient."),
+    "outer/momentum": Metric("1", "Momentum of the outer optimizer in this round; grows during its warm-up."),
+    "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
+    "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),
+    "outer/ddp_bytes": Metric(
+        "bytes since the last line",
+        "What per-step data parallel would have sent instead: 2 (M-1)/M x 4 bytes x parameters for each inner step.",
+    ),
+    "data/pass": Metric("index", "Passes over the data that the run has finished."),
+    "data/next": Metric("index", "First global sample index that nobody was given yet."),
+    "data/returned_samples": Metric("samples", "Samples of nodes that died, waiting to be given out again."),
+    "node/rss_bytes": Metric("bytes", "Memory of local rank 0 in RAM, shared pages included."),
+    "node/gpu_peak_bytes": Metric("bytes", "Most memory that torch allocated on the GPU of local rank 0."),
+}
+"""Every metric there is. One that is not measured in a step is absent from its line."""
+
+
+class MetricsLog:
+    """Writes one line for each record to `metrics.jsonl` in the node's folder, and hands the record to other sinks.
+
+    `now`: wall clock in seconds, for human readers only.
+    """
+
+    def __init__(self, node_dir: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
+        self._sinks: tuple[Sink, ...] = (JsonlSink(node_dir / METRICS_FILE), *sinks)
+        self._now = now
+
+    def record(self, step: int, values: Mapping[str, MetricValue | None]) -> None:
+        """Record what inner step `step` measured; a value of None is unknown and left out.
+
+        `step` counts finished inner steps. Values are Python numbers: reading a tensor is the caller's wait, not ours.
+        """
+        unknown = sorted(values.keys() - METRICS.keys())
+        assert not unknown, f"not in METRICS: {', '.join(unknown)}"
+        odd = [name for name, value in values.items() if not _is_plain(value)]
+        assert not odd, f"not a Python number: {', '.join(odd)}"
+        record: dict[str, MetricValue] = {"step": step, "at_s": round(self._now(), 3)}
+        record.update({name: value for name, value in values.items() if value is not None})
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close every sink; may wait some seconds for one that writes in the background."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (int, float, str))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), and infinity where that is no float."""
+    return math.exp(loss) if not loss > 709 else math.inf
+
+
+def ddp_bytes(nodes: int, parameters: int, steps: int = 1) -> int:
+    """Bytes that one of `nodes` sends in `steps` of data parallel: a ring all-reduce of float32 gradients each."""
+    return steps * 2 * (nodes - 1) * 4 * parameters // nodes

@@ -1,0 +1,176 @@
+"""Reads the run directory while the run writes it, and prints it: `zeroband status RUN_DIR`. Touches nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zeroband.errors import ConfigError
+from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.jsonl import JsonlTail
+from zeroband.observe.log import format_fields
+from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.view import EventView, NodeHistory, NodeView, RunView, run_view
+
+__all__ = ["EventView", "NodeView", "RunReader", "RunView", "human_bytes", "human_count", "main", "render"]
+
+_SHOWN_EVENTS = 8
+_UNITS = ("", "k", "M", "G", "T", "P")
+
+
+class RunReader:
+    """Follows the files of all nodes of a run; nodes may appear at any time.
+
+    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._nodes: dict[str, _NodeReader] = {}
+
+    def read(self) -> RunView:
+        """The run as it is now. Reads only what was written since the last call."""
+        if self._run_dir.is_dir():
+            for node_dir in self._run_dir.iterdir():
+                if node_dir.name not in self._nodes and _is_node_dir(node_dir):
+                    self._nodes[node_dir.name] = _NodeReader(node_dir)
+        views = [node.read() for node in self._nodes.values()]
+        lost = {member for node in self._nodes.values() for member in node.history.lost_member_ids}
+        return run_view(self._run_dir.name, views, lost)
+
+
+class _NodeReader:
+    """One node's two files, merged by the clock of the process that wrote both."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self.history = NodeHistory(node_dir.name)
+        self._metrics = JsonlTail(node_dir / METRICS_FILE)
+        self._events = JsonlTail(node_dir / EVENTS_FILE)
+        self._odd_lines = 0
+
+    def read(self) -> NodeView:
+        for record in sorted(self._events.read() + self._metrics.read(), key=_at_s):
+            try:
+                if "kind" in record:
+                    self.history.add_event(record)
+                else:
+                    self.history.add_metrics(record)
+            except (KeyError, TypeError, ValueError):
+                self._odd_lines += 1
+        skipped_lines = self._odd_lines + self._metrics.skipped_lines + self._events.skipped_lines
+        return replace(self.history.view(), skipped_lines=skipped_lines)
+
+
+def _at_s(record: dict[str, Any]) -> float:
+    at_s = record.get("at_s")
+    return at_s if isinstance(at_s, (int, float)) else 0.0
+
+
+def _is_node_dir(path: Path) -> bool:
+    return (path / METRICS_FILE).exists() or (path / EVENTS_FILE).exists()
+
+
+def render(view: RunView) -> str:
+    """The run as text for a terminal: one line for each node, then what the nodes agree on and the newest events."""
+    columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent", "as DDP")
+    rows = [columns, *(_row(node) for node in view.nodes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
+    if view.sent_bytes and view.ddp_bytes:
+        ratio = view.ddp_bytes / view.sent_bytes
+        sent, ddp = human_bytes(view.sent_bytes), human_bytes(view.ddp_bytes)
+        lines.append(f"sent {sent}; per-step data parallel would have sent {ddp}, {ratio:.3g} times as much")
+    if view.disagreements:
+        rounds = ", ".join(map(str, view.disagreements))
+        lines.append(f"DIVERGED: nodes hold different outer states after round {rounds}")
+    skipped_lines = sum(node.skipped_lines for node in view.nodes)
+    if skipped_lines:
+        lines.append(f"{skipped_lines} lines could not be read")
+    return "\n".join([*lines, "", *map(_event_line, view.events[-_SHOWN_EVENTS:])]).rstrip()
+
+
+def _row(node: NodeView) -> tuple[str, ...]:
+    def shown(value: object) -> str:
+        return "-" if value is None else str(value)
+
+    losses = "-" if node.loss is None or node.first_loss is None else f"{node.first_loss:.3f} -> {node.loss:.3f}"
+    return (
+        node.node_id,
+        node.state,
+        str(node.step) if node.total_steps is None else f"{node.step}/{node.total_steps}",
+        losses,
+        "-" if node.tokens_per_s is None else human_count(node.tokens_per_s),
+        shown(node.round),
+        shown(node.epoch),
+        node.digest[:12] if node.digest else "-",
+        human_bytes(node.sent_bytes),
+        human_bytes(node.ddp_bytes),
+    )
+
+
+def _event_line(event: EventView) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(event.at_s))
+    return f"{at} {event.node_id} {event.kind} {format_fields(event.fields)}".rstrip()
+
+
+def human_count(count: float) -> str:
+    """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
+    for unit in _UNITS[:-1]:
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}{_UNITS[-1]}"
+
+
+def human_bytes(size_bytes: float) -> str:
+    """Bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
+    count = human_count(size_bytes)
+    return f"{count[:-1]} {count[-1]}B" if count[-1] in _UNITS[1:] else f"{count} B"
+
+
+def find_run_dir(path: Path) -> Path:
+    """The run directory that the user means: `path` itself, or the only run in it. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/default")
+    if _has_nodes(path):
+        return path
+    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _has_nodes(child))
+    if len(runs) == 1:
+        return path / runs[0]
+    found = f"it holds the runs {', '.join(runs)}; name one of them" if runs else "nor is there a run in it"
+    raise ConfigError(f"{path} is no run directory, {found}")
+
+
+def _has_nodes(path: Path) -> bool:
+    return any(_is_node_dir(child) for child in path.iterdir())
+
+
+def main(argv: Sequence[str]) -> int:
+    """`zeroband status RUN_DIR [--follow]`. Returns the exit code: 2 for a wrong folder, 3 for a run that diverged."""
+    parser = argparse.ArgumentParser(prog="zeroband status", description="Show a run from the files of its nodes.")
+    parser.add_argument("run_dir", type=Path, help="<run.dir>/<run.id>, for example runs/default")
+    parser.add_argument("--follow", action="store_true", help="print it again whenever it has changed, until Ctrl-C")
+    parser.add_argument("--every-s", type=float, default=2.0, help="pause between two looks (default: 2)")
+    arguments = parser.parse_args(argv)
+    try:
+        reader = RunReader(find_run_dir(arguments.run_dir))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    view = reader.read()
+    print(render(view))
+    try:
+        while arguments.follow:
+            time.sleep(arguments.every_s)
+            shown, view = view, reader.read()
+            if view != shown:
+                print(f"\n{render(view)}", flush=True)
+    except KeyboardInterrupt:
+        pass
+    return 3 if view.disagreements else 0

@@ -1,0 +1,266 @@
+"""What a run looks like from outside: records of each node folded, line by line, into frozen views. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+NodeState = Literal["starting", "training", "recovering", "fenced", "lost", "left", "finished", "failed"]
+
+KEPT_EVENTS = 50
+"""Newest events of a node that its view shows."""
+
+KEPT_DIGESTS = 64
+"""Newest rounds of a node whose digests are compared with the others'."""
+
+CURVE_POINTS = 256
+"""Most points of a loss curve; when it is full, every second one goes."""
+
+_STATE_AFTER: Mapping[str, NodeState] = {
+    "node_started": "starting",
+    "joined": "training",
+    "recovering": "recovering",
+    "recovered": "training",
+    "fenced": "fenced",
+    "left": "left",
+    "run_finished": "finished",
+    "run_failed": "failed",
+}
+
+
+@dataclass(frozen=True)
+class EventView:
+    """One event of one node; `at_s` is that node's wall clock, for human readers only."""
+
+    at_s: float
+    node_id: str
+    kind: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node as its files show it. None and 0 where it has not said yet."""
+
+    node_id: str
+    state: NodeState = "starting"
+    member_id: str | None = None
+    """Of its newest membership."""
+    starts: int = 0
+    """How often its trainer was started."""
+    step: int = 0
+    """Inner steps it has finished."""
+    total_steps: int | None = None
+    parameters: int | None = None
+    loss: float | None = None
+    first_loss: float | None = None
+    loss_curve: tuple[float, ...] = ()
+    """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    round: int | None = None
+    epoch: int | None = None
+    members: tuple[str, ...] = ()
+    """Member ids of that epoch."""
+    digest: str | None = None
+    """Digest of the outer state after that round."""
+    digests: Mapping[int, str] = field(default_factory=dict[int, str])
+    """The same for its newest rounds."""
+    sent_bytes: int = 0
+    """Over all its starts, as the two below."""
+    received_bytes: int = 0
+    ddp_bytes: int = 0
+    """What it would have sent in per-step data parallel."""
+    events: tuple[EventView, ...] = ()
+    """Newest last."""
+    last_at_s: float | None = None
+    """Wall clock of its newest line."""
+    skipped_lines: int = 0
+    """Lines of its files that could not be read."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as the files of its nodes show it."""
+
+    run_id: str
+    nodes: tuple[NodeView, ...] = ()
+    """Ordered by node id."""
+
+    @cached_property
+    def newest(self) -> NodeView | None:
+        """The node that has seen the newest round."""
+        known = [node for node in self.nodes if node.round is not None]
+        return max(known, key=lambda n: (n.round, n.epoch or 0, n.node_id)) if known else None
+
+    @property
+    def round(self) -> int | None:
+        return self.newest.round if self.newest else None
+
+    @property
+    def epoch(self) -> int | None:
+        return max((node.epoch for node in self.nodes if node.epoch is not None), default=None)
+
+    @cached_property
+    def members(self) -> tuple[str, ...]:
+        """Node ids in the newest epoch; without [outer], the nodes that train."""
+        known = [node for node in self.nodes if node.epoch is not None]
+        if not known:
+            return tuple(node.node_id for node in self.nodes if node.state == "training")
+        return tuple(node_id_of(m) for m in max(known, key=lambda n: n.epoch or 0).members)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(node.sent_bytes for node in self.nodes)
+
+    @property
+    def ddp_bytes(self) -> int:
+        return sum(node.ddp_bytes for node in self.nodes)
+
+    @cached_property
+    def disagreements(self) -> tuple[int, ...]:
+        """Rounds after which two nodes held different outer states; must be empty, always."""
+        by_round: dict[int, set[str]] = {}
+        for node in self.nodes:
+            for round, digest in node.digests.items():
+                by_round.setdefault(round, set()).add(digest)
+        return tuple(sorted(round for round, digests in by_round.items() if len(digests) > 1))
+
+    @cached_property
+    def events(self) -> tuple[EventView, ...]:
+        """The events of all nodes, newest last; the order between nodes is only as good as their clocks."""
+        return tuple(sorted((event for node in self.nodes for event in node.events), key=lambda e: e.at_s))
+
+
+def node_id_of(member_id: str) -> str:
+    """The node behind a membership."""
+    return member_id.rpartition("#")[0] or member_id
+
+
+class NodeHistory:
+    """Folds a node's records, in the order of their times, into its view."""
+
+    def __init__(self, node_id: str) -> None:
+        self._view = NodeView(node_id)
+        self._events: deque[EventView] = deque(maxlen=KEPT_EVENTS)
+        self._digests: dict[int, str] = {}
+        self._curve = Curve()
+        self.lost_member_ids: set[str] = set()
+        """Memberships of other nodes that this one saw end."""
+
+    def view(self) -> NodeView:
+        return replace(
+            self._view,
+            loss_curve=self._curve.points(),
+            digests=dict(self._digests),
+            events=tuple(self._events),
+        )
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Fold a line of metrics.jsonl. Raises KeyError, TypeError or ValueError where it is no such line."""
+        old = self._view
+        if old.state == "starting" and old.member_id is None:
+            old = self._begin_anew()
+        view = replace(
+            old,
+            state="training" if old.state == "starting" else old.state,
+            step=int(record["step"]),
+            last_at_s=float(record["at_s"]),
+            tokens=int(record.get("train/tokens", old.tokens)),
+            tokens_per_s=float(record["train/tokens_per_s"]) if "train/tokens_per_s" in record else old.tokens_per_s,
+            sent_bytes=old.sent_bytes + int(record.get("outer/sent_bytes", 0)),
+            received_bytes=old.received_bytes + int(record.get("outer/received_bytes", 0)),
+            ddp_bytes=old.ddp_bytes + int(record.get("outer/ddp_bytes", 0)),
+            epoch=record.get("outer/epoch", old.epoch),
+        )
+        if "train/loss" in record:
+            loss = float(record["train/loss"])
+            view = replace(view, loss=loss, first_loss=loss if old.first_loss is None else old.first_loss)
+            self._curve.add(loss)
+        self._view = view
+        if "outer/round" in record:
+            self._note_round(int(record["outer/round"]), record.get("outer/digest"))
+
+    def add_event(self, record: Mapping[str, Any]) -> None:
+        """Fold a line of events.jsonl. Raises KeyError, TypeError or ValueError where it is no such line."""
+        kind, at_s = str(record["kind"]), float(record["at_s"])
+        fields = {key: value for key, value in record.items() if key not in ("kind", "at_s")}
+        self._view = replace(self._view, last_at_s=at_s, state=self._state_after(kind))
+        if kind == "node_started":
+            self._view = replace(
+                self._view,
+                starts=self._view.starts + 1,
+                member_id=None,
+                total_steps=fields.get("total_steps"),
+                parameters=fields.get("parameters"),
+            )
+        elif kind == "joined":
+            view = self._begin_anew() if fields["round"] == 0 else self._view
+            self._view = replace(view, member_id=fields["member_id"])
+        elif kind == "peer_lost":
+            self.lost_member_ids.update(fields["member_ids"])
+        if kind in ("epoch_changed", "round_committed"):
+            self._view = replace(self._view, epoch=fields["epoch"], members=tuple(fields["members"]))
+        if kind in ("round_committed", "recovered"):
+            self._note_round(int(fields["round"]), fields["digest"])
+        self._events.append(EventView(at_s, self._view.node_id, kind, fields))
+
+    def _state_after(self, kind: str) -> NodeState:
+        if kind == "left" and self._view.state in ("finished", "failed"):
+            return self._view.state
+        return _STATE_AFTER.get(kind, self._view.state)
+
+    def _note_round(self, round: int, digest: str | None) -> None:
+        self._view = replace(self._view, round=round, digest=digest or self._view.digest)
+        if digest:
+            self._digests[round] = digest
+        while len(self._digests) > KEPT_DIGESTS:
+            del self._digests[min(self._digests)]
+
+    def _begin_anew(self) -> NodeView:
+        """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
+        old = self._view
+        self._curve = Curve()
+        self._digests.clear()
+        return NodeView(
+            old.node_id,
+            state=old.state,
+            starts=old.starts,
+            total_steps=old.total_steps,
+            parameters=old.parameters,
+            last_at_s=old.last_at_s,
+        )
+
+
+class Curve:
+    """An evenly spaced selection of a series of unknown length, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._points: list[float] = []
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, value: float) -> None:
+        if self._seen % self._stride == 0:
+            if len(self._points) == CURVE_POINTS:
+                del self._points[1::2]
+                self._stride *= 2
+            if self._seen % self._stride == 0:
+                self._points.append(value)
+        self._seen += 1
+
+    def points(self) -> tuple[float, ...]:
+        return tuple(self._points)
+
+
+def run_view(run_id: str, nodes: Iterable[NodeView], lost_member_ids: Set[str]) -> RunView:
+    """The run of these nodes. A node is lost when another one said so of its newest membership."""
+
+    def seen_by_others(node: NodeView) -> NodeView:
+        is_lost = node.member_id in lost_member_ids and node.state in ("training", "recovering")
+        return replace(node, state="lost") if is_lost else node
+
+    return RunView(run_id, tuple(sorted(map(seen_by_others, nodes), key=lambda node: node.node_id)))

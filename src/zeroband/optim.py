@@ -1,0 +1,158 @@
+"""The inner optimizer of a node: AdamW over the local shards and the schedule of its learning rate.
+
+Knows nothing of other nodes. Its whole state is two counters and two moments for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zeroband.config.schema import AdamWConfig, CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.errors import ConfigError
+
+_FUSED_DEVICES = ("cpu", "cuda")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: int, *, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of inner step `step`, counted from 0.
+
+    Grows linearly from peak / warmup_steps at step 0 to the peak at step warmup_steps - 1. Then `cosine` and `linear`
+    fall from the peak at warmup_steps to final_ratio * peak at total_steps, and `wsd` holds the peak until its last
+    decay_ratio * total_steps steps and falls linearly over those. From total_steps on it stays at the end value.
+    """
+    peak, warmup = optim.adamw.lr, optim.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    schedule = optim.schedule
+    match schedule:
+        case CosineSchedule():
+            falling = 0.5 * (1 + math.cos(math.pi * _progress(step, warmup, total_steps)))
+        case LinearSchedule():
+            falling = 1 - _progress(step, warmup, total_steps)
+        case WarmupStableDecaySchedule():
+            decay_from = max(warmup, total_steps * (1 - schedule.decay_ratio))
+            falling = 1 - _progress(step, decay_from, total_steps)
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * falling)
+
+
+def _progress(step: int, start: float, stop: float) -> float:
+    """Share of the way from `start` to `stop`, within 0 .. 1."""
+    return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
+
+
+def build_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+    """AdamW with decoupled decay of matrices and embeddings; vectors (norms) are not decayed.
+
+    Uses torch's fused kernel where the device has one.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in _FUSED_DEVICES for p in parameters)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+class InnerOptimizer:
+    """AdamW and its learning-rate schedule as one stateful part.
+
+    The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
+    can be written into them before the first step.
+    """
+
+    def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int) -> None:
+        self._names = dict(model.named_parameters())
+        self._optim = optim
+        self._total_steps = total_steps
+        self._adamw = build_adamw(model, optim.adamw)
+        self._step_count = 0
+        for parameter in self._names.values():
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+            }
+
+    @property
+    def step_count(self) -> int:
+        """Inner steps behind us on the schedule, those before this node joined included."""
+        return self._step_count
+
+    @property
+    def update_count(self) -> int:
+        """Updates that the moments have seen, for Adam's correction of their bias."""
+        return int(self._state(next(iter(self._names)))["step"].item())
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next `step()`."""
+        return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps)
+
+    def step(self) -> None:
+        """Update the parameters from their gradients and move on by one inner step."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self._step_count += 1
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def seek(self, step: int, *, update_count: int | None = None) -> None:
+        """Continue the schedule at inner step `step`, for a node that joins late.
+
+        Without `update_count` the moments keep their age, so fresh ones are corrected as fresh; give it together with
+        moments copied from a node that made so many updates.
+        """
+        self._step_count = step
+        if update_count is not None:
+            for name in self._names:
+                self._state(name)["step"].fill_(update_count)
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """First and second moment of this rank's shard by parameter name; writing into them sets them."""
+        return {
+            name: (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
+            for name, state in ((name, self._state(name)) for name in self._names)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
+        return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state of the same model and sharding; the next steps are those that its owner would have made.
+
+        Raises: ConfigError naming the first parameter that differs, before anything has changed.
+        """
+        theirs = cast(Mapping[str, tuple[Tensor, Tensor]], state["moments"])
+        ours = self.moments()
+        for name in sorted(ours.keys() | theirs.keys()):
+            our_shape, their_shape = _shape(ours, name), _shape(theirs, name)
+            if our_shape != their_shape:
+                raise ConfigError(
+                    f"optimizer state of another model or sharding: {name} has shape {their_shape}, needs {our_shape}"
+                )
+        for name, moments in ours.items():
+            for target, source in zip(moments, theirs[name], strict=True):
+                target.copy_(source)
+        self.seek(state["step_count"], update_count=state["update_count"])
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return self._adamw.state[self._names[name]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shape(moments: Mapping[str, tuple[Tensor, Tensor]], name: str) -> tuple[int, ...] | None:
+    return tuple(moments[name][0].shape) if name in moments else None

@@ -1,0 +1,174 @@
+"""DDP: the nodes' gradients are averaged before every inner optimizer step, so all nodes hold one model at every step.
+
+The outer state is the whole training state: parameters and both AdamW moments. The baseline that others are measured
+against; for links that carry 8 bytes of each parameter at every step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.mesh import on_first_rank
+from zeroband.elastic.progress import Progress
+from zeroband.errors import RecoveryFailed
+from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
+from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
+from zeroband.outer.journal import JournalEntry
+from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
+from zeroband.parallel import all_ok, barrier
+
+PARAMS, FIRST_MOMENT, SECOND_MOMENT = "params", "exp_avg", "exp_avg_sq"
+
+_COPY_DEADLINE_S = 600.0
+
+
+class Ddp:
+    """One round is one inner step."""
+
+    sections = (PARAMS, FIRST_MOMENT, SECOND_MOMENT)
+
+    def __init__(self, parts: OuterParts, *, clip_norm: float | None) -> None:
+        self._parts = parts
+        self._buffers = parts.buffers
+        self._local = parts.mesh.local
+        self._clip_norm = clip_norm
+        self._keeper = RoundKeeper(parts)
+        self._committed: Committed | None = None
+        self._desk = _CopyDesk()
+        open_buffers(parts.buffers, self.sections)
+        self._keeper.state = self._store_params()
+
+    @property
+    def round(self) -> int:
+        return self._keeper.round
+
+    @property
+    def progress(self) -> Progress:
+        return self._keeper.progress
+
+    @property
+    def state(self) -> str:
+        return self._keeper.state
+
+    def found(self) -> RoundReport:
+        return self._keeper.found()
+
+    def sync_gradients(self, step: int, tokens: int) -> float | None:
+        self._keeper.count(tokens)
+        self._parts.shards.store(gradient_shards(self._parts.model), self._buffers[CONTRIBUTION])
+        barrier(self._local)
+        contribution = self._buffers[CONTRIBUTION]
+        is_finite = all_ok(self._local.rank != 0 or bool(torch.isfinite(contribution).all()), self._local)
+        self._committed = self._keeper.commit(weighted=is_finite, extra=_norm_record)
+        return self._set_gradients(self._committed.result, self._committed.verdict.payload)
+
+    def _set_gradients(self, mean: Tensor, payload: Mapping[str, Any]) -> float:
+        """Put the mean gradient into the model, clipped by the norm that the verdict fixed for all nodes."""
+        shards = gradient_shards(self._parts.model)
+        self._parts.shards.load(shards, mean)
+        norm = float(payload["grad_norm"])
+        if self._clip_norm is not None and norm > self._clip_norm:
+            for shard in shards.values():
+                shard.mul_(self._clip_norm / norm)
+        return norm
+
+    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
+        committed, self._committed = self._committed, None
+        assert committed is not None, "sync_gradients comes first"
+        started_at_s = time.monotonic()
+        self._keeper.advance(committed.verdict, self._store_params())
+        self._keeper.record(committed)
+        self._serve_copies()
+        self._parts.faults.at("applied", self.round)
+        return self._keeper.report(committed, time.monotonic() - started_at_s)
+
+    def _store_params(self) -> str:
+        self._parts.shards.store(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        barrier(self._local)
+        return digest_of(self._buffers[PARAMS]) if self._local.rank == 0 else ""
+
+    def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
+        self._committed = self._keeper.commit(weighted=False, await_opening=await_opening, extra=_norm_record)
+        self._step(self._committed.result, self._committed.verdict.payload)
+        report = self.sync_parameters(self.progress.inner_step, 0)
+        assert report is not None
+        return report
+
+    def _step(self, mean: Tensor, payload: Mapping[str, Any]) -> None:
+        self._set_gradients(mean, payload)
+        self._parts.inner.step()
+        self._parts.inner.zero_grad()
+
+    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
+        shards, inner = self._parts.shards, self._parts.inner
+        progress = Progress.from_record(payload["progress"])
+        inner.seek(progress.inner_step, update_count=progress.inner_step)
+        shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        moments = inner.moments()
+        shards.load({name: first for name, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
+        shards.load({name: second for name, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
+        self._keeper.settle(round, payload, self._store_params())
+        return self._keeper.state
+
+    def replay(self, entry: JournalEntry) -> str:
+        if self._local.rank == 0:
+            self._buffers[RESULT].copy_(entry.result)
+        barrier(self._local)
+        self._step(self._buffers[RESULT], entry.payload)
+        self._keeper.settle(entry.round, entry.payload, self._store_params())
+        return self._keeper.state
+
+    # -- copies for joiners: the moments live in the optimizer, so the main thread writes them out between two steps --
+
+    def copy_state(self) -> StateCopy:
+        return self._desk.order()
+
+    def _serve_copies(self) -> None:
+        if not on_first_rank(self._local, self._desk.is_ordered):
+            return
+        moments = self._parts.inner.moments()
+        self._parts.shards.store({n: first for n, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
+        self._parts.shards.store({n: second for n, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
+        barrier(self._local)
+        if self._local.rank == 0:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            self._desk.deliver(StateCopy(self.round, sections, self._keeper.payload, self._keeper.state))
+
+
+class _CopyDesk:
+    """Hands an order from a serving thread to the main thread, and the copy back."""
+
+    def __init__(self) -> None:
+        self._ordered = threading.Event()
+        self._delivered = threading.Condition()
+        self._copy: StateCopy | None = None
+
+    def is_ordered(self) -> bool:
+        return self._ordered.is_set()
+
+    def order(self) -> StateCopy:
+        with self._delivered:
+            self._copy = None
+            self._ordered.set()
+            if not self._delivered.wait_for(lambda: self._copy is not None, timeout=_COPY_DEADLINE_S):
+                raise RecoveryFailed(f"no step ended within {_COPY_DEADLINE_S:g} s, so no state could be copied")
+            assert self._copy is not None
+            return self._copy
+
+    def deliver(self, copy: StateCopy) -> None:
+        with self._delivered:
+            self._copy = copy
+            self._ordered.clear()
+            self._delivered.notify_all()
+
+
+def _norm_record(mean: Tensor) -> Mapping[str, Any]:
+    """Global norm of the mean gradient, for the verdict: one node computes it, all clip by the same bits."""
+    return {"grad_norm": float(torch.linalg.vector_norm(mean, dtype=torch.float64))}

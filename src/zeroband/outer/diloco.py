@@ -1,0 +1,132 @@
+"""DiLoCo: many inner steps on each node, then one outer step on the mean of what they changed.
+
+Source: arXiv:2311.08105; OpenDiLoCo, arXiv:2407.07852. Inner optimizer states stay on their nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroband.config.schema import DilocoConfig
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.groups import lane_bounds
+from zeroband.elastic.progress import Progress
+from zeroband.observe.log import get_logger
+from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
+from zeroband.outer.flat import digest_of, parameter_shards
+from zeroband.outer.journal import JournalEntry
+from zeroband.outer.optimizer import build_outer_optimizer
+from zeroband.outer.transaction import CONTRIBUTION, RESULT
+from zeroband.parallel import all_ok, barrier
+
+PARAMS, MOMENTUM = "params", "momentum"
+
+_log = get_logger(__name__)
+
+
+class DiLoCo:
+    """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters."""
+
+    sections = (PARAMS, MOMENTUM)
+
+    def __init__(self, parts: OuterParts, config: DilocoConfig) -> None:
+        self._parts = parts
+        self._buffers = parts.buffers
+        self._local = parts.mesh.local
+        self._optimizer = build_outer_optimizer(config.optimizer)
+        self._keeper = RoundKeeper(parts)
+        open_buffers(parts.buffers, self.sections)
+        parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
+        self._keeper.state = self._digest()
+
+    @property
+    def round(self) -> int:
+        return self._keeper.round
+
+    @property
+    def progress(self) -> Progress:
+        return self._keeper.progress
+
+    @property
+    def state(self) -> str:
+        return self._keeper.state
+
+    def found(self) -> RoundReport:
+        return self._keeper.found()
+
+    def sync_gradients(self, step: int, tokens: int) -> float | None:
+        """Nothing: gradients stay inside the node."""
+        return None
+
+    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
+        self._keeper.count(tokens)
+        if not self._keeper.ends_round(step):
+            return None
+        return self._finish_round(weighted=self._contribute())
+
+    def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
+        return self._finish_round(weighted=False, await_opening=await_opening)
+
+    def _contribute(self) -> bool:
+        """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
+        shards = parameter_shards(self._parts.model)
+        outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
+        is_finite = True
+        for name, out in self._parts.shards.parts(self._buffers[CONTRIBUTION], shards):
+            inner = shards[name].to("cpu").reshape(-1)
+            self._optimizer.contribution(outer[name], inner, out)
+            is_finite = is_finite and bool(torch.isfinite(out).all())
+        is_finite = all_ok(is_finite, self._local)
+        if not is_finite:
+            _log.warning("update left out: not finite", extra={"fields": {"round": self.round + 1}})
+        return is_finite
+
+    def _finish_round(self, *, weighted: bool, await_opening: Callable[[], Opening] | None = None) -> RoundReport:
+        barrier(self._local)
+        committed = self._keeper.commit(weighted=weighted, await_opening=await_opening)
+        started_at_s = time.monotonic()
+        with self._keeper.state_lock:
+            self._apply(committed.result, committed.verdict.round, committed.verdict.payload)
+            self._keeper.advance(committed.verdict, self._digest())
+        self._keeper.record(committed)
+        self._parts.faults.at("applied", self.round)
+        return self._keeper.report(committed, time.monotonic() - started_at_s)
+
+    def _apply(self, mean: Tensor, round: int, payload: Mapping[str, Any]) -> None:
+        """Take the outer step, each local rank on its part, and restart the inner parameters from it."""
+        params, momentum = self._buffers[PARAMS], self._buffers[MOMENTUM]
+        start, stop = lane_bounds(params.numel(), self._local.world_size)[self._local.rank]
+        if payload["weight"] > 0:
+            part = slice(start, stop)
+            self._optimizer.apply(params[part], momentum[part], mean[part], round=round)
+        barrier(self._local)
+        self._parts.shards.load(parameter_shards(self._parts.model), params)
+
+    def _digest(self) -> str:
+        barrier(self._local)
+        return digest_of(self._buffers[PARAMS], self._buffers[MOMENTUM]) if self._local.rank == 0 else ""
+
+    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
+        self._keeper.settle(round, payload, self._digest())
+        self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        self._parts.inner.seek(self.progress.inner_step)
+        return self._keeper.state
+
+    def replay(self, entry: JournalEntry) -> str:
+        if self._local.rank == 0:
+            self._buffers[RESULT].copy_(entry.result)
+        barrier(self._local)
+        self._apply(self._buffers[RESULT], entry.round, entry.payload)
+        self._keeper.settle(entry.round, entry.payload, self._digest())
+        self._parts.inner.seek(self.progress.inner_step)
+        return self._keeper.state
+
+    def copy_state(self) -> StateCopy:
+        with self._keeper.state_lock:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

@@ -1,0 +1,173 @@
+"""The canonical flat state: float32 buffers in the order of the parameter names, shared by the node's local ranks.
+
+The layout does not depend on how a node shards its parameters. FSDP2 shards dim 0, so a rank's shard of a parameter
+is one contiguous range of the buffer, and reading or writing it is a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zeroband.errors import ConfigError
+from zeroband.parallel import LocalMesh, barrier, broadcast_json
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in the flat buffer, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """All parameters in the order of their names, without gaps."""
+
+    slots: tuple[Slot, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> FlatLayout:
+        slots: list[Slot] = []
+        start = 0
+        for name, parameter in sorted(model.named_parameters()):
+            slots.append(Slot(name, tuple(parameter.shape), start))
+            start += slots[-1].numel
+        return FlatLayout(tuple(slots))
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].start + self.slots[-1].numel if self.slots else 0
+
+    def digest(self) -> str:
+        """Names and shapes in one value: two models with the same digest share one flat state."""
+        return xxhash.xxh3_128_hexdigest(repr([(slot.name, slot.shape) for slot in self.slots]).encode())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardMap:
+    """Which range of the flat buffer each of this rank's shards is."""
+
+    def __init__(self, layout: FlatLayout, rank: int, world_size: int) -> None:
+        self._ranges: dict[str, tuple[int, int]] = {}
+        for slot in layout.slots:
+            rows = slot.shape[0] if slot.shape else 1
+            row_numel = slot.numel // rows if rows else 0
+            chunk = -(-rows // world_size)
+            first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+            self._ranges[slot.name] = (slot.start + first * row_numel, slot.start + last * row_numel)
+
+    def store(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy this rank's shards into the flat buffer."""
+        for name, part in self.parts(buffer, shards):
+            part.copy_(shards[name].detach().reshape(-1))
+
+    def load(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy the flat buffer into this rank's shards, in place."""
+        for name, part in self.parts(buffer, shards):
+            shards[name].detach().copy_(part.view(shards[name].shape))
+
+    def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+        """The ranges of the flat buffer that belong to the named shards."""
+        for name in names:
+            start, stop = self._ranges[name]
+            if stop > start:
+                yield name, buffer[start:stop]
+
+
+def parameter_shards(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's shard of every parameter; writing to it writes to the model."""
+    return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
+
+
+def gradient_shards(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's shard of every gradient; a parameter without one gets zeros."""
+    shards: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        shards[name] = local_part(parameter.grad)
+    return shards
+
+
+class SharedBuffers:
+    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks.
+
+    `open` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer is made, so
+    that a full shared memory is an error here and not a bus error later.
+    """
+
+    def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
+        self.numel = numel
+        self._folder = folder
+        self._local = local
+        self._buffers: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Shape (numel,) float32 on CPU."""
+        return self._buffers[name]
+
+    def open(self, *names: str) -> None:
+        """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
+        new = [name for name in names if name not in self._buffers]
+        problem = ""
+        if self._local.rank == 0:
+            try:
+                for name in new:
+                    self._reserve(name)
+            except OSError as error:
+                problem = f"{error.strerror} ({len(new)} buffers of {4 * self.numel} bytes in {self._folder})"
+        problem = broadcast_json(problem, self._local)
+        if problem:
+            raise ConfigError(
+                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
+                "or set node.shm_dir to another memory file system"
+            )
+        for name in new:
+            self._buffers[name] = torch.from_file(
+                str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
+            )
+
+    def renew(self, name: str) -> None:
+        """Replace a buffer that something left behind may still write to by another one of zeros."""
+        self._buffers.pop(name)
+        barrier(self._local)
+        if self._local.rank == 0:
+            self._path(name).unlink()
+        self.open(name)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.f32"
+
+    def _reserve(self, name: str) -> None:
+        descriptor = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, 4 * self.numel)
+        finally:
+            os.close(descriptor)
+
+
+def digest_of(*buffers: Tensor) -> str:
+    """One value for the bytes of CPU buffers, in order."""
+    state = xxhash.xxh3_128()
+    for buffer in buffers:
+        state.update(memoryview(buffer.numpy()).cast("B"))
+    return state.hexdigest()

@@ -1,0 +1,74 @@
+"""Outer optimizers: what a node contributes to a round, and how the mean of it changes the outer parameters.
+
+All arithmetic is float32 with one rounding for each operation, never fused: nodes with other processors, other numbers
+of threads and other slices must get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroband.config.schema import OuterSGDConfig
+
+_CHUNK = 1 << 20
+"""Elements handled at a time, so that the temporary stays in the cache."""
+
+
+class OuterOptimizer(Protocol):
+    """Shapes: all (n,) float32 on CPU, slices of the flat state at the same place."""
+
+    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
+        """What this node sends: a function of the outer parameters and of its own after the inner steps."""
+        ...
+
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
+        """Take the outer step of a committed round, in place. `round` counts from 1."""
+        ...
+
+
+class OuterSGD:
+    """SGD with momentum on the pseudo-gradient, outer minus inner parameters.
+
+    v <- mu v + delta; outer <- outer - lr (delta + mu v) with Nesterov, else outer <- outer - lr v.
+    Source: DiLoCo, arXiv:2311.08105, algorithm 1; torch.optim.SGD with dampening 0.
+    """
+
+    def __init__(self, config: OuterSGDConfig) -> None:
+        self._config = config
+
+    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
+        torch.sub(outer, inner, out=out)
+
+    def momentum_at(self, round: int) -> float:
+        """Momentum of a round: grows linearly over the warm-up, so that round 1 has the least."""
+        warmup = self._config.momentum_warmup_rounds
+        return self._config.momentum * min(1.0, round / (warmup + 1))
+
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
+        mu = self.momentum_at(round)
+        chunks = zip(outer.split(_CHUNK), momentum.split(_CHUNK), mean.split(_CHUNK), strict=True)
+        for theta, v, delta in chunks:
+            v.mul_(mu).add_(delta)
+            step = v.mul(mu).add_(delta) if self._config.nesterov else v.clone()
+            theta.sub_(step.mul_(self._config.lr))
+
+
+class PlainAverage:
+    """The outer parameters become the mean of the nodes' parameters: outer SGD with lr 1 and momentum 0.
+
+    Averaging parameters instead of pseudo-gradients keeps the last bits that outer - (outer - inner) loses, so that
+    one node alone trains exactly as without an outer algorithm.
+    """
+
+    def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
+        out.copy_(inner)
+
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
+        outer.copy_(mean)
+
+
+def build_outer_optimizer(config: OuterSGDConfig) -> OuterOptimizer:
+    return PlainAverage() if config.lr == 1 and config.momentum == 0 else OuterSGD(config)

@@ -1,0 +1,162 @@
+"""Inside a node: the mesh of local ranks, sharding by FSDP2, and the small decisions that ranks take together.
+
+Owns torch.distributed's default group, which spans one node and never two. Called from the main thread of every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeroband.config.schema import TrainConfig
+from zeroband.errors import ConfigError
+
+CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
+"""Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
+
+
+@dataclass(frozen=True)
+class LocalMesh:
+    """The ranks of this node. Owns the process groups: `close()` ends them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One dimension, over which parameters are sharded."""
+    control: dist.ProcessGroup
+    """gloo on CPU tensors, for decisions; never shared with the data of training."""
+
+    def close(self) -> None:
+        """End all process groups of this process; a second call does nothing."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> LocalMesh:
+    """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
+
+    Each rank takes the GPU of its number, or shares one where there are fewer GPUs than ranks. NCCL refuses two ranks
+    on one GPU, so they then talk through gloo, as they do on CPUs.
+    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun.
+    """
+    environ = os.environ if environ is None else environ
+    rank, world_size = _rank_and_world_size(environ)
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
+    store = None if "RANK" in environ else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(control, dist.ProcessGroup)
+    return LocalMesh(rank, world_size, device, mesh, control)
+
+
+def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    if "RANK" not in environ:
+        return 0, 1
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if int(environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
+        raise ConfigError(
+            f"torchrun was started over several nodes (WORLD_SIZE={world_size}, "
+            f"LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']}); start one torchrun with --nnodes 1 on every machine "
+            "and join them by [outer] and store.url"
+        )
+    return rank, world_size
+
+
+def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
+    """Rank 0's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
+    payload = json.dumps(value).encode() if mesh.rank == 0 else b""
+    length = torch.tensor([len(payload)])
+    dist.broadcast(length, group_src=0, group=mesh.control)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if mesh.rank == 0:
+        content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(content, group_src=0, group=mesh.control)
+    return json.loads(content.numpy().tobytes())
+
+
+def all_ok(flag: bool, mesh: LocalMesh) -> bool:
+    """True on every rank when it is true on all of them."""
+    votes = torch.tensor([int(flag)])
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)
+    return bool(votes.item())
+
+
+def barrier(mesh: LocalMesh) -> None:
+    """Return once every local rank has called this."""
+    dist.barrier(group=mesh.control)
+
+
+class _Block(Protocol):
+    recompute: bool
+
+
+def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> nn.Module:
+    """Shard a model over the local ranks in place: each of `model.layers` by itself, the rest with the root.
+
+    Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
+    change. A model on the meta device is sharded without memory; then call `to_empty` and `init_weights`.
+    With one rank nothing is freed between forward and backward: there is no memory to win.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the embedding makes the compute type; rotary angles must stay float32
+    )
+    reshard = train.reshard_after_forward and mesh.world_size > 1
+    for block in cast(Iterable[nn.Module], model.layers):
+        cast(_Block, block).recompute = train.activation_checkpointing
+        if train.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return model
+
+
+def set_gradient_sync(model: nn.Module, on: bool) -> None:
+    """Whether the next backward passes reduce gradients over the ranks; off for all micro-batches but the last.
+
+    While it is off every rank keeps the whole gradient, in float32.
+    """
+    cast(FSDPModule, model).set_requires_gradient_sync(on)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
+    """The global norm of the gradient over all shards; scales the gradient down to `max_norm` where it is larger.
+
+    None only measures. A norm that is not finite is returned and the gradient left alone: the caller decides.
+    Every local rank calls this; all get the same number.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
+    if max_norm is not None and max_norm < norm < float("inf"):
+        torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def _norm_over_ranks(gradients: list[Tensor], local_norm: Tensor) -> float:
+    first = gradients[0] if gradients else None
+    if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
+        return local_norm.item()
+    squared = local_norm.square()
+    dist.all_reduce(squared, group=first.device_mesh.get_group())
+    return squared.sqrt().item()

@@ -1,0 +1,245 @@
+"""Builds what a node trains with, from its configuration: model, data, optimizer, and its place among the other nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from zeroband.checkpoint.serving import StateServer, access_key
+from zeroband.config.load import shared_items
+from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
+from zeroband.data.index import SampleIndex
+from zeroband.data.loader import Loader
+from zeroband.data.tokenizer import Tokenizer, open_tokenizer
+from zeroband.data.tokens import prepare
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.groups import LaneGroups, LaneOwnership
+from zeroband.elastic.member import Member, NodeIdentity
+from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
+from zeroband.elastic.progress import RunShape
+from zeroband.elastic.shm import NodeFolder
+from zeroband.elastic.store import Store
+from zeroband.faults import FaultPoints
+from zeroband.model.init import init_weights
+from zeroband.model.transformer import Transformer
+from zeroband.observe.log import get_logger
+from zeroband.optim import InnerOptimizer
+from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.ddp import Ddp
+from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
+from zeroband.outer.journal import Journal
+from zeroband.parallel import LocalMesh, parallelize
+
+_JOURNAL_ROUNDS = 64
+_JOURNAL_BYTES = 4 << 30
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """What a node needs to train alone."""
+
+    config: RunConfig
+    node_id: str
+    node_dir: Path
+    """`<run.dir>/<run.id>/<node id>`."""
+    local: LocalMesh
+    tokenizer: Tokenizer
+    loader: Loader
+    data_fingerprint: str
+    model: Transformer
+    inner: InnerOptimizer
+
+
+def node_id_of(config: RunConfig) -> str:
+    return config.node.id or socket.gethostname()
+
+
+def node_dir_of(config: RunConfig) -> Path:
+    return config.run.dir / config.run.id / node_id_of(config)
+
+
+def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
+    """Data, model and inner optimizer of this rank. Called by all local ranks."""
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    tokens = prepare(config.data, config.run.seed, _log_progress if local.rank == 0 else None)
+    index = SampleIndex(len(tokens), config.data.seq_length, config.run.seed, config.data.hold_out)
+    loader = Loader(
+        tokens,
+        index,
+        batch_size=config.train.batch_size,
+        micro_bs=config.train.micro_bs,
+        local_rank=local.rank,
+        local_world_size=local.world_size,
+        document_mask=config.data.document_mask,
+    )
+    with torch.device("meta"):
+        model = Transformer(config.model, tokenizer.padded_vocab_size)
+    parallelize(model, config.train, local)
+    model.to_empty(device=local.device)
+    init_weights(model, config.run.seed)
+    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps)
+    return NodeParts(
+        config=config,
+        node_id=node_id_of(config),
+        node_dir=node_dir_of(config),
+        local=local,
+        tokenizer=tokenizer,
+        loader=loader,
+        data_fingerprint=tokens.fingerprint,
+        model=model,
+        inner=inner,
+    )
+
+
+def _log_progress(done: float) -> None:
+    _log.info("preparing data", extra={"fields": {"done": done}})
+
+
+def shape_of(config: RunConfig) -> RunShape:
+    """Steps and samples of the rounds; a node that trains alone, and DDP, have rounds of one step."""
+    steps_per_round = config.outer.inner_steps if isinstance(config.outer, DilocoConfig) else 1
+    return RunShape(config.train.total_steps, steps_per_round, config.train.batch_size)
+
+
+class RunParts:
+    """A node's place in a run of several: owns the membership, the shared memory and the state server.
+
+    Made by all local ranks together; `close()` gives everything back.
+    """
+
+    def __init__(self, node: NodeParts) -> None:
+        config, local = node.config, node.local
+        assert config.store.url is not None and config.outer is not None
+        self._node = node
+        self._store_url = config.store.url.get_secret_value()
+        self._token = config.run.token.get_secret_value() if config.run.token else None
+        self._host = config.node.advertise_host or address_towards(self._store_url)
+        self.key = access_key(self._token, config.run.id)
+        with ExitStack() as stack:
+            self.store = Store(self._store_url, config.run.id, patience_s=max(30.0, 6 * config.fault.detect_s))
+            stack.callback(self.store.close)
+            layout = FlatLayout.of(node.model)
+            on_first_rank(local, lambda: self._match_run(layout))
+            self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+            on_first_rank(local, lambda: self._claim_folder(stack))
+            self._board = NodeBoard(self._folder / "board", create=False)
+            stack.callback(self._board.close)
+            self._pids = _pids_of_ranks(local)
+            self.mesh = self._build_mesh()
+            stack.callback(self.mesh.close)
+            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
+            self.buffers = SharedBuffers(self._folder, layout.numel, local)
+            self.outer = self._build_outer(layout)
+            self._port = self._serve(stack)
+            self._describe()
+            self._stack = stack.pop_all()
+
+    def _match_run(self, layout: FlatLayout) -> None:
+        shared = {key: str(value) for key, value in shared_items(self._node.config).items()}
+        shared |= {"model (names and shapes)": layout.digest(), "data (tokens)": self._node.data_fingerprint}
+        self.store.found_or_match(shared, self._token)
+
+    def _claim_folder(self, stack: ExitStack) -> None:
+        config = self._node.config
+        folder = NodeFolder(config.node.shm_dir, config.run.id, self._node.node_id)
+        stack.callback(folder.close)
+        NodeBoard(folder.path / "board", create=True).close()
+
+    def _new_member(self) -> Member | None:
+        """Another membership of this node; on local rank 0 only."""
+        if self._node.local.rank != 0:
+            return None
+        config = self._node.config
+        identity = NodeIdentity(
+            node_id=self._node.node_id,
+            host=self._host,
+            local_world_size=self._node.local.world_size,
+            rank_pids=self._pids,
+            launcher_pid=os.getppid(),
+            shm_dir=self._folder,
+        )
+        return Member(self.store, self._store_url, identity, self._board, config.fault, config.run.id)
+
+    def _build_mesh(self) -> ElasticDeviceMesh:
+        config, local = self._node.config, self._node.local
+        groups = LaneGroups(
+            self.store,
+            self._board,
+            LaneOwnership(config.comm.lanes, local.rank, local.world_size),
+            host=self._host,
+            transfer_s=config.fault.transfer_s,
+        )
+        return ElasticDeviceMesh(local, self._new_member(), groups, self._board, config.elastic)
+
+    def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
+        config, local = self._node.config, self._node.local
+        parts = OuterParts(
+            mesh=self.mesh,
+            model=self._node.model,
+            inner=self._node.inner,
+            buffers=self.buffers,
+            shards=ShardMap(layout, local.rank, local.world_size),
+            journal=self.journal,
+            shape=shape_of(config),
+            faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+        )
+        match config.outer:
+            case DilocoConfig():
+                return DiLoCo(parts, config.outer)
+            case DdpConfig():
+                return Ddp(parts, clip_norm=config.optim.clip_norm)
+            case None:
+                raise AssertionError("a run of several nodes has an outer algorithm")
+
+    def _serve(self, stack: ExitStack) -> int:
+        if self._node.local.rank != 0:
+            return 0
+        server = StateServer(self._host, self.key, self.outer.copy_state, self.journal.get)
+        stack.callback(server.close)
+        return server.port
+
+    def _describe(self) -> None:
+        """Tell the others where this member's state can be fetched."""
+        if self._node.local.rank == 0:
+            info = {"node_id": self._node.node_id, "host": self._host, "port": self._port}
+            self.store.describe_member(self.mesh.member_id, info)
+
+    def come_back(self) -> None:
+        """Become another member after a fence. Called by all local ranks."""
+        if self._node.local.rank == 0:
+            self.mesh.member.close()
+        self.mesh.replace_member(self._new_member())
+        self._describe()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
+    """Process ids of all local ranks, on all of them."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
+    return tuple(int(pid) for pid in pids)
+
+
+def address_towards(store_url: str) -> str:
+    """The address of this machine on the route to the store; loopback for a store on this machine."""
+    parts = urlsplit(store_url)
+    if parts.scheme == "unix" or parts.hostname is None:
+        return "127.0.0.1"
+    family, _, _, _, remote = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(remote)
+        return str(probe.getsockname()[0])

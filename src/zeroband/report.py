@@ -1,0 +1,146 @@
+"""Turns what the parts returned into metrics and events. Local rank 0 only; the other ranks hold None in its place."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from zeroband.config.load import render_toml
+from zeroband.model.size import flops_per_token, parameter_count
+from zeroband.observe.events import EventLog
+from zeroband.observe.hardware import peak_flops
+from zeroband.observe.log import format_fields, get_logger
+from zeroband.observe.metrics import MetricsLog, MetricValue, WandbSink, ddp_bytes, perplexity
+from zeroband.outer.base import RoundReport
+from zeroband.parts import NodeParts
+
+CONFIG_FILE = "config.toml"
+"""The resolved configuration, in the node's folder of the run directory."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one inner step showed, summed over the node's ranks."""
+
+    loss: float
+    """Mean cross entropy in nats per token."""
+    tokens: int
+    lr: float
+    grad_norm: float
+    data_s: float
+
+
+class Report:
+    """One node's metrics.jsonl and events.jsonl, and the console line."""
+
+    def __init__(self, node: NodeParts) -> None:
+        config = node.config
+        self._node = node
+        node.node_dir.mkdir(parents=True, exist_ok=True)
+        (node.node_dir / CONFIG_FILE).write_text(render_toml(config))
+        self.events = EventLog(node.node_dir)
+        sinks = []
+        if config.observe.wandb is not None:
+            wandb = config.observe.wandb
+            settings = config.model_dump(mode="json")
+            sinks.append(WandbSink(project=wandb.project, mode=wandb.mode, node_dir=node.node_dir, config=settings))
+        self._metrics = MetricsLog(node.node_dir, sinks)
+        vocab_size = node.tokenizer.padded_vocab_size
+        self._parameters = parameter_count(config.model, vocab_size)
+        self._flops_per_token = flops_per_token(config.model, vocab_size, config.data.seq_length)
+        peak = peak_flops(node.local.device)
+        self._peak_flops = None if peak is None else peak * node.local.world_size
+        self._epoch: int | None = None
+        self._tokens_since_round = 0
+        self._steps_since_round = 0
+        self._step_from_s = time.monotonic()
+
+    def started(self) -> None:
+        self.events.emit(
+            "node_started",
+            total_steps=self._node.config.train.total_steps,
+            local_world_size=self._node.local.world_size,
+            parameters=self._parameters,
+        )
+
+    def entered(self, round: RoundReport) -> None:
+        """This node became a member."""
+        self._round_event(round)
+        self._tokens_since_round = self._steps_since_round = 0
+        self._step_from_s = time.monotonic()
+
+    def stepped(self, step: int, learned: Learned, synced: RoundReport | None, run_tokens: int) -> None:
+        """Inner step `step` (counted from 1) is done. `run_tokens`: tokens of the run's committed rounds."""
+        now_s = time.monotonic()
+        step_s, self._step_from_s = now_s - self._step_from_s, now_s
+        self._tokens_since_round += learned.tokens
+        self._steps_since_round += 1
+        rate = learned.tokens / step_s
+        values: dict[str, MetricValue | None] = {
+            "train/loss": learned.loss,
+            "train/perplexity": perplexity(learned.loss),
+            "train/lr": learned.lr,
+            "train/grad_norm": learned.grad_norm,
+            "train/tokens": run_tokens if synced else run_tokens + self._tokens_since_round,
+            "train/tokens_per_s": rate,
+            "train/step_s": step_s,
+            "train/data_s": learned.data_s,
+            "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
+            "data/pass": self._node.loader.data_pass,
+        }
+        if synced is not None:
+            values |= self._round_values(synced)
+            self._round_event(synced)
+        self._metrics.record(step, values)
+        if step % self._node.config.observe.log_every_steps == 0 or synced is not None:
+            self._say(step, values)
+
+    def _round_values(self, round: RoundReport) -> dict[str, MetricValue | None]:
+        nodes = len(round.members)
+        steps, self._steps_since_round, self._tokens_since_round = self._steps_since_round, 0, 0
+        return {
+            "outer/round": round.round,
+            "outer/epoch": round.epoch,
+            "outer/nodes": nodes,
+            "outer/digest": round.state,
+            "outer/wait_s": round.wait_s,
+            "outer/transfer_s": round.transfer_s,
+            "outer/apply_s": round.apply_s,
+            "outer/retries": round.retries,
+            "outer/weight": round.weights[round.members.index(round.member_id)],
+            "outer/sent_bytes": round.sent_bytes,
+            "outer/received_bytes": round.received_bytes,
+            "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
+            "node/rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+
+    def _round_event(self, round: RoundReport) -> None:
+        if round.epoch != self._epoch:
+            self._epoch = round.epoch
+            self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
+        for reason in round.failures:
+            self.events.emit("round_retried", round=round.round, reason=reason)
+        self.events.emit(
+            "round_committed",
+            round=round.round,
+            epoch=round.epoch,
+            members=list(round.members),
+            digest=round.state,
+            weights=list(round.weights),
+        )
+
+    def _say(self, step: int, values: dict[str, Any]) -> None:
+        shown = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
+        fields = {name.partition("/")[2]: values[name] for name in shown if values.get(name) is not None}
+        _log.info(f"step {step}/{self._node.config.train.total_steps} {format_fields(fields)}")
+
+    def finished(self) -> None:
+        self.events.emit("run_finished", step=self._node.config.train.total_steps)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self.events.close()

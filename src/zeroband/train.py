@@ -1,0 +1,163 @@
+"""torchrun's target: builds the parts and runs the loop. The only place where they meet.
+
+    torchrun --nproc_per_node 2 src/zeroband/train.py @configs/debug/normal.toml --train.micro_bs 4
+
+Start it once on every machine; with [outer] and store.url the machines train one model together.
+Exit codes: 0 done, 2 the configuration is wrong or was refused at join, 143 after SIGTERM, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from zeroband.config import RunConfig, load_config
+from zeroband.entry import Entry, LoneEntry
+from zeroband.errors import ConfigError, Fenced
+from zeroband.model.loss import gradient_scale, next_token_loss
+from zeroband.model.sample import generate
+from zeroband.observe.log import get_logger, setup_logging
+from zeroband.outer.alone import Alone
+from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
+from zeroband.report import Learned, Report
+
+SAMPLE_FILE = "sample.txt"
+_EXIT_CONFIG, _EXIT_TERMINATED = 2, 143
+
+_log = get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the arguments say. Returns the exit code."""
+    die_with_launcher()
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        setup_logging(config.log_level, node_id_of(config), local_rank, node_dir_of(config) / f"rank{local_rank}.log")
+        with ExitStack() as stack:
+            local = init_local_mesh()
+            stack.callback(local.close)
+            train(config, local, stack)
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    return 0
+
+
+def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
+    """The whole run of this rank; `stack` gives everything back at its end."""
+    node = build_node(config, local)
+    report = Report(node) if local.rank == 0 else None
+    if report is not None:
+        stack.callback(report.close)
+        report.started()
+    entry = build_entry(node, report, stack)
+    enter(entry, report)
+    while entry.hooks.progress.inner_step < config.train.total_steps:
+        try:
+            train_round(node, entry, report)
+        except Fenced as fence:
+            node.inner.zero_grad()
+            enter(entry, report, fence)
+    if config.observe.sample_prompt is not None:
+        write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
+    if report is not None:
+        report.finished()
+
+
+def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
+    """The way into the run that the configuration asks for."""
+    if node.config.outer is None:
+        return LoneEntry(Alone(shape_of(node.config)))
+    run = RunParts(node)
+    stack.callback(run.close)
+    events = report.events if report is not None else None
+    return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
+
+
+def enter(entry: Entry | LoneEntry, report: Report | None, fence: Fenced | None = None) -> None:
+    """Become a member, again and again if the run goes on without this node meanwhile."""
+    while True:
+        try:
+            joined = entry.enter() if fence is None else entry.come_back(fence)
+        except Fenced as again:
+            fence = again
+            continue
+        if report is not None and joined is not None:
+            report.entered(joined)
+        return
+
+
+def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None) -> None:
+    """The inner steps from one boundary to the next, and the outer step that ends them."""
+    hooks, inner, before = entry.hooks, node.inner, entry.hooks.progress
+    node.loader.assign(entry.assigned())
+    step = before.inner_step
+    while hooks.progress is before and step < node.config.train.total_steps:
+        lr = inner.lr
+        loss, tokens, data_s = forward_backward(node)
+        norm = hooks.sync_gradients(step, tokens)
+        if norm is None:
+            norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
+        inner.step()
+        inner.zero_grad()
+        synced = hooks.sync_parameters(step, tokens)
+        step += 1
+        if report is not None:
+            report.stepped(step, Learned(loss, tokens, lr, norm, data_s), synced, hooks.progress.tokens)
+
+
+def forward_backward(node: NodeParts) -> tuple[float, int, float]:
+    """Gradients of one inner step on this rank. Returns the node's mean loss, its targets, and seconds spent on data."""
+    from_s = time.perf_counter()
+    batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
+    data_s = time.perf_counter() - from_s
+    targets = node.loader.targets_in_step
+    scale = gradient_scale(targets, node.local.world_size)
+    cross_entropy = torch.zeros((), device=node.local.device)
+    for number, batch in enumerate(batches, start=1):
+        set_gradient_sync(node.model, number == len(batches))
+        logits = node.model(batch.tokens, batch.document_ids)  # (b, t, v)
+        loss = next_token_loss(logits, batch.targets, z_loss=node.config.optim.z_loss)
+        (loss.objective * scale).backward()
+        cross_entropy += loss.cross_entropy
+    total = cross_entropy.cpu()
+    dist.all_reduce(total, group=node.local.control)
+    return total.item() / targets, targets, data_s
+
+
+def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
+    """Continue a prompt with the trained model; into the node's folder of the run directory."""
+    ids = torch.tensor(node.tokenizer.encode(prompt).astype("int64"), device=node.local.device)
+    context = node.config.data.seq_length
+    generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
+    if node.local.rank == 0:
+        (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()))
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher dies, so that no orphan trains on. Linux only."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+    """End through the `finally` blocks, which give the lease and the shared memory back."""
+    raise SystemExit(_EXIT_TERMINATED)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # torchrun puts this folder first, where our `data` or `model` would hide other packages
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What is written for people is in step with the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroband.config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
+
+
+def _drawn_tree(docstring: str) -> dict[str, str | None]:
+    """Name -> parent of a tree drawn with box characters, four columns for each level."""
+    drawn: dict[str, str | None] = {}
+    branch: list[str] = []
+    for line in docstring.splitlines():
+        match = re.match(r"^((?:[│ ]   )*(?:[├└]── )?)([A-Z]\w+)\b", line)
+        if match and (match[1] or not drawn):
+            depth = len(match[1]) // 4
+            drawn[match[2]] = branch[depth - 1] if depth else None
+            branch[depth:] = [match[2]]
+    return drawn
+
+
+def test_error_tree_in_its_docstring_equals_the_classes(modules: Mapping[str, Any]) -> None:
+    tree = modules["zeroband.errors"].tree
+    text = ast.get_docstring(tree) or ""
+    parents = {node.name: ast.unparse(node.bases[0]) for node in tree.body if isinstance(node, ast.ClassDef)}
+    expected = {name: None if parent == "Exception" else parent for name, parent in parents.items()}
+    assert _drawn_tree(text.partition("\n\n")[2]) == expected
+
+
+def test_every_field_of_the_schema_says_what_it_is(modules: Mapping[str, Any]) -> None:
+    silent: list[str] = []
+    for section in modules["zeroband.config.schema"].tree.body:
+        if isinstance(section, ast.ClassDef) and section.name != "RunConfig":
+            for field, following in zip(section.body, [*section.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and not isinstance(following, ast.Expr):
+                    silent.append(f"{section.name}.{ast.unparse(field.target)}")
+    assert [field for field in silent if not field.endswith(".type")] == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_loads_and_opens_with_what_it_is(preset: str) -> None:
+    text = (CONFIGS / preset).read_text(encoding="utf-8")
+    environ = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"} if "[outer" in text else {}
+    zeroband.config.load_config([f"@{CONFIGS / preset}"], environ=environ)
+    assert text.startswith("# ")
+
+
+def test_readme_names_every_preset(root: Path) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert [preset for preset in PRESETS if f"`{preset}`" not in readme] == []
+
+
+def test_tree_in_the_readme_exists(root: Path) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    tree = readme.partition("## The tree")[2].partition("```")[2].partition("```")[0]
+    named = re.findall(r"^(\S+/|\S+\.\w+)  ", tree, flags=re.MULTILINE)
+    assert len(named) >= 10
+    assert [path for path in named if not (root / path).exists()] == []
+
+
+def test_package_folders_and_files_are_in_the_readme(root: Path, modules: Mapping[str, Any]) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    units = {module.path.parts[2] for module in modules.values() if module.path.parts[2] != "__init__.py"}
+    named = {f"src/zeroband/{unit}" if unit.endswith(".py") else f"src/zeroband/{unit}/" for unit in units}
+    assert sorted(path for path in named if path not in readme) == []
+
+
+def test_readme_has_no_open_places(root: Path) -> None:
+    assert re.findall(r"<!-- FILL.*?-->", (root / "README.md").read_text(encoding="utf-8")) == []
+
+
+def test_links_between_documents_lead_somewhere(root: Path) -> None:
+    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "wheelhouse").glob("*.md")]
+    broken = [
+        f"{document.relative_to(root)} -> {target}"
+        for document in documents
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+        if "://" not in target and not (document.parent / target).exists()
+    ]
+    assert broken == []

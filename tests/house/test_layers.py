@@ -1,0 +1,127 @@
+"""Imports go down the layers, never sideways; importing does nothing but define."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAYERS = (
+    {"config", "errors", "faults", "kernels", "observe"},
+    {"data", "model", "optim", "parallel"},
+    {"elastic"},
+    {"checkpoint", "outer"},
+    {"parts"},
+    {"entry", "report"},
+    {"cluster", "train"},
+    {"cli", "demo"},
+)
+"""From the bottom: files and folders directly below the package."""
+
+FREE = {"zeroband", "zeroband.config.schema", "zeroband.errors", "zeroband.observe.log", "zeroband.observe.spans"}
+"""May be imported from everywhere."""
+
+OUTER_SEES_OF_ELASTIC = {"epoch", "groups", "mesh", "progress"}
+"""An outer algorithm knows the members and the groups between them, never the store, a lease or the way in."""
+
+WHAT_IMPORTING_MAY_NOT_TOUCH = {"Popen", "Process", "Thread", "basicConfig", "cuda", "environ", "getenv"}
+
+
+def _layer(unit: str) -> int:
+    for height, units in enumerate(LAYERS):
+        if unit in units:
+            return height
+    raise AssertionError(f"zeroband.{unit} is in no layer; add it to LAYERS here and to the table of the house plan")
+
+
+def objection(importer: str, imported: str) -> str | None:
+    """Why `importer` may not import `imported` (dotted module names), or None where it may."""
+    if imported in FREE:
+        return None
+    above, below = importer.split(".")[1], imported.split(".")[1]
+    if above == below:
+        return None
+    if _layer(above) <= _layer(below):
+        return f"{importer} imports {imported}, which lies {'beside' if _layer(above) == _layer(below) else 'above'} it"
+    if (above, below) == ("outer", "elastic") and imported.split(".")[2] not in OUTER_SEES_OF_ELASTIC:
+        return f"{importer} imports {imported}; of elastic, outer sees only {sorted(OUTER_SEES_OF_ELASTIC)}"
+    return None
+
+
+def _imports(module: Any, names: Mapping[str, Any]) -> Iterator[str]:
+    """Modules of the package that a module imports, at its top or inside a function."""
+    package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "zeroband")
+        elif isinstance(node, ast.ImportFrom):
+            climbed = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*climbed, *([node.module] if node.module else [])])
+            if origin.split(".")[0] == "zeroband":
+                for alias in node.names:
+                    yield f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in names else origin
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("zeroband.outer.diloco", "zeroband.elastic.mesh", True),
+        ("zeroband.outer.diloco", "zeroband.elastic.store", False),
+        ("zeroband.model.loss", "zeroband.data.index", False),
+        ("zeroband.model.loss", "zeroband.errors", True),
+        ("zeroband.elastic.member", "zeroband.outer.flat", False),
+        ("zeroband.config.load", "zeroband.observe.metrics", False),
+        ("zeroband.train", "zeroband.parallel", True),
+    ],
+)
+def test_objection_is_raised_to_imports_sideways_and_up(importer: str, imported: str, allowed: bool) -> None:
+    assert (objection(importer, imported) is None) == allowed
+
+
+def test_imports_go_down_the_layers_only(modules: Mapping[str, Any]) -> None:
+    edges = {(name, imported) for name, module in modules.items() for imported in _imports(module, modules)}
+    assert len(edges) > 50
+    assert [why for edge in sorted(edges) if (why := objection(*edge))] == []
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)  # a docstring
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    return isinstance(node, kinds)
+
+
+def test_modules_only_define_when_they_are_imported(modules: Mapping[str, Any]) -> None:
+    wrong = [
+        f"{module.path}:{node.lineno} runs {ast.unparse(node)[:60]!r}"
+        for module in modules.values()
+        for node in module.tree.body
+        if not _is_definition(node)
+    ]
+    assert wrong == []
+
+
+def test_constants_of_modules_touch_no_device_environment_or_thread(modules: Mapping[str, Any]) -> None:
+    wrong = [
+        f"{module.path}:{node.lineno} touches {name}"
+        for module in modules.values()
+        for statement in module.tree.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for node in ast.walk(statement)
+        if (name := getattr(node, "attr", getattr(node, "id", None))) in WHAT_IMPORTING_MAY_NOT_TOUCH
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["zeroband.config", "zeroband.cli", "zeroband.cluster", "zeroband.demo"])
+def test_start_of_a_command_loads_no_torch(name: str, root: Path) -> None:
+    probe = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=root / "src", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr or f"import {name} loads torch"

@@ -1,0 +1,135 @@
+"""The extra `hf` on local files, with every way to the network cut."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from zeroband.config.schema import DataConfig, HuggingFaceSource
+from zeroband.data.sources import documents, source_identity
+from zeroband.data.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
+from zeroband.data.tokens import prepare
+from zeroband.errors import ConfigError
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError("the network is off in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> HuggingFaceSource:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    rows = [{"text": "ünï", "id": 0}, {"text": None, "id": 1}, {"text": "last", "id": 2}]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return HuggingFaceSource(type="huggingface", name=str(folder))
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> Path:
+    """A byte-level BPE tokenizer without merges, its end of sequence behind a gap in the ids."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": 300}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    fast.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return open_tokenizer(str(tokenizer_dir))
+
+
+def test_data_set_gives_one_document_a_row(source: HuggingFaceSource) -> None:
+    assert [document.text for document in documents(source, 0)] == ["ünï", "", "last"]
+
+
+def test_data_set_names_the_columns_that_there_are(source: HuggingFaceSource) -> None:
+    with pytest.raises(ConfigError, match=r"no column 'body' .*it has 'text', 'id'"):
+        list(documents(source.model_copy(update={"column": "body"}), 0))
+
+
+@pytest.mark.parametrize("update", [{"split": "nosuch"}, {"name": "/nosuch/folder"}, {"subset": "nosuch"}])
+def test_data_set_names_what_cannot_be_loaded(source: HuggingFaceSource, update: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot load the data set .*nosuch"):
+        documents(source.model_copy(update=update), 0)
+
+
+def test_identity_of_a_data_set_follows_its_files(source: HuggingFaceSource) -> None:
+    before = source_identity(source, 0)
+    assert json.loads(json.dumps(source_identity(source, 0))) == before
+    (Path(source.name) / "train.jsonl").write_text('{"text": "ünï", "id": 0}\n' * 3)
+    assert source_identity(source, 0) != before
+
+
+def test_tokenizer_decodes_what_it_encoded(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("naïve → 𝄞\n")
+    assert tokenizer.decode(ids.tolist()) == "naïve → 𝄞\n"
+    assert tokenizer.encode("naïve → 𝄞\n".encode()).tolist() == ids.tolist()
+
+
+def test_tokenizer_counts_ids_beyond_a_gap(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padded_vocab_size) == (301, 300, 320)
+
+
+def test_tokenizer_encodes_the_name_of_a_special_token_as_plain_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a<end>b").tolist()
+    assert tokenizer.end_of_document not in ids
+    assert tokenizer.decode(ids) == "a<end>b"
+
+
+def test_tokenizer_decodes_special_and_padded_ids_without_raising(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([*tokenizer.encode("Hi").tolist(), 300, 319]) == "Hi"
+
+
+def test_tokenizer_fingerprint_follows_the_content(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    assert open_tokenizer(str(tokenizer_dir)).fingerprint == tokenizer.fingerprint
+    backend = transformers.AutoTokenizer.from_pretrained(str(tokenizer_dir))
+    backend.add_tokens(["zeroband"])
+    assert HuggingFaceTokenizer("longer", backend).fingerprint != tokenizer.fingerprint
+
+
+def test_tokenizer_without_an_end_of_sequence_is_refused(tokenizer_dir: Path) -> None:
+    backend = transformers.AutoTokenizer.from_pretrained(str(tokenizer_dir))
+    backend.eos_token = None
+    with pytest.raises(ConfigError, match=r"data\.tokenizer='mute' has no end-of-sequence"):
+        HuggingFaceTokenizer("mute", backend)
+
+
+def test_open_tokenizer_names_what_cannot_be_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer='/nosuch/tokenizer': neither `byte` nor"):
+        open_tokenizer("/nosuch/tokenizer")
+
+
+def test_prepare_joins_a_data_set_and_its_tokenizer(
+    source: HuggingFaceSource, tokenizer_dir: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config = DataConfig(source=source, tokenizer=str(tokenizer_dir), cache_dir=tmp_path / "cache")
+    store = prepare(config, 0)
+    expected = [*tokenizer.encode("ünï").tolist(), 300, *tokenizer.encode("last").tolist(), 300]
+    assert store.read(0, len(store)).tolist() == expected
+
+
+def test_prepare_names_the_file_that_the_tokenizer_cannot_take(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine until \xff")
+    source = {"type": "text", "paths": [f"{tmp_path}/a.txt"]}
+    config = DataConfig.model_validate({"source": source, "tokenizer": str(tokenizer_dir), "cache_dir": tmp_path})
+    with pytest.raises(ConfigError, match=r"a\.txt: not text .*0xff in position 11"):
+        prepare(config, 0)

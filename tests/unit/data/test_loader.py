@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.data.index import SampleIndex
+from zeroband.data.loader import IGNORED, Loader, MicroBatch
+from zeroband.data.tokens import TokenStore
+from zeroband.errors import ConfigError
+
+T = 8
+END = 256
+TEXTS = (b"the first document is longer than a sample", b"x", b"", "ünï→code".encode(), b"the last one")
+
+
+@pytest.fixture
+def store(make_store: Callable[..., TokenStore]) -> TokenStore:
+    return make_store(*TEXTS)
+
+
+def loader(store: TokenStore, *, hold_out: float = 0.0, **options: Any) -> Loader:
+    defaults = {"batch_size": 4, "micro_bs": 2, "local_rank": 0, "local_world_size": 1, "document_mask": True}
+    return Loader(store, SampleIndex(len(store), T, 0, hold_out), **{**defaults, **options})
+
+
+def rows(batches: list[MicroBatch], name: str) -> list[list[int]]:
+    return [row for batch in batches for row in getattr(batch, name).tolist()]
+
+
+def step_of_node(store: TokenStore, ranks: int, **options: Any) -> tuple[list[list[int]], list[list[int]], set[int]]:
+    """Tokens and targets of one inner step, joined over the ranks, and the targets that each of them counts."""
+    tokens: list[list[int]] = []
+    targets: list[list[int]] = []
+    counts: set[int] = set()
+    for rank in range(ranks):
+        one = loader(store, local_rank=rank, local_world_size=ranks, **options)
+        one.assign([(3, 5), (8, 20)])
+        batches = one.next_step()
+        tokens += rows(batches, "tokens")
+        targets += rows(batches, "targets")
+        counts.add(one.targets_in_step)
+    return tokens, targets, counts
+
+
+def test_one_pass_learns_every_token_of_the_corpus_from_the_one_before(store: TokenStore) -> None:
+    corpus = store.read(0, len(store)).tolist()
+    index = SampleIndex(len(store), T, 0, 0.0)
+    reader = loader(store, batch_size=index.n_samples)
+    reader.assign([(0, index.n_samples)])
+    batches = reader.next_step()
+    tokens, targets = (chain.from_iterable(rows(batches, name)) for name in ("tokens", "targets"))
+    learned = sorted(pair for pair in zip(tokens, targets, strict=True) if pair[1] != IGNORED)
+    assert learned == sorted(pairwise(corpus))
+    assert reader.targets_in_step == len(learned) == len(corpus) - 1
+
+
+def test_micro_batches_have_the_types_that_the_model_takes(store: TokenStore) -> None:
+    reader = loader(store)
+    reader.assign([(0, 4)])
+    batch = reader.next_step()[0]
+    assert batch.document_ids is not None
+    assert (batch.tokens.shape, batch.targets.shape, batch.document_ids.shape) == ((2, T),) * 3
+    assert (batch.tokens.dtype, batch.targets.dtype, batch.document_ids.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.int32,
+    )
+
+
+def test_the_short_sample_is_padded_with_ends_that_are_not_learned(store: TokenStore) -> None:
+    index = SampleIndex(len(store), T, 0, 0.0)
+    last = index.n_samples - 1
+    short = next(i for i in range(index.n_samples) if index.locate(i).position == last)
+    reader = loader(store, batch_size=1)
+    reader.assign([(short, short + 1)])
+    (batch,) = reader.next_step()
+    learned = len(store) - 1 - last * T
+    assert 0 < learned < T
+    assert batch.tokens[0, learned:].tolist() == [END] * (T - learned)
+    assert batch.targets[0].tolist()[learned:] == [IGNORED] * (T - learned)
+    assert reader.targets_in_step == learned
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+@pytest.mark.parametrize("micro_bs", [1, 4, 64])
+def test_a_step_of_the_node_is_the_same_for_any_number_of_ranks_and_micro_bs(
+    store: TokenStore, ranks: int, micro_bs: int
+) -> None:
+    assert step_of_node(store, ranks, batch_size=6, micro_bs=micro_bs) == step_of_node(
+        store, 1, batch_size=6, micro_bs=6
+    )
+
+
+def test_next_step_crosses_the_gap_between_two_ranges(store: TokenStore) -> None:
+    gapped, plain = loader(store), loader(store)
+    gapped.assign([(0, 3), (6, 7)])
+    plain.assign([(0, 8)])
+    four, eight = rows(gapped.next_step(), "tokens"), rows(plain.next_step() + plain.next_step(), "tokens")
+    assert four == [*eight[:3], eight[6]]
+    assert gapped.remaining == 0
+
+
+def test_the_last_micro_batch_is_smaller_when_micro_bs_does_not_divide(store: TokenStore) -> None:
+    reader = loader(store, batch_size=5, micro_bs=2)
+    reader.assign([(0, 5)])
+    assert [len(batch.tokens) for batch in reader.next_step()] == [2, 2, 1]
+
+
+def test_next_step_refuses_to_read_more_than_was_assigned(store: TokenStore) -> None:
+    reader = loader(store)
+    reader.assign([(0, 3)])
+    with pytest.raises(AssertionError):
+        reader.next_step()
+
+
+def test_data_pass_is_that_of_the_last_sample_of_the_step(store: TokenStore) -> None:
+    n_train = SampleIndex(len(store), T, 0, 0.0).n_train
+    reader = loader(store)
+    reader.assign([(n_train - 4, n_train), (n_train, n_train + 4)])
+    passes = []
+    for _ in range(2):
+        reader.next_step()
+        passes.append(reader.data_pass)
+    assert passes == [0, 1]
+
+
+def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> None:
+    ranges = [(2, 9), (30, 47)]
+    steady = loader(store)
+    steady.assign(ranges)
+    expected = [rows(steady.next_step(), "tokens") for _ in range(6)]
+
+    seen = []
+    reader = loader(store)
+    reader.assign(ranges)
+    for step in range(6):
+        if step in (1, 4):
+            state = json.loads(json.dumps(reader.state_dict()))
+            reader = loader(store, micro_bs=step)
+            reader.load_state_dict(state)
+        seen.append(rows(reader.next_step(), "tokens"))
+    assert seen == expected
+
+
+def test_document_ids_tell_documents_apart_and_an_end_opens_the_next(make_store: Callable[..., TokenStore]) -> None:
+    store = make_store(b"ab", b"cd", b"e", b"f" * 7)
+    first = next(i for i in (0, 1) if SampleIndex(len(store), T, 0, 0.0).locate(i).position == 0)
+    reader = loader(store, batch_size=1)
+    reader.assign([(first, first + 1)])
+    (batch,) = reader.next_step()
+    assert batch.document_ids is not None
+    assert batch.tokens[0].tolist() == [97, 98, END, 99, 100, END, 101, END]
+    assert batch.document_ids[0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
+
+
+def test_document_ids_are_none_without_the_mask(store: TokenStore) -> None:
+    reader = loader(store, document_mask=False)
+    reader.assign([(0, 4)])
+    assert {batch.document_ids for batch in reader.next_step()} == {None}
+
+
+def test_to_moves_every_tensor(store: TokenStore) -> None:
+    for mask in (True, False):
+        reader = loader(store, document_mask=mask)
+        reader.assign([(0, 4)])
+        moved = reader.next_step()[0].to(torch.device("meta"))
+        tensors = [value for value in vars(moved).values() if isinstance(value, Tensor)]
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        assert len(tensors) == 2 + mask
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ranks", "nearest"), [(5, 2, "nearest: 4 or 6"), (3, 4, "nearest: 4"), (17, 8, "nearest: 16 or 24")]
+)
+def test_loader_names_the_nearest_batch_sizes_when_ranks_do_not_divide_it(
+    store: TokenStore, batch_size: int, ranks: int, nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.batch_size={batch_size} .*{ranks} ranks.*{nearest}$"):
+        loader(store, batch_size=batch_size, local_world_size=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_held_out_batches_cover_the_held_out_samples_once_in_lock_step(store: TokenStore, ranks: int) -> None:
+    index = SampleIndex(len(store), T, 0, 0.4)
+    parts = [
+        list(
+            loader(store, hold_out=0.4, batch_size=ranks, local_rank=r, local_world_size=ranks).held_out_batches(100, 2)
+        )
+        for r in range(ranks)
+    ]
+    assert len({tuple(len(batch.tokens) for batch in part) for part in parts}) == 1
+    seen = [row for part in parts for row in rows(part, "targets") if set(row) != {IGNORED}]
+    expected = [store.read(*index.span(p)).tolist()[1:] for p in index.held_out_positions(100).tolist()]
+    assert seen == [row + [IGNORED] * (T - len(row)) for row in expected]
+
+
+def test_held_out_batches_stop_at_the_number_asked_for(store: TokenStore) -> None:
+    batches = list(loader(store, hold_out=0.4).held_out_batches(3, 2))
+    assert [len(batch.tokens) for batch in batches] == [2, 1]
+
+
+def test_held_out_batches_are_none_without_a_hold_out(store: TokenStore) -> None:
+    assert list(loader(store).held_out_batches(3, 2)) == []
+
+
+def test_training_never_reads_a_held_out_sample(store: TokenStore) -> None:
+    n_train = SampleIndex(len(store), T, 0, 0.4).n_train
+    reader = loader(store, hold_out=0.4, batch_size=n_train)
+    reader.assign([(0, 3 * n_train)])
+    trained = {tuple(row) for _ in range(3) for row in rows(reader.next_step(), "targets")}
+    held_out = {tuple(row) for row in rows(list(reader.held_out_batches(100, 4)), "targets")}
+    assert len(trained) == n_train
+    assert not trained & held_out

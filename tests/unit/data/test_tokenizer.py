@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.data.tokenizer import ByteTokenizer, open_tokenizer
+from zeroband.errors import ConfigError
+
+
+@given(text=st.text())
+def test_byte_tokenizer_decodes_what_it_encoded(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_byte_tokenizer_encodes_unicode_as_its_utf8_bytes() -> None:
+    ids = ByteTokenizer().encode("é→𝄞")
+    assert ids.tolist() == list("é→𝄞".encode())
+    assert ids.dtype == np.uint32
+
+
+def test_byte_tokenizer_takes_bytes_that_are_no_utf8() -> None:
+    assert ByteTokenizer().encode(b"\xff\x00\x80").tolist() == [255, 0, 128]
+
+
+def test_byte_tokenizer_decodes_special_padded_and_broken_ids_without_raising() -> None:
+    assert ByteTokenizer().decode([72, 256, 105, 319, 0xC3]) == "Hi\N{REPLACEMENT CHARACTER}"
+
+
+def test_byte_tokenizer_encodes_a_batch_as_each_text_alone() -> None:
+    tokenizer = ByteTokenizer()
+    batch = tokenizer.encode_batch(["a", b"", "bc"])
+    assert [ids.tolist() for ids in batch] == [[97], [], [98, 99]]
+
+
+def test_padded_vocab_size_is_the_next_multiple_of_64() -> None:
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padded_vocab_size) == (257, 256, 320)
+    tokenizer.vocab_size = 128
+    assert tokenizer.padded_vocab_size == 128
+
+
+def test_open_tokenizer_gives_bytes_by_name() -> None:
+    assert isinstance(open_tokenizer("byte"), ByteTokenizer)
+
+
+def test_open_tokenizer_names_the_extra_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer='gpt2'.*extra `hf`"):
+        open_tokenizer("gpt2")

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zeroband.config.schema import DataConfig, JsonlSource, SyntheticSource, TextSource
+from zeroband.data import tokens
+from zeroband.data.sources import Document
+from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.data.tokens import TokenStore, prepare
+from zeroband.errors import ConfigError
+
+END = 256
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    (tmp_path / "b.txt").write_bytes(b"de")
+    return DataConfig(source=TextSource(paths=(f"{tmp_path}/*.txt",)), cache_dir=tmp_path / "cache")
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each time that the documents are read."""
+    seen: list[int] = []
+    read = tokens.documents
+
+    def counted(source: Any, seed: int) -> Iterator[Document]:
+        seen.append(seed)
+        return read(source, seed)
+
+    monkeypatch.setattr(tokens, "documents", counted)
+    return seen
+
+
+def test_store_holds_the_documents_with_an_end_behind_each(make_store: Callable[..., TokenStore]) -> None:
+    store = make_store(b"abc", b"de")
+    assert store.read(0, len(store)).tolist() == [97, 98, 99, END, 100, 101, END]
+    assert store.read(2, 5).tolist() == [99, END, 100]
+    assert store.read(2, 5).dtype == np.uint16
+
+
+def test_store_leaves_out_empty_documents_and_counts_them(make_store: Callable[..., TokenStore]) -> None:
+    store = make_store(b"", b"ab", b"", b"c")
+    assert store.read(0, len(store)).tolist() == [97, 98, END, 99, END]
+    assert (store.manifest.documents, store.manifest.empty_documents) == (2, 2)
+
+
+def test_store_refuses_to_read_outside_of_itself(make_store: Callable[..., TokenStore]) -> None:
+    store = make_store(b"abc")
+    with pytest.raises(AssertionError):
+        store.read(2, 5)
+
+
+def test_store_cannot_be_written_to(make_store: Callable[..., TokenStore]) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        make_store(b"abc").read(0, 2)[0] = 1
+
+
+def test_store_joins_chunks_without_a_seam(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = prepare(config, 0)
+    expected = whole.read(0, len(whole)).tolist()
+    monkeypatch.setattr(tokens, "_CHUNK_CHARACTERS", 1)
+    parts = prepare(config.model_copy(update={"cache_dir": config.cache_dir / "other"}), 0)
+    assert parts.read(0, len(parts)).tolist() == expected
+    assert parts.fingerprint == whole.fingerprint
+
+
+def test_store_takes_four_bytes_an_id_for_a_large_vocabulary(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size, tokenizer.end_of_document = 100_001, 100_000
+    monkeypatch.setattr(tokens, "open_tokenizer", lambda _: tokenizer)
+    store = prepare(config, 0)
+    assert store.read(0, len(store)).tolist() == [97, 98, 99, 100_000, 100, 101, 100_000]
+
+
+def test_prepare_opens_a_built_corpus_without_reading_the_documents_again(
+    config: DataConfig, builds: list[int]
+) -> None:
+    first, second = prepare(config, 0), prepare(config, 1)
+    assert len(builds) == 1
+    assert second.manifest == first.manifest
+    assert second.read(0, 7).tolist() == first.read(0, 7).tolist()
+
+
+def test_prepare_builds_again_when_a_file_changes(config: DataConfig, builds: list[int], tmp_path: Path) -> None:
+    before = prepare(config, 0)
+    (tmp_path / "b.txt").write_bytes(b"DEF")
+    after = prepare(config, 0)
+    assert len(builds) == 2
+    assert after.read(0, len(after)).tolist() == [97, 98, 99, END, 68, 69, 70, END]
+    assert after.fingerprint != before.fingerprint
+
+
+def test_fingerprint_is_of_the_content_not_of_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("same")
+    (tmp_path / "b.jsonl").write_text('{"text": "same"}')
+    sources = TextSource(paths=(f"{tmp_path}/a.txt",)), JsonlSource(type="jsonl", paths=(f"{tmp_path}/b.jsonl",))
+    one, other = (prepare(DataConfig(source=source, cache_dir=tmp_path / "cache"), 0) for source in sources)
+    assert one.fingerprint == other.fingerprint
+
+
+def test_fingerprint_knows_where_documents_end(tmp_path: Path) -> None:
+    def fingerprint(*lines: str) -> str:
+        path = tmp_path / f"{len(lines)}.jsonl"
+        path.write_text("\n".join(lines))
+        return prepare(
+            DataConfig(source=JsonlSource(type="jsonl", paths=(str(path),)), cache_dir=tmp_path), 0
+        ).fingerprint
+
+    assert fingerprint('{"text": "ab"}') != fingerprint('{"text": "a"}', '{"text": "b"}')
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "broken manifest", "short file", "no file"])
+def test_prepare_builds_again_what_is_not_whole(config: DataConfig, builds: list[int], damage: str) -> None:
+    expected = prepare(config, 0).read(0, 7).tolist()
+    (manifest,), (ids,) = config.cache_dir.glob("*.json"), config.cache_dir.glob("*.tokens")
+    match damage:
+        case "no manifest":
+            manifest.unlink()
+        case "broken manifest":
+            manifest.write_text('{"format": 1')
+        case "short file":
+            ids.write_bytes(ids.read_bytes()[:-2])
+        case _:
+            ids.unlink()
+    assert prepare(config, 0).read(0, 7).tolist() == expected
+    assert len(builds) == 2
+
+
+def test_prepare_builds_once_for_all_that_ask_at_once(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_POLL_S", 0.001)
+    waiting = threading.Barrier(4)
+    builders: list[int] = []
+
+    def once_all_others_wait(source: Any, seed: int) -> Iterator[Document]:
+        builders.append(threading.get_ident())
+        waiting.wait(timeout=10)
+        yield Document("abc", "here")
+
+    def on_progress(_: int) -> None:
+        if threading.get_ident() not in builders and threading.get_ident() not in waiters:
+            waiters.append(threading.get_ident())
+            waiting.wait(timeout=10)
+
+    waiters: list[int] = []
+    stores: list[TokenStore] = []
+    monkeypatch.setattr(tokens, "documents", once_all_others_wait)
+    asking = [threading.Thread(target=lambda: stores.append(prepare(config, 0, on_progress))) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(timeout=10)
+    assert len(builders) == 1
+    assert [store.read(0, 4).tolist() for store in stores] == [[97, 98, 99, END]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -> None:
+    script = """
+import os, signal, sys
+from zeroband.config.schema import DataConfig
+from zeroband.data import tokens
+from zeroband.data.sources import Document
+def documents(source, seed):
+    yield Document("x" * (1 << 21), "first")
+    os.kill(os.getpid(), signal.SIGKILL)
+tokens.documents = documents
+tokens.prepare(DataConfig.model_validate_json(sys.argv[1]), 0)
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run(
+        [sys.executable, "-c", script, config.model_dump_json()], env=environ, timeout=60, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.suffix for path in config.cache_dir.iterdir() if path.stat().st_size] == [".part"]
+    store = prepare(config, 0)
+    assert store.read(0, len(store)).tolist() == [97, 98, 99, END, 100, 101, END]
+    assert not list(config.cache_dir.glob("*.part"))
+
+
+def test_prepare_leaves_no_entry_when_a_source_fails_midway(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}')
+    config = DataConfig(source=JsonlSource(type="jsonl", paths=(f"{tmp_path}/a.jsonl",)), cache_dir=tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2"):
+        prepare(config, 0)
+    assert not [*config.cache_dir.glob("*.json"), *config.cache_dir.glob("*.tokens")]
+
+
+def test_prepare_reports_the_tokens_written_so_far(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_CHUNK_DOCUMENTS", 1)
+    reports: list[int] = []
+    prepare(config, 0, reports.append)
+    assert reports == [4, 7]
+
+
+def test_prepare_refuses_a_corpus_without_text(make_store: Callable[..., TokenStore]) -> None:
+    with pytest.raises(ConfigError, match="2 documents, all of them empty"):
+        make_store(b"", b"")
+
+
+def test_prepare_names_the_document_that_has_no_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "half a pair: \\ud800"}')
+    config = DataConfig(source=JsonlSource(type="jsonl", paths=(str(path),)), cache_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: not text .*surrogates not allowed"):
+        prepare(config, 0)
+
+
+def test_prepare_names_a_cache_folder_that_cannot_be_made(config: DataConfig, tmp_path: Path) -> None:
+    blocked = config.model_copy(update={"cache_dir": tmp_path / "a.txt" / "cache"})
+    with pytest.raises(ConfigError, match=r"data\.cache_dir=.*a\.txt/cache"):
+        prepare(blocked, 0)
+
+
+def test_default_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = DataConfig(source=SyntheticSource(type="synthetic", documents=2))
+    prepare(config, 0)
+    assert len(list((tmp_path / "zeroband").glob("*.tokens"))) == 1
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tokens.default_cache_dir() == tmp_path / ".cache" / "zeroband"

@@ -1,0 +1,64 @@
+"""The table of peaks against names that drivers give, and this process's memory."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from zeroband.observe.hardware import peak_flops, peak_flops_of, resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("device_name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_peak_flops_of_a_known_gpu(device_name: str, teraflops: float) -> None:
+    assert peak_flops_of(device_name) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    ["Tesla T4", "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""],
+)
+def test_peak_flops_of_an_unknown_gpu_is_none(device_name: str) -> None:
+    assert peak_flops_of(device_name) is None
+
+
+def test_peak_flops_asks_torch_for_the_name_of_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {0: "NVIDIA L4", 1: "NVIDIA H200"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    assert peak_flops(torch.device("cuda", 1)) == pytest.approx(989e12)
+
+
+def test_peak_flops_of_a_cpu_is_none() -> None:
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_resident_bytes_grows_by_the_memory_that_is_touched() -> None:
+    before = resident_bytes()
+    if before is None:
+        pytest.skip("no /proc on this system")
+    size_bytes = 32 * 2**20
+    with mmap.mmap(-1, size_bytes) as memory:
+        memory.write(b"x" * size_bytes)
+        after = resident_bytes()
+    assert after is not None
+    assert 0.9 * size_bytes < after - before < 4 * size_bytes

@@ -1,0 +1,155 @@
+"""wandb as a sink that may be absent, failing or stuck without anybody waiting for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroband.observe import sinks
+from zeroband.observe.sinks import WandbSink
+
+
+class FakeWandb(SimpleNamespace):
+    """What the sink uses of the module wandb; `on_log` may raise or block."""
+
+    def __init__(self, on_log: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
+        super().__init__(Settings=dict, init=self._init)
+        self.on_log = on_log
+        self.init_arguments: dict[str, Any] = {}
+        self.records: list[dict[str, Any]] = []
+        self.is_finished = False
+
+    def _init(self, **arguments: Any) -> FakeWandb:
+        self.init_arguments = arguments
+        return self
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.on_log(record)
+        self.records.append(record)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    monkeypatch.setattr(logging.getLogger("zeroband"), "propagate", True)
+    yield lambda: [record.__dict__["fields"]["reason"] for record in caplog.records if record.name == sinks.__name__]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)  # type: ignore[arg-type]
+
+
+def open_sink(tmp_path: Path) -> WandbSink:
+    return WandbSink(project="zeroband", mode="offline", node_dir=tmp_path / "run-1" / "n0", config={"train": 1})
+
+
+def wait_for_thread_of(sink: WandbSink) -> None:
+    sink._thread.join(5)
+    assert not sink._thread.is_alive()
+
+
+def test_wandb_sink_forwards_every_record_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    install(monkeypatch, wandb)
+    sink = open_sink(tmp_path)
+    records: list[dict[str, Any]] = [{"step": step, "train/loss": 1.0 / step} for step in range(1, 100)]
+    for record in records:
+        sink.write(record)
+    sink.close()
+    assert wandb.records == records
+    assert wandb.is_finished
+
+
+def test_wandb_sink_names_the_run_after_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    install(monkeypatch, wandb)
+    open_sink(tmp_path).close()
+    assert wandb.init_arguments["group"] == "run-1"
+    assert wandb.init_arguments["name"] == "run-1/n0"
+    assert wandb.init_arguments["dir"] == str(tmp_path / "run-1" / "n0")
+    assert wandb.init_arguments["mode"] == "offline"
+    assert wandb.init_arguments["config"] == {"train": 1}
+
+
+def test_wandb_sink_goes_on_without_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    install(monkeypatch, None)  # the import raises ModuleNotFoundError
+    sink = open_sink(tmp_path)
+    wait_for_thread_of(sink)
+    sink.write({"step": 1})
+    sink.close()
+    assert len(warnings()) == 1
+    assert warnings()[0].startswith("ModuleNotFoundError: ")
+
+
+def test_wandb_sink_drops_out_when_logging_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    def refuse(record: dict[str, Any]) -> None:
+        raise RuntimeError("quota")
+
+    install(monkeypatch, FakeWandb(refuse))
+    sink = open_sink(tmp_path)
+    sink.write({"step": 1})
+    wait_for_thread_of(sink)
+    for step in range(2, 50):
+        sink.write({"step": step})
+    sink.close()
+    assert warnings() == ["RuntimeError: quota"]
+
+
+def test_wandb_sink_drops_out_when_it_falls_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    release = threading.Event()
+    install(monkeypatch, FakeWandb(lambda record: bool(release.wait(5)) and None))
+    monkeypatch.setattr(sinks, "_BACKLOG_RECORDS", 3)
+    sink = open_sink(tmp_path)
+    for step in range(10):
+        sink.write({"step": step})
+    sink.close()
+    release.set()
+    assert warnings() == ["3 records behind"]
+
+
+def test_wandb_sink_does_not_wait_for_a_stuck_service_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    release = threading.Event()
+    install(monkeypatch, FakeWandb(lambda record: bool(release.wait(5)) and None))
+    monkeypatch.setattr(sinks, "_CLOSE_DEADLINE_S", 0.02)
+    sink = open_sink(tmp_path)
+    sink.write({"step": 1})
+    sink.close()
+    release.set()
+    assert warnings() == ["not finished after 0.02 s"]
+
+
+@pytest.mark.slow
+def test_wandb_sink_writes_an_offline_run_with_the_real_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "run-1" / "n0").mkdir(parents=True)
+    sink = open_sink(tmp_path)
+    sink.write({"step": 5, "train/loss": 2.5, "outer/digest": "ab12"})
+    sink.write({"step": 3, "train/loss": 2.25})
+    sink.close()
+    written = list((tmp_path / "run-1" / "n0" / "wandb").glob("offline-run-*/*.wandb"))
+    assert warnings() == []
+    assert len(written) == 1
+    content = written[0].read_bytes()
+    assert all(part in content for part in (b"train/loss", b"2.5", b"2.25", b"ab12"))

@@ -1,0 +1,358 @@
+"""The reader of a run directory, on files written by the real logs as a run of several nodes writes them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeroband
+from zeroband.errors import ConfigError
+from zeroband.observe.events import EVENTS_FILE, EventLog
+from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
+from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, main, render
+from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of
+
+
+class Node:
+    """Writes what a trainer writes; all nodes share one clock that ticks with every line."""
+
+    clock = itertools.count(1_000_000.0)
+
+    def __init__(self, run_dir: Path, node_id: str) -> None:
+        self.node_id = node_id
+        self.member_id = ""
+        self._starts = 0
+        self._metrics = MetricsLog(run_dir / node_id, now=lambda: next(self.clock))
+        self.events = EventLog(run_dir / node_id, now=lambda: next(self.clock))
+
+    def start(self) -> None:
+        self.events.emit("node_started", total_steps=100, local_world_size=1, parameters=1000)
+
+    def join(self, round: int = 0) -> None:
+        self._starts += 1
+        self.member_id = f"{self.node_id}#{self._starts}"
+        self.events.emit("joined", member_id=self.member_id, round=round)
+
+    def step(self, step: int, loss: float = 3.0, **outer: MetricValue) -> None:
+        values: dict[str, MetricValue] = {"train/loss": loss, "train/tokens": 64 * step, "train/tokens_per_s": 640.0}
+        self._metrics.record(step, values | {f"outer/{name}": value for name, value in outer.items()})
+
+    def commit(self, round: int, members: list[str], digest: str = "d1", epoch: int = 1) -> None:
+        self.events.emit("round_committed", round=round, epoch=epoch, members=members, digest=digest)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def founded(run_dir: Path, *node_ids: str) -> list[Node]:
+    nodes = [Node(run_dir, node_id) for node_id in node_ids]
+    for node in nodes:
+        node.start()
+        node.join()
+    return nodes
+
+
+def test_reader_of_a_folder_that_is_not_there_sees_no_nodes(run_dir: Path) -> None:
+    view = RunReader(run_dir).read()
+    assert (view.run_id, view.nodes, view.members, view.round) == ("demo", (), (), None)
+
+
+def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
+    reader = RunReader(run_dir)
+    node = Node(run_dir, "n0")
+    states: list[str] = []
+    for act in (
+        node.start,
+        node.join,
+        lambda: node.step(1),
+        lambda: node.events.emit("run_finished", step=1),
+        lambda: node.events.emit("left", reason="finished"),
+    ):
+        act()
+        states.append(reader.read().nodes[0].state)
+    assert states == ["starting", "training", "training", "finished", "finished"]
+
+
+def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1, 5.5)
+    node.step(2, 4.5, round=1, epoch=3, digest="ab", sent_bytes=10, received_bytes=20, ddp_bytes=300)
+    node.step(3, 4.0, sent_bytes=1, received_bytes=2, ddp_bytes=3)
+    [view] = RunReader(run_dir).read().nodes
+    assert (view.step, view.total_steps, view.parameters) == (3, 100, 1000)
+    assert (view.first_loss, view.loss, view.loss_curve) == (5.5, 4.0, (5.5, 4.5, 4.0))
+    assert (view.tokens, view.tokens_per_s) == (192, 640.0)
+    assert (view.round, view.epoch, view.digest) == (1, 3, "ab")
+    assert (view.sent_bytes, view.received_bytes, view.ddp_bytes) == (11, 22, 303)
+
+
+def test_reader_that_follows_sees_the_same_as_one_that_comes_late(run_dir: Path) -> None:
+    reader = RunReader(run_dir)
+    first, second = founded(run_dir, "n0", "n1")
+    for step in range(1, 30):
+        first.step(step, sent_bytes=5)
+        reader.read()
+        second.step(step, sent_bytes=7)
+        if step % 10 == 0:
+            first.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
+            reader.read()
+            second.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
+    assert reader.read() == RunReader(run_dir).read()
+
+
+def test_reader_waits_for_the_rest_of_a_half_line(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1)
+    reader = RunReader(run_dir)
+    path = run_dir / "n0" / METRICS_FILE
+    line = json.dumps({"step": 2, "at_s": 2_000_000, "train/loss": 2.0}).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        file.write(line[:20])
+        before = reader.read().nodes[0]
+        file.write(line[20:])
+    after = reader.read().nodes[0]
+    assert (before.step, before.skipped_lines, after.step, after.loss) == (1, 0, 2, 2.0)
+
+
+def test_reader_counts_lines_that_are_no_records(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1)
+    with (run_dir / "n0" / METRICS_FILE).open("ab") as file:
+        file.write(b'{"step": "seven", "at_s": 1}\nrubbish\n{}\n')
+    node.step(2)
+    [view] = RunReader(run_dir).read().nodes
+    assert (view.step, view.skipped_lines) == (2, 3)
+
+
+def test_reader_shows_a_loss_that_is_no_number(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1, float("nan"))
+    assert str(RunReader(run_dir).read().nodes[0].loss) == "nan"
+
+
+def test_reader_shows_a_killed_node_as_lost_until_it_is_back(run_dir: Path) -> None:
+    reader = RunReader(run_dir)
+    first, second = founded(run_dir, "n0", "n1")
+    second.step(7, 2.0, sent_bytes=10)
+    first.events.emit("peer_lost", round=1, member_ids=[second.member_id])
+    first.events.emit("epoch_changed", epoch=2, members=[first.member_id])
+    states, members = [reader.read().nodes[1].state], [reader.read().members]
+    second.start()
+    states.append(reader.read().nodes[1].state)
+    second.events.emit("recovering", round=3)
+    states.append(reader.read().nodes[1].state)
+    second.events.emit("recovered", round=3, digest="d3", took_s=0.5)
+    second.join(4)
+    first.events.emit("epoch_changed", epoch=3, members=[first.member_id, second.member_id])
+    states.append(reader.read().nodes[1].state)
+    members.append(reader.read().members)
+    assert states == ["lost", "starting", "recovering", "training"]
+    assert members == [("n0",), ("n0", "n1")]
+    assert reader.read().nodes[1].starts == 2
+
+
+def test_reader_keeps_first_loss_and_bytes_of_a_node_that_comes_back(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1, 5.0, sent_bytes=10)
+    node.start()
+    node.join(4)
+    node.step(40, 3.0, sent_bytes=5)
+    [view] = RunReader(run_dir).read().nodes
+    assert (view.first_loss, view.sent_bytes, view.step) == (5.0, 15, 40)
+
+
+@pytest.mark.parametrize("has_outer", [True, False])
+def test_reader_forgets_an_earlier_run_of_the_same_name(run_dir: Path, has_outer: bool) -> None:
+    node = Node(run_dir, "n0")
+    for loss, digest in ((5.0, "old"), (4.0, "new")):
+        node.start()
+        if has_outer:
+            node.join()
+            node.commit(0, [node.member_id], digest)
+        node.step(1, loss, sent_bytes=10)
+    view = RunReader(run_dir).read()
+    assert (view.nodes[0].first_loss, view.nodes[0].sent_bytes, view.nodes[0].loss_curve) == (4.0, 10, (4.0,))
+    assert view.nodes[0].digests == ({0: "new"} if has_outer else {})
+
+
+def test_reader_puts_events_and_metrics_of_a_node_in_the_order_of_time(run_dir: Path) -> None:
+    node = Node(run_dir, "n0")
+    node.start()
+    node.step(9)
+    node.start()
+    assert RunReader(run_dir).read().nodes[0].state == "starting"
+
+
+def test_run_view_names_the_rounds_after_which_nodes_differ(run_dir: Path) -> None:
+    nodes = founded(run_dir, "n0", "n1")
+    members = [node.member_id for node in nodes]
+    for round, digests in enumerate((("a", "a"), ("b", "c"), ("d", "d"))):
+        for node, digest in zip(nodes, digests, strict=True):
+            node.commit(round, members, digest)
+    assert RunReader(run_dir).read().disagreements == (1,)
+
+
+def test_run_view_compares_only_rounds_that_both_hold(run_dir: Path) -> None:
+    first, second = founded(run_dir, "n0", "n1")
+    first.commit(1, [first.member_id], "a")
+    second.commit(2, [second.member_id], "b")
+    view = RunReader(run_dir).read()
+    assert (view.disagreements, view.round) == ((), 2)
+
+
+def test_run_view_takes_digests_of_metrics_too(run_dir: Path) -> None:
+    for node, digest in zip(founded(run_dir, "n0", "n1"), ("a", "b"), strict=True):
+        node.step(1, round=4, digest=digest)
+    assert RunReader(run_dir).read().disagreements == (4,)
+
+
+def test_run_view_without_outer_counts_the_nodes_that_train(run_dir: Path) -> None:
+    node = Node(run_dir, "alone")
+    node.start()
+    node.step(1)
+    assert RunReader(run_dir).read().members == ("alone",)
+
+
+def test_run_view_orders_the_events_of_all_nodes_by_time(run_dir: Path) -> None:
+    founded(run_dir, "n1", "n0")
+    events = RunReader(run_dir).read().events
+    assert [(event.node_id, event.kind) for event in events] == [
+        ("n1", "node_started"),
+        ("n1", "joined"),
+        ("n0", "node_started"),
+        ("n0", "joined"),
+    ]
+
+
+def test_node_history_stays_bounded_in_a_long_run() -> None:
+    history = NodeHistory("n0")
+    for step in range(1, 2001):
+        history.add_metrics({"step": step, "at_s": float(step), "train/loss": 1.0})
+        history.add_event(
+            {"kind": "round_committed", "at_s": float(step), "round": step, "epoch": 1, "members": [], "digest": "x"}
+        )
+    view = history.view()
+    assert len(view.loss_curve) <= CURVE_POINTS
+    assert list(view.digests) == list(range(2001 - KEPT_DIGESTS, 2001))
+    assert len(view.events) == KEPT_EVENTS
+
+
+@pytest.mark.parametrize("length", [1, CURVE_POINTS, CURVE_POINTS + 1, 3 * CURVE_POINTS, 10_000])
+def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
+    curve = Curve()
+    for value in range(length):
+        curve.add(float(value))
+    points = curve.points()
+    stride = points[1] - points[0] if len(points) > 1 else 1
+    assert points == tuple(float(value) for value in range(0, length, int(stride)))
+    assert len(points) >= min(length, CURVE_POINTS // 2)
+
+
+def test_node_id_of_a_member() -> None:
+    assert (node_id_of("a-1#ff#02"), node_id_of("plain")) == ("a-1#ff", "plain")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (999, "999"),
+        (999.6, "1k"),
+        (1000, "1k"),
+        (1234567, "1.23M"),
+        (2.5e9, "2.5G"),
+        (1e18, "1e+03P"),
+    ],
+)
+def test_human_count_has_three_digits(count: float, text: str) -> None:
+    assert human_count(count) == text
+
+
+@pytest.mark.parametrize(("size_bytes", "text"), [(0, "0 B"), (512, "512 B"), (86_800_000, "86.8 MB")])
+def test_human_bytes_has_a_prefix(size_bytes: int, text: str) -> None:
+    assert human_bytes(size_bytes) == text
+
+
+def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
+    first, second = founded(run_dir, "n0", "n1")
+    for node in (first, second):
+        node.step(50, 5.0)
+        node.step(60, 2.5, sent_bytes=2_000, ddp_bytes=500_000)
+        node.commit(3, [first.member_id, second.member_id], "0123456789abcdef", epoch=2)
+    lines = render(RunReader(run_dir).read()).splitlines()
+    assert lines[1].split() == (
+        ["n0", "training", "60/100", "5.000", "->", "2.500", "640", "3", "2", "0123456789ab", "2", "kB", "500", "kB"]
+    )
+    assert "run demo, 2 nodes in: n0, n1" in lines
+    assert "sent 4 kB; per-step data parallel would have sent 1 MB, 250 times as much" in lines
+    assert lines[-1].endswith("n1 round_committed round=3 epoch=2 members=n0#1,n1#1 digest=0123456789abcdef")
+
+
+def test_find_run_dir_takes_the_only_run_of_a_folder(run_dir: Path) -> None:
+    founded(run_dir, "n0")
+    assert find_run_dir(run_dir.parent) == find_run_dir(run_dir) == run_dir
+
+
+def test_find_run_dir_names_the_runs_where_there_are_several(tmp_path: Path) -> None:
+    founded(tmp_path / "b", "n0")
+    founded(tmp_path / "a", "n0")
+    with pytest.raises(ConfigError, match="it holds the runs a, b; name one of them"):
+        find_run_dir(tmp_path)
+
+
+def test_main_prints_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    founded(run_dir, "n0")
+    assert main([str(run_dir)]) == 0
+    assert "run demo, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["missing", ""])
+def test_main_refuses_a_folder_without_a_run(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / name)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_main_fails_when_nodes_hold_different_states(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for node, digest in zip(founded(run_dir, "n0", "n1"), ("a", "b"), strict=True):
+        node.commit(5, [], digest)
+    assert main([str(run_dir)]) == 3
+    assert "DIVERGED: nodes hold different outer states after round 5" in capsys.readouterr().out
+
+
+def test_main_follows_until_it_is_interrupted(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [node] = founded(run_dir, "n0")
+    looks = iter([lambda: node.step(41), lambda: None, lambda: node.step(42)])
+
+    def pause(seconds: float) -> None:
+        act = next(looks, None)
+        if act is None:
+            raise KeyboardInterrupt
+        act()
+
+    monkeypatch.setattr("zeroband.observe.status.time.sleep", pause)
+    assert main([str(run_dir), "--follow"]) == 0
+    output = capsys.readouterr().out
+    assert (output.count("node  state"), "41/100" in output, "42/100" in output) == (3, True, True)
+
+
+@pytest.mark.slow
+def test_status_loads_neither_torch_nor_wandb() -> None:
+    code = "import sys, zeroband.observe.status; print(*({'torch', 'wandb', 'pydantic', 'redis'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(zeroband.__file__).parents[1])}
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout == b"\n"
+
+
+def test_files_have_the_names_that_the_docs_give() -> None:
+    assert (METRICS_FILE, EVENTS_FILE) == ("metrics.jsonl", "events.jsonl")

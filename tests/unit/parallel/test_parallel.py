@@ -1,0 +1,191 @@
+"""A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroband.config.schema import ModelConfig, TrainConfig
+from zeroband.errors import ConfigError
+from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
+from zeroband.model.init import local_shard
+from zeroband.parallel import (
+    LocalMesh,
+    all_ok,
+    barrier,
+    broadcast_json,
+    clip_grad_norm_,
+    init_local_mesh,
+    parallelize,
+    set_gradient_sync,
+)
+
+CONFIG = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
+VOCAB = 61
+TOKENS = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[LocalMesh]:
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
+
+
+def plain() -> Transformer:
+    model = Transformer(CONFIG, VOCAB)
+    init_weights(model, seed=0)
+    return model
+
+
+def sharded(mesh: LocalMesh, **train: object) -> Transformer:
+    model = plain()
+    parallelize(model, TrainConfig(**{"dtype": "float32", **train}), mesh)
+    return model
+
+
+def backward(model: nn.Module, tokens: torch.Tensor = TOKENS) -> None:
+    next_token_loss(model(tokens), tokens).objective.backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
+    assert (mesh.rank, mesh.world_size, mesh.mesh.size()) == (0, 1, 1)
+    assert dist.get_backend(mesh.control) == "gloo"
+
+
+def test_mesh_refuses_torchrun_over_several_nodes() -> None:
+    with pytest.raises(ConfigError, match="--nnodes 1"):
+        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
+    assert broadcast_json({"a": (1, 2), "ü": None}, mesh) == {"a": [1, 2], "ü": None}
+    assert all_ok(True, mesh)
+    assert not all_ok(False, mesh)
+    barrier(mesh)
+
+
+def test_parallelize_shards_root_and_each_block_and_keeps_names(mesh: LocalMesh) -> None:
+    model = sharded(mesh, activation_checkpointing=True, compile=True)
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.layers)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain().named_parameters()]
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_parallelize_on_one_rank_gives_gradients_of_the_plain_model(
+    mesh: LocalMesh, activation_checkpointing: bool
+) -> None:
+    reference, model = plain(), sharded(mesh, activation_checkpointing=activation_checkpointing)
+    backward(reference)
+    backward(model)
+    expected, got = gradients(reference), gradients(model)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_parallelize_before_init_on_meta_equals_after(mesh: LocalMesh) -> None:
+    with torch.device("meta"):
+        model = Transformer(CONFIG, VOCAB)
+    parallelize(model, TrainConfig(dtype="float32"), mesh)
+    model.to_empty(device=mesh.device)
+    init_weights(model, seed=0)
+    assert torch.equal(model(TOKENS), sharded(mesh)(TOKENS))
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    assert model(TOKENS).dtype == torch.bfloat16
+    backward(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients(model).values()} == {torch.float32}
+
+
+def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    by_batch: list[dict[str, torch.Tensor]] = []
+    for tokens in TOKENS.split(1):
+        backward(model, tokens)
+        by_batch.append(gradients(model))
+        model.zero_grad()
+    for index, tokens in enumerate(TOKENS.split(1)):
+        set_gradient_sync(model, index == 3)
+        backward(model, tokens)
+    for name, total in gradients(model).items():
+        assert torch.equal(total, sum((batch[name] for batch in by_batch[1:]), start=by_batch[0][name])), name
+
+
+def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    set_gradient_sync(model, False)
+    backward(model)
+    assert not gradients(model)
+    set_gradient_sync(model, True)
+    backward(model)
+    reference = plain()
+    backward(reference)
+    backward(reference)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, gradients(reference)[name])
+
+
+def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    for on in (False, True):
+        set_gradient_sync(model, on)
+        backward(model)
+    _zero_embedding(model)
+    assert model(TOKENS).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("forward_only", ["evaluating", "generate"])
+def test_values_written_into_shards_after_forward_only_are_used(mesh: LocalMesh, forward_only: str) -> None:
+    model = sharded(mesh)
+    if forward_only == "generate":
+        generate(model, TOKENS[0], max_new_tokens=1, temperature=0.0, seed=0, context=4)
+    else:
+        with evaluating(model):
+            assert not model(TOKENS).requires_grad
+    _zero_embedding(model)
+    assert model(TOKENS).count_nonzero() == 0
+
+
+def _zero_embedding(model: Transformer) -> None:
+    with torch.no_grad():
+        local_shard(model.embed_tokens.weight).zero_()
+
+
+def test_clip_scales_down_to_the_limit(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    backward(model)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(model).values()]).norm().item()
+    assert clip_grad_norm_(model, None) == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, expected * 2) == pytest.approx(expected, rel=1e-5)  # below the limit: only measured
+    assert clip_grad_norm_(model, 0.5) == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, 0.5) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_clip_returns_a_norm_that_is_not_finite_and_touches_nothing(mesh: LocalMesh, poison: float) -> None:
+    model = sharded(mesh)
+    backward(model)
+    gradients(model)["norm.weight"][0] = poison
+    before = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    assert not torch.tensor(clip_grad_norm_(model, 0.5)).isfinite()
+    assert all(torch.equal(gradients(model)[name], value) for name, value in before.items() if name != "norm.weight")
+
+
+@pytest.mark.slow
+def test_compile_gives_the_loss_and_gradients_of_eager(mesh: LocalMesh) -> None:
+    eager, compiled = sharded(mesh), sharded(mesh, compile=True)
+    backward(eager)
+    backward(compiled)
+    for name, gradient in gradients(compiled).items():
+        torch.testing.assert_close(gradient, gradients(eager)[name], rtol=1e-4, atol=1e-4)
