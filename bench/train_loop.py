@@ -5,7 +5,7 @@ schedule, float32 loss as a sum, clipping over shards. The bare loop is the same
 `F.cross_entropy`, `torch.nn.utils.clip_grad_norm_` and fused `torch.optim.AdamW`. Steps alternate, so that both see
 the same noise of the machine; the ratio is that of the medians.
 
-    python bench/train_loop.py [--steps 30] [--dtype float32|bfloat16] [--config configs/14M.toml]
+    python bench/train_loop.py [--steps 15] [--dtype float32|bfloat16] [--config configs/14M.toml]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +30,15 @@ from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, paral
 VOCAB_SIZE = 320
 """The byte tokenizer's 257 ids, padded to a multiple of 64."""
 WARMUP_STEPS = 3
+BARE, OURS = "bare PyTorch", "zeroband"
 Step = Callable[[Tensor, Tensor], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    median_s: float
+    best_s: float
+    loss: float
 
 
 def our_step(config: ModelConfig, optim: OptimConfig, train: TrainConfig, mesh: LocalMesh) -> Step:
@@ -57,9 +66,11 @@ def bare_step(config: ModelConfig, optim: OptimConfig, train: TrainConfig, devic
     model = Transformer(config, VOCAB_SIZE).to(device)
     init_weights(model, seed=0)
     adamw = optim.adamw
+    matrices, norms = ([p for p in model.parameters() if (p.ndim < 2) == is_norm] for is_norm in (False, True))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adamw.lr, betas=adamw.betas, weight_decay=adamw.weight_decay, fused=True
-    )
+        [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
+        lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True,
+    )  # fmt: skip
     cast_to = torch.autocast(device.type, torch.bfloat16, enabled=train.dtype == "bfloat16")
 
     def step(tokens: Tensor, targets: Tensor) -> float:
@@ -82,45 +93,54 @@ def timed(step: Step, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
     return time.perf_counter() - started_at_s, loss
 
 
-def main() -> None:
+def measure(loops: dict[str, Step], tokens: Tensor, targets: Tensor, steps: int) -> dict[str, Measured]:
+    """Run all loops in turns, the first one changing."""
+    took_s: dict[str, list[float]] = {name: [] for name in loops}
+    losses: dict[str, float] = {}
+    for index in range(WARMUP_STEPS + steps):
+        for name in list(loops) if index % 2 else reversed(loops):
+            seconds, losses[name] = timed(loops[name], tokens, targets)
+            if index >= WARMUP_STEPS:
+                took_s[name].append(seconds)
+    return {name: Measured(statistics.median(took_s[name]), min(took_s[name]), losses[name]) for name in loops}
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "14M.toml")
-    parser.add_argument("--steps", type=int, default=30, help="measured steps of each loop")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each loop")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
-    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of both loops")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
     torch.set_num_threads(args.threads)
     config = ModelConfig.model_validate(tomllib.loads(args.config.read_text())["model"])
-    train, optim = TrainConfig(dtype=args.dtype, total_steps=10_000), OptimConfig(warmup_steps=0, schedule=CosineSchedule(final_ratio=1.0))
+    train = TrainConfig(dtype=args.dtype, total_steps=10_000)
+    optim = OptimConfig(warmup_steps=0, schedule=CosineSchedule(final_ratio=1.0))  # constant, as in the bare loop
 
     mesh = init_local_mesh()
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(0, VOCAB_SIZE, (args.batch, args.seq_length + 1), generator=generator).to(mesh.device)
     tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    loops = {"bare PyTorch": bare_step(config, optim, train, mesh.device), "zeroband": our_step(config, optim, train, mesh)}
-    took_s: dict[str, list[float]] = {name: [] for name in loops}
-    losses: dict[str, float] = {}
-    for index in range(WARMUP_STEPS + args.steps):
-        order = list(loops) if index % 2 else list(reversed(loops))
-        for name in order:
-            seconds, losses[name] = timed(loops[name], tokens, targets)
-            if index >= WARMUP_STEPS:
-                took_s[name].append(seconds)
+    loops = {BARE: bare_step(config, optim, train, mesh.device), OURS: our_step(config, optim, train, mesh)}
+    results = measure(loops, tokens, targets, args.steps)
     mesh.close()
 
     print(
         f"{parameter_count(config, VOCAB_SIZE) / 1e6:.1f}M parameters, {args.batch} x {args.seq_length} tokens, "
-        f"{args.dtype}, {mesh.device.type}, {args.threads} thread(s), torch {torch.__version__}, {args.steps} steps each\n"
+        f"{args.dtype}, {mesh.device.type}, {args.threads} thread(s), torch {torch.__version__}, "
+        f"{args.steps} steps each\n\n"
+        "| loop | tokens/s, median | tokens/s, best | loss after | ratio |\n|---|---|---|---|---|"
     )
-    print("| loop | tokens/s, median | tokens/s, best | loss after | ratio |\n|---|---|---|---|---|")
-    reference_s = statistics.median(took_s["bare PyTorch"])
-    for name, seconds in took_s.items():
-        median_s = statistics.median(seconds)
+    for name, result in results.items():
         print(
-            f"| {name} | {tokens.numel() / median_s:,.0f} | {tokens.numel() / min(seconds):,.0f} | "
-            f"{losses[name]:.5f} | {reference_s / median_s:.3f} |"
+            f"| {name} | {tokens.numel() / result.median_s:,.0f} | {tokens.numel() / result.best_s:,.0f} | "
+            f"{result.loss:.5f} | {results[BARE].median_s / result.median_s:.3f} |"
         )
 
 

@@ -88,7 +88,7 @@ class Entry:
             except RecoveryFailed as error:
                 if not broadcast_json(time.monotonic() < deadline_s, self._local):
                     raise RecoveryFailed(
-                        f"{error}; tried for {self._patience_s:g} s. If the run is over, start another with a new run.id"
+                        f"{error}; tried for {self._patience_s:g} s. If the run is over, start one with a new run.id"
                     ) from error
                 _log.warning("no state yet", extra={"fields": {"why": str(error)}})
                 time.sleep(_RETRY_S)
@@ -152,7 +152,7 @@ class Entry:
         entry = fetch_entry(self._donors(), self._run.key, round)
         result: torch.Tensor = self._run.buffers[RESULT]
         if entry.result.shape != result.shape:
-            raise RecoveryFailed(f"round {round} of the journal has {entry.result.numel()} values, not {result.numel()}")
+            raise RecoveryFailed(f"round {round} has {entry.result.numel()} values in the journal, not {result.numel()}")
         result.copy_(entry.result)
         return {"payload": entry.payload, "state": entry.state}
 

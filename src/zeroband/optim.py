@@ -99,7 +99,7 @@ class InnerOptimizer:
         """Update the parameters from their gradients and move on by one inner step."""
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
-        self._adamw.step()
+        self._adamw.step()  # pyright: ignore[reportUnknownMemberType]
         self._step_count += 1
 
     def zero_grad(self) -> None:

@@ -63,7 +63,7 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: floa
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(control, dist.ProcessGroup)
     return LocalMesh(rank, world_size, device, mesh, control)
 
@@ -96,13 +96,13 @@ def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
 def all_ok(flag: bool, mesh: LocalMesh) -> bool:
     """True on every rank when it is true on all of them."""
     votes = torch.tensor([int(flag)])
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
     return bool(votes.item())
 
 
 def barrier(mesh: LocalMesh) -> None:
     """Return once every local rank has called this."""
-    dist.barrier(group=mesh.control)
+    dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Block(Protocol):
@@ -125,7 +125,7 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> nn.Mod
     for block in cast(Iterable[nn.Module], model.layers):
         cast(_Block, block).recompute = train.activation_checkpointing
         if train.compile:
-            block.compile()
+            block.compile()  # pyright: ignore[reportUnknownMemberType]
         fully_shard(block, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
     return model
@@ -148,8 +148,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
-    if max_norm is not None and max_norm < norm < float("inf"):
-        torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
+    if max_norm is not None and max_norm < norm or norm != norm:
+        torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     return norm
 
 
@@ -158,5 +158,5 @@ def _norm_over_ranks(gradients: list[Tensor], local_norm: Tensor) -> float:
     if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
         return local_norm.item()
     squared = local_norm.square()
-    dist.all_reduce(squared, group=first.device_mesh.get_group())
+    dist.all_reduce(squared, group=first.device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
     return squared.sqrt().item()

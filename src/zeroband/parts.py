@@ -1,4 +1,4 @@
-"""Builds what a node trains with, from its configuration: model, data, optimizer, and its place among the other nodes."""
+"""Builds what a node trains with, from its configuration: model, data, optimizer, its place among other nodes."""
 
 from __future__ import annotations
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import torch
 
 from zeroband.config.load import render_toml
 from zeroband.model.size import flops_per_token, parameter_count
 from zeroband.observe.events import EventLog
-from zeroband.observe.hardware import peak_flops
+from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
-from zeroband.observe.metrics import MetricsLog, MetricValue, WandbSink, ddp_bytes, perplexity
+from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
 from zeroband.outer.base import RoundReport
 from zeroband.parts import NodeParts
 
 CONFIG_FILE = "config.toml"
 """The resolved configuration, in the node's folder of the run directory."""
+
+_SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
+"""Metrics of the console line."""
 
 _log = get_logger(__name__)
 
@@ -43,7 +49,7 @@ class Report:
         node.node_dir.mkdir(parents=True, exist_ok=True)
         (node.node_dir / CONFIG_FILE).write_text(render_toml(config))
         self.events = EventLog(node.node_dir)
-        sinks = []
+        sinks: list[Sink] = []
         if config.observe.wandb is not None:
             wandb = config.observe.wandb
             settings = config.model_dump(mode="json")
@@ -53,8 +59,8 @@ class Report:
         self._parameters = parameter_count(config.model, vocab_size)
         self._flops_per_token = flops_per_token(config.model, vocab_size, config.data.seq_length)
         peak = peak_flops(node.local.device)
-        self._peak_flops = None if peak is None else peak * node.local.world_size
-        self._epoch: int | None = None
+        self._peak_flops = None if peak is None else peak * min(node.local.world_size, torch.cuda.device_count())
+        self._members: tuple[str, ...] = ()
         self._tokens_since_round = 0
         self._steps_since_round = 0
         self._step_from_s = time.monotonic()
@@ -115,15 +121,20 @@ class Report:
             "outer/sent_bytes": round.sent_bytes,
             "outer/received_bytes": round.received_bytes,
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
-            "node/rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "node/rss_bytes": resident_bytes(),
         }
 
     def _round_event(self, round: RoundReport) -> None:
-        if round.epoch != self._epoch:
-            self._epoch = round.epoch
-            self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
+        lost = [member for member in self._members if member not in round.members]
+        if lost and round.member_id in self._members:
+            self.events.emit("peer_lost", round=round.round, member_ids=lost)
+        if round.members != self._members:
+            self._members = round.members
+            self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
+        if round.is_left_out:
+            self.events.emit("update_refused", round=round.round, reason="it is not finite")
         self.events.emit(
             "round_committed",
             round=round.round,
@@ -134,12 +145,20 @@ class Report:
         )
 
     def _say(self, step: int, values: dict[str, Any]) -> None:
-        shown = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
-        fields = {name.partition("/")[2]: values[name] for name in shown if values.get(name) is not None}
+        fields = {name.partition("/")[2]: values[name] for name in _SHOWN if values.get(name) is not None}
         _log.info(f"step {step}/{self._node.config.train.total_steps} {format_fields(fields)}")
+
+    def sampled(self, path: Path) -> None:
+        self.events.emit("sample_written", path=str(path))
 
     def finished(self) -> None:
         self.events.emit("run_finished", step=self._node.config.train.total_steps)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        """Say how this node's part ends; called when everything else is given back."""
+        if kind is not None and issubclass(kind, Exception):
+            self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
+        self.events.emit("left", reason="done" if kind is None else kind.__name__)
 
     def close(self) -> None:
         self._metrics.close()

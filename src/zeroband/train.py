@@ -62,6 +62,7 @@ def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
     if report is not None:
         stack.callback(report.close)
         report.started()
+        stack.push(report.leave)
     entry = build_entry(node, report, stack)
     enter(entry, report)
     while entry.hooks.progress.inner_step < config.train.total_steps:
@@ -72,6 +73,8 @@ def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
             enter(entry, report, fence)
     if config.observe.sample_prompt is not None:
         write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
+        if report is not None:
+            report.sampled(node.node_dir / SAMPLE_FILE)
     if report is not None:
         report.finished()
 
@@ -119,7 +122,7 @@ def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None
 
 
 def forward_backward(node: NodeParts) -> tuple[float, int, float]:
-    """Gradients of one inner step on this rank. Returns the node's mean loss, its targets, and seconds spent on data."""
+    """Gradients of one inner step on this rank. Returns the node's mean loss, its targets, seconds spent on data."""
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s

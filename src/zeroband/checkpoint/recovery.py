@@ -62,7 +62,7 @@ class FetchedEntry:
 def fetch_state(
     donors: Sequence[Donor], key: str, sections: Mapping[str, Tensor], on_chunk: Callable[[int, int], None]
 ) -> FetchedState:
-    """Fetch the newest committed state into `sections`, (n,) float32 each. `on_chunk` gets (bytes done, bytes in all)."""
+    """Fetch the newest committed state into `sections`, (n,) float32 each. `on_chunk` gets (bytes arrived, in all)."""
     return _from_any(donors, lambda donor: _fetch_state_from(donor, key, sections, on_chunk))
 
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
+from typing_extensions import Buffer
 
 from zeroband.errors import RecoveryFailed
 
@@ -185,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.numpy()).cast("B")
+    return memoryview(cast(Buffer, tensor.numpy())).cast("B")
 
 
 def _manifest(copy: ServedState) -> dict[str, Any]:

@@ -18,22 +18,22 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    id: str = Field("default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    id: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, the same on every node; all keys in the store carry it."""
-    token: SecretStr | None = Field(None, json_schema_extra=NODE_LOCAL)
+    token: SecretStr | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Secret shared by the run's nodes; only its hash reaches the store. None: anybody who reaches the store may join."""
-    dir: Path = Field(Path("runs"), json_schema_extra=NODE_LOCAL)
+    dir: Path = Field(default=Path("runs"), json_schema_extra=NODE_LOCAL)
     """Where this node writes `<dir>/<run.id>/<node id>/`: metrics, events, the resolved config."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and of the order of the data."""
 
 
 class NodeSection(Section):
-    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
+    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
     """Name of this machine for the life of the run. None: host name."""
-    advertise_host: str | None = Field(None, json_schema_extra=NODE_LOCAL)
+    advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
-    shm_dir: Path = Field(Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
+    shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter."""
 
 
@@ -130,9 +130,9 @@ class DataConfig(Section):
     """Tokens in one sample."""
     document_mask: bool = True
     """Attention does not cross the border between two documents packed into one sample."""
-    cache_dir: Path | None = Field(None, json_schema_extra=NODE_LOCAL)
+    cache_dir: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Where the tokenised documents are kept between runs. None: `zeroband` in the user's cache folder."""
-    hold_out: float = Field(0.005, ge=0, lt=0.5)
+    hold_out: float = Field(default=0.005, ge=0, lt=0.5)
     """Share of the samples kept back from training, for evaluation."""
 
 
@@ -143,27 +143,27 @@ class AdamWConfig(Section):
     """Decay of the first and the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay of matrices; norms are not decayed."""
 
 
 class CosineSchedule(Section):
     type: Literal["cosine"] = "cosine"
-    final_ratio: float = Field(0.1, ge=0, le=1)
+    final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
 
 class LinearSchedule(Section):
     type: Literal["linear"]
-    final_ratio: float = Field(0.0, ge=0, le=1)
+    final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
 
 class WarmupStableDecaySchedule(Section):
     type: Literal["wsd"]
-    decay_ratio: float = Field(0.2, gt=0, le=1)
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Share of all steps spent in the final decay."""
-    final_ratio: float = Field(0.0, ge=0, le=1)
+    final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
 
@@ -175,11 +175,11 @@ class OptimConfig(Section):
     """The inner optimizer."""
     schedule: LrSchedule = CosineSchedule()
     """Learning rate after warm-up; counts inner steps."""
-    warmup_steps: int = Field(1000, ge=0)
+    warmup_steps: int = Field(default=1000, ge=0)
     """Inner steps over which the learning rate grows linearly to its peak."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient. None: no clipping."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared log-partition term that keeps logits small; 1e-4 where training diverges."""
 
 
@@ -188,28 +188,28 @@ class TrainConfig(Section):
     """Inner steps of the whole run."""
     batch_size: PositiveInt = 512
     """Sequences of one node in one inner step, over all its ranks and micro-batches."""
-    micro_bs: PositiveInt = Field(64, json_schema_extra=NODE_LOCAL)
+    micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
     """Sequences of one rank in one forward pass; lower it when memory runs out."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
-    activation_checkpointing: bool = Field(False, json_schema_extra=NODE_LOCAL)
+    activation_checkpointing: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
     """Recompute each block in the backward pass: about 30 % slower, far less memory."""
-    compile: bool = Field(False, json_schema_extra=NODE_LOCAL)
+    compile: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
     """torch.compile each block: faster on GPUs after a first step of minutes; no gain on CPU."""
-    reshard_after_forward: bool = Field(True, json_schema_extra=NODE_LOCAL)
+    reshard_after_forward: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
     """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node."""
-    threads: PositiveInt | None = Field(None, json_schema_extra=NODE_LOCAL)
+    threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """CPU threads of one rank. None: torch's choice."""
 
 
 class OuterSGDConfig(Section):
     lr: PositiveFloat = 0.7
     """Outer learning rate."""
-    momentum: float = Field(0.9, ge=0, lt=1)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     """Outer momentum."""
     nesterov: bool = True
     """Nesterov form: torch.optim.SGD(nesterov=True, dampening=0)."""
-    momentum_warmup_rounds: int = Field(0, ge=0)
+    momentum_warmup_rounds: int = Field(default=0, ge=0)
     """Outer steps over which the momentum grows linearly from 0: avoids the excursion of the loss in the first rounds."""
 
     @model_validator(mode="after")
@@ -242,23 +242,23 @@ class CommConfig(Section):
 
 
 class StoreConfig(Section):
-    url: SecretStr | None = Field(None, json_schema_extra=NODE_LOCAL)
+    url: SecretStr | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`. None: only for a node that trains alone, without [outer]."""
 
 
 class ElasticConfig(Section):
-    min_nodes: PositiveInt = Field(1)
+    min_nodes: PositiveInt = 1
     """The run waits while fewer nodes than this are alive."""
-    start_nodes: PositiveInt = Field(1, json_schema_extra=NODE_LOCAL)
+    start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
     """Nodes to wait for before the first step; later ones join on the way."""
-    start_timeout_s: PositiveFloat = Field(300.0, json_schema_extra=NODE_LOCAL)
+    start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
     """After this, the run starts with the nodes that are there, if they are at least min_nodes."""
 
 
 class FaultConfig(Section):
-    detect_s: float = Field(5.0, ge=0.5, le=600)
+    detect_s: float = Field(default=5.0, ge=0.5, le=600)
     """Longest silence of a node before the others go on without it; every other time-out follows from it."""
-    inject: tuple[str, ...] = Field((), json_schema_extra=NODE_LOCAL)
+    inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Faults that this node shall have on purpose, for tests: `POINT@ROUND=SIGNAL`, for example `opened@3=SIGKILL`."""
 
     @property
@@ -288,20 +288,20 @@ class FaultConfig(Section):
 
 
 class WandbConfig(Section):
-    project: str = Field("zeroband", json_schema_extra=NODE_LOCAL)
+    project: str = Field(default="zeroband", json_schema_extra=NODE_LOCAL)
     """Project to log to."""
-    mode: Literal["online", "offline"] = Field("offline", json_schema_extra=NODE_LOCAL)
+    mode: Literal["online", "offline"] = Field(default="offline", json_schema_extra=NODE_LOCAL)
     """offline writes to disk only; `wandb sync` uploads later."""
 
 
 class ObserveConfig(Section):
-    log_every_steps: PositiveInt = Field(10, json_schema_extra=NODE_LOCAL)
+    log_every_steps: PositiveInt = Field(default=10, json_schema_extra=NODE_LOCAL)
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
-    wandb: WandbConfig | None = Field(None, json_schema_extra=NODE_LOCAL)
+    wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
-    sample_prompt: str | None = Field(None, json_schema_extra=NODE_LOCAL)
+    sample_prompt: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
-    sample_tokens: PositiveInt = Field(256, json_schema_extra=NODE_LOCAL)
+    sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
     """Length of that continuation in tokens."""
 
 
@@ -321,7 +321,7 @@ class RunConfig(Section):
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
     observe: ObserveConfig = ObserveConfig()
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", json_schema_extra=NODE_LOCAL)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
 
     @model_validator(mode="after")

@@ -97,8 +97,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        known = [int(i) for i in ids if i < self.vocab_size]
-        return self._backend.decode(known, skip_special_tokens=True)
+        return self._backend.decode(list(ids), skip_special_tokens=True)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

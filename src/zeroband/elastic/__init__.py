@@ -1,1 +1,1 @@
-"""Membership: who is in the run, which round is open to whom, and what was decided. Knows no tensors but the groups' own."""
+"""Membership: who is in the run, which round is open to whom, and what was decided."""

@@ -135,7 +135,7 @@ def _can_finish(opening: Opening, view: View) -> bool:
 
 
 def _same_state(states: Mapping[str, str], expected: tuple[str, ...]) -> tuple[str, ...]:
-    """The largest set of members that hold one state; members of the last round outweigh joiners, then the lowest id."""
+    """The largest set of members that hold one state; members of the last round outweigh joiners."""
     by_state: dict[str, list[str]] = {}
     for member, state in sorted(states.items()):
         by_state.setdefault(state, []).append(member)
@@ -153,7 +153,8 @@ def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Ve
     """The verdict that the votes call for; None where they contradict each other and the round must be opened again."""
     missing = tuple(m for m in opening.members if m not in view.votes)
     if missing:
-        return Wait(f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}", missing)
+        reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
+        return Wait(reason, missing)
     digests = {view.votes[m] for m in opening.members}
     if len(digests) > 1:
         return None

@@ -20,7 +20,7 @@ from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.rendezvous import RedisRendezvous
 from zeroband.elastic.store import Store
-from zeroband.errors import PeerLost
+from zeroband.errors import PeerLost, ZerobandError
 
 _POLL_S = 0.0005
 
@@ -75,10 +75,11 @@ class LaneGroups:
             rendezvous = RedisRendezvous(
                 self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted
             )
-            options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
+            options = gloo._Options()
             options._timeout = timedelta(seconds=self._transfer_s)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            return dist.ProcessGroupGloo(rendezvous, node_rank, len(opening.members), options)
+            options._devices = [gloo.create_device(hostname=self._host)]
+            return gloo(rendezvous, node_rank, len(opening.members), options)
 
         return _in_daemon_thread(build, is_aborted, f"lane {lane} of epoch {opening.epoch}")
 
@@ -122,7 +123,7 @@ def _in_daemon_thread(
     def run() -> None:
         try:
             outcome.append(build())
-        except Exception as error:  # handed to the waiting thread below
+        except (RuntimeError, ValueError, ZerobandError) as error:  # handed to the waiting thread below
             outcome.append(error)
         done.set()
 

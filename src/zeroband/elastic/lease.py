@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.store import Store
@@ -60,7 +60,7 @@ class Guardian:
         ready, _, _ = select.select([self._output], [], [], _START_DEADLINE_S)
         if not ready or self._output.readline() != b"holding\n":
             self.close()
-            raise StoreLost(f"the guardian of {order.member_id} could not take its lease within {_START_DEADLINE_S:g} s")
+            raise StoreLost(f"the guardian of {order.member_id} took no lease within {_START_DEADLINE_S:g} s")
 
     @property
     def _output(self) -> IO[bytes]:
@@ -157,8 +157,9 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
-    record = json.loads(trainer.readline())
-    order = GuardianOrder(**{**record, "rank_pids": tuple(record["rank_pids"])})
+    record: dict[str, Any] = json.loads(trainer.readline())
+    record["rank_pids"] = tuple(record["rank_pids"])
+    order = GuardianOrder(**record)
     stand_guard(order, trainer, sys.stdout.buffer)
 
 

@@ -1,4 +1,4 @@
-"""This node's membership: takes and gives back its lease, waits for the others, votes. Local rank 0 only; no tensors."""
+"""This node's membership: takes and gives back its lease, waits for the others, votes. Local rank 0 only."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Member:
 
     def _replace_guardian(self) -> None:
         if not self._guardian.is_running():
-            _log.warning("the guardian ended by itself; starting another", extra={"fields": {"pid": self._guardian.pid}})
+            _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
             self._guardian = Guardian(self._order)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -93,8 +93,9 @@ class Member:
         self.store.announce_ready(self.member_id, ready)
 
     def await_opening(self, round: int, elastic: ElasticConfig, *, start_deadline_s: float) -> Opening:
-        """Wait until `round` is open to this member. `start_deadline_s`: monotonic time after which founders stop waiting.
+        """Wait until `round` is open to this member.
 
+        `start_deadline_s`: monotonic time after which founders wait for no further node.
         Raises Fenced if the round was committed, or opened, without this member.
         """
 

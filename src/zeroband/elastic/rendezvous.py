@@ -14,7 +14,7 @@ from zeroband.errors import PeerLost
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
 
 
-class RedisRendezvous(dist.Store):
+class RedisRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     """Keys of one process group; they expire by themselves.
 
     `is_abandoned` is asked while a key is awaited: True ends the wait with PeerLost, so that building a group
@@ -44,8 +44,8 @@ class RedisRendezvous(dist.Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.group_add(self._key(key), amount)
+    def add(self, key: str, value: int) -> int:
+        return self._store.group_add(self._key(key), value)
 
     def check(self, keys: list[str]) -> bool:
         return None not in self._store.group_get([self._key(key) for key in keys])

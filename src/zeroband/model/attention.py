@@ -1,4 +1,4 @@
-"""Causal grouped-query self-attention with rotary positions. Pure tensor code: the same on CPU and GPU, sharded or not."""
+"""Causal grouped-query self-attention with rotary positions. Pure tensor code, whatever the device and sharding."""
 
 from __future__ import annotations
 
@@ -80,4 +80,5 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split_heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(2, (-1, self.head_size)).transpose(1, 2)
+        batch, length, _ = projected.shape
+        return projected.view(batch, length, -1, self.head_size).transpose(1, 2)  # (b, heads, t, head size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """Run forward passes for their values only: no graph, evaluation mode, sharded parameters freed at the end.
 
     FSDP2 frees gathered parameters in the backward pass. Without one the root would keep them, and the next forward

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 from zeroband.config.schema import ModelConfig
 from zeroband.model.attention import RopeTable, SelfAttention, document_attention_mask, rope_table
@@ -45,8 +45,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: RopeTable, mask: Tensor | None) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            recomputed = cast(Callable[..., Tensor], checkpoint)
-            return recomputed(self._run, x, rope, mask, use_reentrant=False, preserve_rng_state=False)
+            run = cast(Callable[..., Tensor], checkpoint.checkpoint)  # pyright: ignore[reportUnknownMemberType]
+            return run(self._run, x, rope, mask, use_reentrant=False, preserve_rng_state=False)
         return self._run(x, rope, mask)
 
     def _run(self, x: Tensor, rope: RopeTable, mask: Tensor | None) -> Tensor:

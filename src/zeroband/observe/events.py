@@ -49,8 +49,6 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
     "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
-    "store_lost": EventKind("Redis does not answer.", ("error",), logging.WARNING),
-    "store_back": EventKind("Redis answers again.", ("away_s",)),
     "sample_written": EventKind("Text was generated.", ("path",)),
     "left": EventKind("This node gave its membership back.", ("reason",)),
     "run_finished": EventKind("All inner steps are done.", ("step",)),

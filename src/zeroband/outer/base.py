@@ -1,4 +1,4 @@
-"""What every outer algorithm shares: the trainer's two hooks, the state that a joiner receives, the report of a round."""
+"""What outer algorithms share: the trainer's two hooks, the state that a joiner receives, the report of a round."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class RoundReport:
     received_bytes: int
     failures: tuple[str, ...]
     """Why the round was opened again, once for each time."""
+    is_left_out: bool
+    """This node's update was not finite, so it had no weight."""
 
     @property
     def retries(self) -> int:
@@ -92,8 +94,10 @@ class SyncHooks(Protocol):
 class OuterAlgorithm(SyncHooks, Protocol):
     """An algorithm between nodes. All methods are called by all local ranks, except the two that say otherwise."""
 
-    sections: tuple[str, ...]
-    """Names of the buffers that make up the outer state."""
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Names of the buffers that make up the outer state."""
+        ...
 
     @property
     def round(self) -> int:
@@ -138,6 +142,7 @@ class RoundKeeper:
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
         self._tokens = 0
+        self._is_left_out = False
 
     def count(self, tokens: int) -> None:
         """Add to the tokens of the round in progress."""
@@ -172,6 +177,7 @@ class RoundKeeper:
         `weighted`: whether this node's update counts. `extra`: what the algorithm adds to the verdict's payload.
         """
         mesh, round = self.parts.mesh, self.round + 1
+        self._is_left_out = not weighted and await_opening is None
         if await_opening is None:
             weight = self._tokens if weighted else 0
             mesh.announce_ready(Ready(round, weight, self.state))
@@ -221,6 +227,7 @@ class RoundKeeper:
             sent_bytes=committed.sent_bytes,
             received_bytes=committed.received_bytes,
             failures=committed.failures,
+            is_left_out=self._is_left_out,
         )
 
 

@@ -16,7 +16,6 @@ from zeroband.config.schema import DilocoConfig
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
-from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
@@ -25,8 +24,6 @@ from zeroband.outer.transaction import CONTRIBUTION, RESULT
 from zeroband.parallel import all_ok, barrier
 
 PARAMS, MOMENTUM = "params", "momentum"
-
-_log = get_logger(__name__)
 
 
 class DiLoCo:
@@ -81,10 +78,7 @@ class DiLoCo:
             inner = shards[name].to("cpu").reshape(-1)
             self._optimizer.contribution(outer[name], inner, out)
             is_finite = is_finite and bool(torch.isfinite(out).all())
-        is_finite = all_ok(is_finite, self._local)
-        if not is_finite:
-            _log.warning("update left out: not finite", extra={"fields": {"round": self.round + 1}})
-        return is_finite
+        return all_ok(is_finite, self._local)
 
     def _finish_round(self, *, weighted: bool, await_opening: Callable[[], Opening] | None = None) -> RoundReport:
         barrier(self._local)

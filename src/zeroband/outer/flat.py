@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
@@ -169,5 +171,5 @@ def digest_of(*buffers: Tensor) -> str:
     """One value for the bytes of CPU buffers, in order."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
-        state.update(memoryview(buffer.numpy()).cast("B"))
+        state.update(memoryview(cast(Buffer, buffer.numpy())).cast("B"))
     return state.hexdigest()

@@ -79,7 +79,16 @@ def commit_round(
             continue
         wait_s += time.monotonic() - waited_from_s
         faults.at("committed", opening.round)
-        return Committed(opening, verdict, buffers[RESULT], wait_s, transfer_s, sent_bytes, received_bytes, tuple(failures))
+        return Committed(
+            opening=opening,
+            verdict=verdict,
+            result=buffers[RESULT],
+            wait_s=wait_s,
+            transfer_s=transfer_s,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            failures=tuple(failures),
+        )
 
 
 def found_run(

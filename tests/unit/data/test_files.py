@@ -113,6 +113,15 @@ def test_stamp_changes_with_size_and_time(tmp_path: Path) -> None:
     assert len({tuple(before), tuple(touched), tuple(file.stamp())}) == 3
 
 
+def test_stamp_stays_when_only_the_permissions_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a")
+    (file,) = find_files([str(path)])
+    before = file.stamp()
+    path.chmod(0o600)
+    assert file.stamp() == before
+
+
 def test_stdlib_files_are_sorted_sources_without_tests_and_packages() -> None:
     paths = [Path(file.name).relative_to(sysconfig.get_path("stdlib")) for file in stdlib_files()]
     assert paths == sorted(paths, key=str)

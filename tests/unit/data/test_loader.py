@@ -122,7 +122,7 @@ def test_next_step_refuses_to_read_more_than_was_assigned(store: TokenStore) -> 
 def test_data_pass_is_that_of_the_last_sample_of_the_step(store: TokenStore) -> None:
     n_train = SampleIndex(len(store), T, 0, 0.0).n_train
     reader = loader(store)
-    reader.assign([(n_train - 4, n_train), (n_train, n_train + 4)])
+    reader.assign([(n_train - 6, n_train + 2)])
     passes = []
     for _ in range(2):
         reader.next_step()

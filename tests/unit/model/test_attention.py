@@ -8,7 +8,9 @@ import torch
 from zeroband.model.attention import attend, document_attention_mask, rope_table, rotate
 
 
-def naive_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+def naive_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
     """One score at a time: query head h uses key head h // groups, position i sees j <= i of its own document."""
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]

@@ -62,7 +62,9 @@ def test_gradient_scale_makes_rank_average_the_mean_over_targets() -> None:
     (expected,) = torch.autograd.grad(mean, logits)
     scale = gradient_scale(8, world_size=2)  # the ranks hold 3 and 5 of the 8 targets
     by_rank = [
-        torch.autograd.grad(next_token_loss(logits[rank : rank + 1], targets[rank : rank + 1]).objective * scale, logits)
+        torch.autograd.grad(
+            next_token_loss(logits[rank : rank + 1], targets[rank : rank + 1]).objective * scale, logits
+        )
         for rank in range(2)
     ]
     torch.testing.assert_close((by_rank[0][0] + by_rank[1][0]) / 2, expected)

@@ -30,9 +30,7 @@ def random_model() -> Transformer:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_appends_what_the_model_predicts(temperature: float) -> None:
-    out = generate(
-        Successor(), torch.tensor([3, 7]), max_new_tokens=4, temperature=temperature, seed=0, context=8
-    )
+    out = generate(Successor(), torch.tensor([3, 7]), max_new_tokens=4, temperature=temperature, seed=0, context=8)
     assert out.tolist() == [3, 7, 8, 9, 0, 1]
 
 

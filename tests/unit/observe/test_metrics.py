@@ -69,7 +69,7 @@ def test_metrics_log_leaves_out_what_is_unknown(tmp_path: Path) -> None:
 
 
 def test_metrics_log_refuses_a_name_that_is_not_in_the_table(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="not in METRICS: train/los$"):
+    with pytest.raises(AssertionError, match=r"not in METRICS: train/los$"):
         MetricsLog(tmp_path).record(1, {"train/los": 2.0})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +42,9 @@ class FakeWandb(SimpleNamespace):
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     monkeypatch.setattr(logging.getLogger("zeroband"), "propagate", True)
-    yield lambda: [record.__dict__["fields"]["reason"] for record in caplog.records if record.name == sinks.__name__]
+    return lambda: [record.__dict__["fields"]["reason"] for record in caplog.records if record.name == sinks.__name__]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
@@ -129,12 +129,18 @@ def test_wandb_sink_does_not_wait_for_a_stuck_service_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     release = threading.Event()
-    install(monkeypatch, FakeWandb(lambda record: bool(release.wait(5)) and None))
+
+    def hang_and_fail(record: dict[str, Any]) -> None:
+        release.wait(5)
+        raise TimeoutError
+
+    install(monkeypatch, FakeWandb(hang_and_fail))
     monkeypatch.setattr(sinks, "_CLOSE_DEADLINE_S", 0.02)
     sink = open_sink(tmp_path)
     sink.write({"step": 1})
     sink.close()
     release.set()
+    wait_for_thread_of(sink)
     assert warnings() == ["not finished after 0.02 s"]
 
 

