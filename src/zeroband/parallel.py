@@ -148,7 +148,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
-    if max_norm is not None and max_norm < norm or norm != norm:
+    if max_norm is not None and max_norm < norm < float("inf"):
         torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     return norm
 

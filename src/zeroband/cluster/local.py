@@ -164,7 +164,7 @@ class LocalCluster:
                 return view
             if is_over or time.monotonic() > end_s:
                 why = "every node has ended" if is_over else f"not within {timeout_s:g} s"
-                raise TimeoutError(f"{why}: {condition}\n{self.describe()}")
+                raise TimeoutError(f"{why}\n{self.describe()}")
             time.sleep(_POLL_S)
 
     def wait(self, *, timeout_s: float) -> dict[str, int]:

@@ -125,7 +125,7 @@ class NodeProcess:
         records = JsonlTail(self.spec.node_dir / EVENTS_FILE).read()
         return [record for record in records if kind in (None, record["kind"])]
 
-    def console_tail(self, lines: int = 30) -> str:
+    def console_tail(self, lines: int = 60) -> str:
         """The end of what the node printed."""
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-lines:])
 

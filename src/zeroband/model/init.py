@@ -28,13 +28,17 @@ def init_weights(model: Transformer, seed: int) -> None:
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) before init_weights")
         full = _initial_value(name, parameter, seed, n_layers=model.config.n_layers)
-        with torch.no_grad():
-            local_shard(parameter).copy_(full[local_rows(parameter)])
+        local_shard(parameter).copy_(full[local_rows(parameter)])
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds, sharing its memory; all of it where it is not sharded."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    """The part of a parameter that this rank holds, sharing its memory; all of it where it is not sharded.
+
+    Ask between inner steps only: within a forward pass, and after one that nothing ended (see `evaluating`), FSDP2
+    shows the gathered parameter instead, and what is written there is lost.
+    """
+    held = parameter.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def local_rows(parameter: Tensor) -> slice:

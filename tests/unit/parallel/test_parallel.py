@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zeroband.config.schema import ModelConfig, TrainConfig
 from zeroband.errors import ConfigError
@@ -138,28 +139,26 @@ def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> No
 
 def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh) -> None:
     model = sharded(mesh)
+    shard = local_shard(model.embed_tokens.weight)
     for on in (False, True):
         set_gradient_sync(model, on)
         backward(model)
-    _zero_embedding(model)
+    shard.zero_()
     assert model(TOKENS).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("forward_only", ["evaluating", "generate"])
 def test_values_written_into_shards_after_forward_only_are_used(mesh: LocalMesh, forward_only: str) -> None:
     model = sharded(mesh)
+    shard = local_shard(model.embed_tokens.weight)
     if forward_only == "generate":
         generate(model, TOKENS[0], max_new_tokens=1, temperature=0.0, seed=0, context=4)
     else:
         with evaluating(model):
             assert not model(TOKENS).requires_grad
-    _zero_embedding(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    shard.zero_()
     assert model(TOKENS).count_nonzero() == 0
-
-
-def _zero_embedding(model: Transformer) -> None:
-    with torch.no_grad():
-        local_shard(model.embed_tokens.weight).zero_()
 
 
 def test_clip_scales_down_to_the_limit(mesh: LocalMesh) -> None:

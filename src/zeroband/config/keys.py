@@ -1,0 +1,170 @@
+"""The schema seen as dotted keys: what can be set, in which section, and the nearest name to a wrong one. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from zeroband.config.schema import NODE_LOCAL, RunConfig, Section
+
+Path = tuple[str, ...]
+"""A dotted key in its parts: ("train", "micro_bs")."""
+
+TAG = "type"
+"""The key that chooses the variant of a section."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One value that can be set. Keys of several variants of a section may share a path."""
+
+    path: Path
+    field: FieldInfo
+    variant: str
+    """Where it exists, for example `outer.type="diloco"`; empty: always."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all nodes of a run must agree on it."""
+        return is_shared(self.field)
+
+    @property
+    def is_secret(self) -> bool:
+        return SecretStr in member_types(self.field.annotation)
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(member) is tuple for member in member_types(self.field.annotation))
+
+    @property
+    def is_flag(self) -> bool:
+        return bool in member_types(self.field.annotation)
+
+    @property
+    def is_nullable(self) -> bool:
+        return NoneType in member_types(self.field.annotation)
+
+
+@dataclass(frozen=True)
+class SectionSpec:
+    """A section of the schema, or the choice between its variants."""
+
+    path: Path
+    field: FieldInfo
+    variants: Mapping[str, type[Section]]
+    """By tag; a section without a choice has the one tag ""."""
+
+    @property
+    def default_tag(self) -> str | None:
+        """The variant that is taken where none is named; None: it must be named, or there is nothing to choose."""
+        return getattr(self.field.get_default(), TAG, None)
+
+    @property
+    def is_tagged(self) -> bool:
+        return "" not in self.variants
+
+    @property
+    def is_nullable(self) -> bool:
+        return NoneType in member_types(self.field.annotation)
+
+
+@dataclass(frozen=True)
+class SchemaKeys:
+    """Everything that can be set, in the order of the schema."""
+
+    keys: Mapping[Path, tuple[Key, ...]]
+    sections: Mapping[Path, SectionSpec]
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self.keys or path in self.sections
+
+    def is_secret(self, path: Path) -> bool:
+        return any(key.is_secret for key in self.keys.get(path, ()))
+
+    def is_nullable(self, path: Path) -> bool:
+        section = self.sections.get(path)
+        return section.is_nullable if section else any(key.is_nullable for key in self.keys[path])
+
+    def nearest(self, name: str) -> str | None:
+        """The key or section that a wrong dotted name most probably meant; the same last part weighs most."""
+        known = [dotted(path) for path in (*self.keys, *self.sections)]
+        leaf = _leaf(name)
+        if same_leaf := [key for key in known if _leaf(key) == leaf]:
+            return _closest(name, same_leaf, cutoff=0.0)
+        if close := _closest(name, known, cutoff=0.7):
+            return close
+        close_leaf = _closest(leaf, {_leaf(key) for key in known}, cutoff=0.7)
+        return _closest(name, [key for key in known if _leaf(key) == close_leaf], cutoff=0.0)
+
+
+@cache
+def schema_keys() -> SchemaKeys:
+    """The keys and sections of a run's configuration."""
+    keys: dict[Path, tuple[Key, ...]] = {}
+    sections: dict[Path, SectionSpec] = {}
+    for found in _walk(RunConfig, (), ""):
+        if isinstance(found, SectionSpec):
+            sections[found.path] = found
+        else:
+            keys[found.path] = (*keys.get(found.path, ()), found)
+    return SchemaKeys(keys, sections)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path)
+
+
+def is_shared(field: FieldInfo) -> bool:
+    """Whether all nodes of a run must agree on a field."""
+    extra = field.json_schema_extra
+    return not isinstance(extra, dict) or extra.get("scope") != NODE_LOCAL["scope"]
+
+
+def member_types(annotation: Any) -> tuple[Any, ...]:
+    """The types that a union allows, without annotations around them; of another type, that type."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return member_types(get_args(annotation)[0])
+    if origin is None or origin is tuple or not _is_union(annotation):
+        return (annotation,)
+    return tuple(inner for member in get_args(annotation) for inner in member_types(member))
+
+
+def _is_union(annotation: Any) -> bool:
+    return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
+
+
+def _walk(model: type[BaseModel], path: Path, variant: str) -> Iterator[Key | SectionSpec]:
+    for name, field in model.model_fields.items():
+        here = (*path, name)
+        variants = {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
+        if not variants:
+            yield Key(here, field, variant)
+            continue
+        yield SectionSpec(here, field, variants)
+        for tag, section in variants.items():
+            yield from _walk(section, here, f'{dotted(here)}.{TAG}="{tag}"' if tag else variant)
+
+
+def _is_section(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Section)
+
+
+def _tag_of(section: type[Section]) -> str:
+    field = section.model_fields.get(TAG)
+    return get_args(field.annotation)[0] if field else ""
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _closest(name: str, known: Collection[str], *, cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

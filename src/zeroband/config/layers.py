@@ -1,0 +1,192 @@
+"""Where settings come from: TOML files, environment and flags, each read into a layer of settings that know their origin."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+from zeroband.config.keys import Path, SchemaKeys, dotted
+from zeroband.errors import ConfigError
+
+ENV_PREFIX = "ZERO_BAND_"
+ENV_DELIMITER = "__"
+NONE = "none"
+"""How files, environment and flags write "off" or "not set", which TOML has no value for."""
+
+_FLAG_WORDS = {"true", "false", "1", "0", "yes", "no", "on", "off"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value for one key, or for a whole section: None, or an empty table."""
+
+    path: Path
+    value: Any
+    origin: str
+    """Where the user wrote it: a file, a variable or a flag."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line in its parts."""
+
+    files: tuple[FilePath, ...]
+    flags: tuple[tuple[str, str | None], ...]
+    """(as it was written, value); None where the flag stands alone."""
+    wants_help: bool
+    is_dry_run: bool
+
+
+def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
+    """Take the arguments apart. Raises ConfigError for one that is neither `@file` nor a flag with its value."""
+    files: list[FilePath] = []
+    flags: list[tuple[str, str | None]] = []
+    switches: set[str] = set()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("-h", "--help", "--dry-run"):
+            switches.add(argument)
+        elif argument.startswith("@"):
+            files.append(FilePath(argument[1:] or _next(rest, "@", "the name of a TOML file")))
+        elif argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
+            flags.append((flag, value if equals else _value_after(flag, rest, schema)))
+        else:
+            raise ConfigError(f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value")
+    return CommandLine(tuple(files), tuple(flags), bool(switches & {"-h", "--help"}), "--dry-run" in switches)
+
+
+def _value_after(flag: str, rest: list[str], schema: SchemaKeys) -> str | None:
+    """The value that follows a flag. A flag of a boolean may stand alone, and so may one that no key has."""
+    path, is_negated = _path_of_flag(flag)
+    may_stand_alone = path not in schema or any(key.is_flag for key in schema.keys.get(path, ()))
+    if is_negated or (may_stand_alone and (not rest or rest[0].lower() not in _FLAG_WORDS)):
+        return None
+    return _next(rest, flag, f"a value; {flag}=VALUE gives one that begins with -- or @")
+
+
+def _next(rest: list[str], after: str, what: str) -> str:
+    if not rest or rest[0].startswith(("--", "@")):
+        raise ConfigError(f"{after} needs {what}")
+    return rest.pop(0)
+
+
+def _path_of_flag(flag: str) -> tuple[Path, bool]:
+    """The key that a flag names, and whether the flag says no to it."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return tuple(name.removeprefix("no_").split(".")), name.startswith("no_")
+
+
+def layer_of_flags(flags: Sequence[tuple[str, str | None]], schema: SchemaKeys) -> list[Setting]:
+    """The settings of the command line. Raises ConfigError."""
+    settings: list[Setting] = []
+    unknown: list[str] = []
+    for flag, value in flags:
+        path, is_negated = _path_of_flag(flag)
+        if path not in schema:
+            unknown.append(_unknown(path, flag, schema))
+            continue
+        if is_negated and (value is not None or not any(key.is_flag for key in schema.keys.get(path, ()))):
+            raise ConfigError(f"{flag}: only a boolean key can be negated, and without a value")
+        text = value if value is not None else str(not is_negated).lower()
+        settings.extend(_decoded(path, text, flag, schema))
+    return _all_known(settings, unknown)
+
+
+def layer_of_environment(environ: Mapping[str, str], schema: SchemaKeys) -> list[Setting]:
+    """The settings of `ZERO_BAND_SECTION__KEY` variables, in any case. Raises ConfigError."""
+    settings: list[Setting] = []
+    unknown: list[str] = []
+    for variable in sorted(environ):
+        if not variable.upper().startswith(ENV_PREFIX):
+            continue
+        path = tuple(variable[len(ENV_PREFIX) :].lower().split(ENV_DELIMITER))
+        if path in schema:
+            settings.extend(_decoded(path, environ[variable], variable, schema))
+        else:
+            unknown.append(_unknown(path, variable, schema))
+    return _all_known(settings, unknown)
+
+
+def layer_of_file(file: FilePath, schema: SchemaKeys) -> list[Setting]:
+    """The settings of a TOML file. Raises ConfigError."""
+    try:
+        with file.open("rb") as stream:
+            table = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"@{file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no valid TOML: {error}") from error
+    return _flat(table, str(file), schema)
+
+
+def _decoded(path: Path, text: str, origin: str, schema: SchemaKeys) -> list[Setting]:
+    """What a text means for a key: a list as JSON or with commas, a section as JSON; all else is pydantic's matter."""
+    if path in schema.sections and text.lower() != NONE:
+        return _flat(_nested(path, _json(text, dict, dotted(path), origin)), origin, schema)
+    if any(key.is_list for key in schema.keys.get(path, ())) and text.lower() != NONE:
+        is_json = text.lstrip().startswith("[")
+        parts = _json(text, list, dotted(path), origin) if is_json else [part.strip() for part in text.split(",")]
+        return [Setting(path, parts if text.strip() else [], origin)]
+    return [Setting(path, _none_where_allowed(path, text, schema), origin)]
+
+
+def _json(text: str, kind: type[Any], key: str, origin: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, kind):
+        what = "a section: give its keys one by one, or JSON {...}" if kind is dict else "a list: JSON [...], or a,b,c"
+        raise ConfigError(f"{key}={text!r} (from {origin}): {key} is {what}")
+    return value
+
+
+def _nested(path: Path, value: Any) -> dict[str, Any]:
+    for name in reversed(path):
+        value = {name: value}
+    return cast(dict[str, Any], value)
+
+
+def _flat(table: Mapping[str, Any], origin: str, schema: SchemaKeys) -> list[Setting]:
+    unknown: list[str] = []
+    settings = list(_leaves(table, (), origin, schema, unknown))
+    return _all_known(settings, unknown)
+
+
+def _leaves(
+    table: Mapping[str, Any], path: Path, origin: str, schema: SchemaKeys, unknown: list[str]
+) -> Iterator[Setting]:
+    """The settings of nested tables; adds a message to `unknown` for each key that the schema does not have."""
+    for name, value in table.items():
+        here = (*path, name)
+        if here not in schema:
+            unknown.append(_unknown(here, origin, schema))
+        elif here in schema.sections and isinstance(value, dict):
+            yield Setting(here, {}, origin)
+            yield from _leaves(cast(dict[str, Any], value), here, origin, schema, unknown)
+        else:
+            yield Setting(here, _none_where_allowed(here, value, schema), origin)
+
+
+def _none_where_allowed(path: Path, value: Any, schema: SchemaKeys) -> Any:
+    is_none = isinstance(value, str) and value.lower() == NONE and schema.is_nullable(path)
+    return None if is_none else value
+
+
+def _unknown(path: Path, origin: str, schema: SchemaKeys) -> str:
+    name = dotted(path)
+    nearest = schema.nearest(name)
+    hint = f"did you mean {nearest}?" if nearest else "--help lists all keys"
+    return f"unknown key {name} (from {origin}): {hint}"
+
+
+def _all_known(settings: list[Setting], unknown: Sequence[str]) -> list[Setting]:
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    return settings

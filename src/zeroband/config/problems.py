@@ -1,0 +1,86 @@
+"""What pydantic objects to, in the user's names: the key, the value, where it came from and what is allowed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from zeroband.config.keys import TAG, Path, SchemaKeys, dotted
+from zeroband.config.layers import Setting
+
+MASK = "**********"
+"""Stands for a secret wherever values are shown."""
+
+_VALUE_ERROR = "Value error, "
+
+
+def describe(error: ValidationError, merged: Mapping[Path, Setting], schema: SchemaKeys, *, depth: int) -> str:
+    """One line for each thing that is wrong. `depth`: how many parts of a location lie above the run's configuration."""
+    return "\n".join(_line(detail, detail["loc"][depth:], merged, schema) for detail in error.errors())
+
+
+def _line(
+    detail: ErrorDetails, location: Sequence[int | str], merged: Mapping[Path, Setting], schema: SchemaKeys
+) -> str:
+    path, index = _split(location, schema)
+    name = dotted(path) + index
+    origin = _origin(path, merged)
+    if detail["type"] == "value_error":  # a rule over several keys, whose message names them
+        return detail["msg"].removeprefix(_VALUE_ERROR)
+    if detail["type"] == "extra_forbidden":
+        return _misplaced(path, origin, merged, schema)
+    if detail["type"] == "missing":
+        variants = [key.variant for key in schema.keys.get(path, ()) if key.variant]
+        return f"{name} is missing" + (f"; {' and '.join(variants)} needs it" if variants else "")
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_tag(path, merged, schema)
+    if path in schema.sections:
+        return f"{name}={detail['input']!r}{origin}: {name} is a section, so its keys are set one by one"
+    shown = MASK if schema.is_secret(path) else repr(detail["input"])
+    return f"{name}={shown}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _split(location: Sequence[int | str], schema: SchemaKeys) -> tuple[Path, str]:
+    """A location of pydantic's as our key, without the tags of variants, and the index into a list."""
+    path: Path = ()
+    index = ""
+    is_after_section = False
+    for part in location:
+        if isinstance(part, int):
+            index += f"[{part}]"
+        elif is_after_section and part in schema.sections[path].variants:
+            is_after_section = False
+        else:
+            path = (*path, part)
+            is_after_section = path in schema.sections
+    return path, index
+
+
+def _origin(path: Path, merged: Mapping[Path, Setting]) -> str:
+    for length in range(len(path), 0, -1):
+        if setting := merged.get(path[:length]):
+            return f" (from {setting.origin})"
+    return ""
+
+
+def _misplaced(path: Path, origin: str, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+    """A key of another variant than the one that is chosen; keys that exist nowhere were refused before."""
+    section = path[:-1]
+    while not schema.sections[section].is_tagged:
+        section = section[:-1]
+    chosen = merged.get((*section, TAG))
+    tag = chosen.value if chosen else schema.sections[section].default_tag
+    owners = " or ".join(key.variant for key in schema.keys.get(path, ()))
+    home = f"it belongs to {owners}, and " if owners else ""
+    return f'{dotted(path)}{origin}: {home}{dotted(section)}.{TAG} is "{tag}"'
+
+
+def _wrong_tag(path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+    name = f"{dotted(path)}.{TAG}"
+    allowed = ", ".join(f'"{tag}"' for tag in schema.sections[path].variants)
+    chosen = merged.get((*path, TAG))
+    if chosen is None:
+        return f"{name} is missing{_origin(path, merged)}; allowed: {allowed}"
+    return f"{name}={chosen.value!r} (from {chosen.origin}); allowed: {allowed}"

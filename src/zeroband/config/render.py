@@ -1,0 +1,152 @@
+"""The configuration and its schema as text: TOML that loads again, and `--help`. Pure."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, dotted
+from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, NONE
+from zeroband.config.problems import MASK
+from zeroband.config.schema import RunConfig
+
+_WIDTH = 110
+_BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
+_NAMES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "text", SecretStr: "secret"}
+
+
+def render_toml(config: RunConfig) -> str:
+    """Every value of a configuration as a TOML file that loads again; a secret stands there as a comment only."""
+    lines = [f"{name} = {_toml(value)}" for name, value in _values(config) if not isinstance(value, BaseModel)]
+    for name, value in _values(config):
+        if isinstance(value, BaseModel):
+            lines += _table(value, (name,))
+    return "\n".join(lines) + "\n"
+
+
+def _values(section: BaseModel) -> list[tuple[str, Any]]:
+    return [(name, getattr(section, name)) for name in type(section).model_fields]
+
+
+def _table(section: BaseModel, path: Path) -> Iterator[str]:
+    yield from ("", f"[{dotted(path)}]")
+    for name, value in _values(section):
+        if isinstance(value, SecretStr):
+            variable = ENV_PREFIX + ENV_DELIMITER.join((*path, name)).upper()
+            yield f'# {name} = "{MASK}"  # a secret; set it again as {variable}'
+        elif not isinstance(value, BaseModel):
+            yield f"{name} = {_toml(value)}"
+    for name, value in _values(section):
+        if isinstance(value, BaseModel):
+            yield from _table(value, (*path, name))
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(part) for part in cast(tuple[Any, ...], value))}]"
+    if value is None:
+        return _toml(NONE)
+    assert isinstance(value, str | PurePath), f"no TOML for {value!r}"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def help_text(schema: SchemaKeys) -> str:
+    """Every key with its type, default and meaning, by section."""
+    groups: dict[Path, list[str]] = {(): []}
+    for path, section in schema.sections.items():
+        groups[path] = _section_help(section)
+    for path, keys in schema.keys.items():
+        groups[path[:-1]] += _key_help(path, keys)
+    return "\n".join([*textwrap.dedent(_USAGE).strip().splitlines(), *(line for group in groups.values() for line in group), ""])
+
+
+_USAGE = f"""
+    usage: train.py [@FILE.toml ...] [--SECTION.KEY VALUE ...] [--dry-run] [--help]
+
+    Values come from the files, left to right, then from the environment, then from flags; the last one wins.
+      @FILE.toml, @ FILE.toml     TOML with the sections and keys below
+      {ENV_PREFIX}SECTION{ENV_DELIMITER}KEY     environment variables, for example {ENV_PREFIX}TRAIN{ENV_DELIMITER}MICRO_BS=4
+      --section.key VALUE         flags, also --section.key=VALUE and with - for _; booleans: --train.compile, --no-train.compile
+    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with `{TAG}` has the keys of that type only.
+      --dry-run                   print the configuration that this would run with, and end
+    Keys marked * may differ between the nodes of one run; all others are compared when a node joins.
+"""
+
+
+def _section_help(section: SectionSpec) -> list[str]:
+    doc = section.field.description or ""
+    default = f" (default: {NONE})" if section.is_nullable else ""
+    return ["", f"[{dotted(section.path)}]{default}", *_wrapped(doc, indent=2)]
+
+
+def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
+    if path[-1] == TAG:
+        return _tag_help(path, keys)
+    first = keys[0]
+    mark = "" if first.is_shared else " *"
+    defaults = list(dict.fromkeys(_default(key.field) for key in keys))
+    head = f"  --{dotted(path)}{mark}  {_type_name(first.field.annotation, first.field.metadata)}, {' or '.join(defaults)}"
+    variants = [key.variant for key in keys if key.variant]
+    only = [f"only with {' or '.join(variants)}"] if variants else []
+    docs = list(dict.fromkeys(key.field.description or "" for key in keys))
+    return [head, *(line for text in [*docs, *only] for line in _wrapped(text, indent=6))]
+
+
+def _tag_help(path: Path, keys: Sequence[Key]) -> list[str]:
+    tags = " | ".join(get_args(key.field.annotation)[0] for key in keys)
+    return [f"  --{dotted(path)}  {tags}"]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default()
+    if value is None:
+        return f"default: {NONE}"
+    return f"default: {_toml(value)}"
+
+
+def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type in the user's words, with its bounds: `integer > 0 or none`."""
+    bounds = "".join(_bounds(metadata))
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *inner_metadata = get_args(annotation)
+        return _type_name(inner, (*inner_metadata, *metadata))
+    if annotation is NoneType:
+        return NONE
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in get_args(annotation))
+    if origin is tuple:
+        members = [member for member in get_args(annotation) if member is not Ellipsis]
+        plural = "s" if Ellipsis in get_args(annotation) else f"s, {len(members)} of them"
+        return f"list of {_type_name(members[0])}{plural}{bounds}"
+    if get_args(annotation):
+        return " or ".join(_type_name(member, () if member is NoneType else metadata) for member in get_args(annotation))
+    return _NAMES.get(annotation, annotation.__name__.lower()) + bounds
+
+
+def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, MinLen):
+            yield f", at least {item.min_length}"
+        elif type(item) in _BOUNDS:
+            sign, attribute = _BOUNDS[type(item)]
+            yield f" {sign} {getattr(item, attribute)}"
+
+
+def _wrapped(text: str, *, indent: int) -> list[str]:
+    pad = " " * indent
+    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=pad, subsequent_indent=pad)
