@@ -17,7 +17,8 @@ from zeroband.checkpoint.recovery import Donor, FetchedState, fetch_entry, fetch
 from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.mesh import on_first_rank
-from zeroband.errors import Fenced, RecoveryFailed
+from zeroband.elastic.progress import Progress
+from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.outer.alone import MEMBER_ID
@@ -79,7 +80,11 @@ class Entry:
         return self.join()
 
     def join(self) -> RoundReport:
-        """Become a member of a run that goes on. Raises RecoveryFailed when nobody can give this node its state."""
+        """Become a member of a run that goes on.
+
+        Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
+        """
+        self._emit("recovering", round=self._run.outer.round)
         deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -98,7 +103,6 @@ class Entry:
 
     def _recover(self) -> None:
         """Fetch a committed state and take it over. Raises RecoveryFailed."""
-        self._emit("recovering", round=self._run.outer.round)
         fetched = on_first_rank(self._local, self._fetch)
         digest = self._run.outer.adopt(fetched["round"], fetched["payload"])
         self._verify(digest, fetched["state"], f"the state of round {fetched['round']}")
@@ -111,11 +115,14 @@ class Entry:
         return {"round": fetched.round, "payload": fetched.payload, "state": fetched.state, "took_s": fetched.took_s}
 
     def _donors(self) -> list[Donor]:
-        """The members of the run that are alive, in random order, so that joiners spread over them."""
+        """The members of the run that are alive, in random order, so that joiners spread over them. Raises RunOver."""
         view = self._run.store.view(FOUNDING_ROUND)
-        members = view.committed.members if view.committed is not None else ()
+        if view.committed is None:
+            return []
         info = self._run.store.members_info()
-        alive = [m for m in members if m in view.alive and m in info and m != self._run.mesh.member_id]
+        alive = [m for m in view.committed.members if m in view.alive and m in info]
+        if not alive and Progress.from_record(view.committed.payload["progress"]).is_complete:
+            raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
         random.shuffle(alive)
         return [Donor(m, info[m]["host"], info[m]["port"]) for m in alive]
 

@@ -6,6 +6,7 @@ ZerobandError
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
 ├── StoreLost          Redis did not answer within its deadline
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
+├── RunOver            the run that this node wanted to join is complete
 └── RecoveryFailed     no member could give this node a state that verifies
 """
 
@@ -47,6 +48,10 @@ class StoreLost(ZerobandError):
 
 class Fenced(ZerobandError):
     """The run went on without this node; its votes no longer count."""
+
+
+class RunOver(ZerobandError):
+    """The run that this node wanted to join is complete; there is nothing left to do."""
 
 
 class RecoveryFailed(ZerobandError):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zeroband.config import RunConfig, load_config
 from zeroband.entry import Entry, LoneEntry
-from zeroband.errors import ConfigError, Fenced
+from zeroband.errors import ConfigError, Fenced, RunOver
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             local = init_local_mesh()
             stack.callback(local.close)
             train(config, local, stack)
+    except RunOver as over:
+        print(f"zeroband: {over}", file=sys.stderr)
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG

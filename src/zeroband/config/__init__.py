@@ -1,4 +1,4 @@
-"""The run's configuration: its schema, and how TOML files, environment and flags become one frozen value. Loads no torch."""
+"""The run's configuration: its schema, and how files, environment and flags become one frozen value. Loads no torch."""
 
 from zeroband.config.load import load_config
 from zeroband.config.schema import RunConfig

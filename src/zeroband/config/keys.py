@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -21,14 +21,24 @@ TAG = "type"
 """The key that chooses the variant of a section."""
 
 
+class Variant(NamedTuple):
+    """One of the types of a section."""
+
+    section: Path
+    tag: str
+
+    def __str__(self) -> str:
+        return f'{dotted(self.section)}.{TAG}="{self.tag}"'
+
+
 @dataclass(frozen=True)
 class Key:
     """One value that can be set. Keys of several variants of a section may share a path."""
 
     path: Path
     field: FieldInfo
-    variant: str
-    """Where it exists, for example `outer.type="diloco"`; empty: always."""
+    variant: Variant | None
+    """Where it exists; None: always."""
 
     @property
     def is_shared(self) -> bool:
@@ -58,6 +68,8 @@ class SectionSpec:
 
     path: Path
     field: FieldInfo
+    variant: Variant | None
+    """Where it exists; None: always."""
     variants: Mapping[str, type[Section]]
     """By tag; a section without a choice has the one tag ""."""
 
@@ -65,10 +77,6 @@ class SectionSpec:
     def default_tag(self) -> str | None:
         """The variant that is taken where none is named; None: it must be named, or there is nothing to choose."""
         return getattr(self.field.get_default(), TAG, None)
-
-    @property
-    def is_tagged(self) -> bool:
-        return "" not in self.variants
 
     @property
     def is_nullable(self) -> bool:
@@ -85,8 +93,9 @@ class SchemaKeys:
     def __contains__(self, path: Path) -> bool:
         return path in self.keys or path in self.sections
 
-    def is_secret(self, path: Path) -> bool:
-        return any(key.is_secret for key in self.keys.get(path, ()))
+    def holds_secret(self, path: Path) -> bool:
+        """Whether a key, or one in a section, must not be shown."""
+        return any(key.is_secret for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
 
     def is_nullable(self, path: Path) -> bool:
         section = self.sections.get(path)
@@ -94,11 +103,11 @@ class SchemaKeys:
 
     def nearest(self, name: str) -> str | None:
         """The key or section that a wrong dotted name most probably meant; the same last part weighs most."""
-        known = [dotted(path) for path in (*self.keys, *self.sections)]
+        known = [key for key in map(dotted, (*self.keys, *self.sections)) if not name.startswith(f"{key}.")]
         leaf = _leaf(name)
         if same_leaf := [key for key in known if _leaf(key) == leaf]:
             return _closest(name, same_leaf, cutoff=0.0)
-        if close := _closest(name, known, cutoff=0.7):
+        if close := _closest(name, known, cutoff=0.75):
             return close
         close_leaf = _closest(leaf, {_leaf(key) for key in known}, cutoff=0.7)
         return _closest(name, [key for key in known if _leaf(key) == close_leaf], cutoff=0.0)
@@ -109,7 +118,7 @@ def schema_keys() -> SchemaKeys:
     """The keys and sections of a run's configuration."""
     keys: dict[Path, tuple[Key, ...]] = {}
     sections: dict[Path, SectionSpec] = {}
-    for found in _walk(RunConfig, (), ""):
+    for found in _walk(RunConfig, (), None):
         if isinstance(found, SectionSpec):
             sections[found.path] = found
         else:
@@ -141,16 +150,16 @@ def _is_union(annotation: Any) -> bool:
     return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
 
-def _walk(model: type[BaseModel], path: Path, variant: str) -> Iterator[Key | SectionSpec]:
+def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[Key | SectionSpec]:
     for name, field in model.model_fields.items():
         here = (*path, name)
         variants = {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
         if not variants:
             yield Key(here, field, variant)
             continue
-        yield SectionSpec(here, field, variants)
+        yield SectionSpec(here, field, variant, variants)
         for tag, section in variants.items():
-            yield from _walk(section, here, f'{dotted(here)}.{TAG}="{tag}"' if tag else variant)
+            yield from _walk(section, here, Variant(here, tag) if tag else variant)
 
 
 def _is_section(member: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where settings come from: TOML files, environment and flags, each read into a layer of settings that know their origin."""
+"""Where settings come from: TOML files, environment, flags; each becomes a layer of settings that know their origin."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ ENV_PREFIX = "ZERO_BAND_"
 ENV_DELIMITER = "__"
 NONE = "none"
 """How files, environment and flags write "off" or "not set", which TOML has no value for."""
-
-_FLAG_WORDS = {"true", "false", "1", "0", "yes", "no", "on", "off"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,9 @@ def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
             flag, equals, value = argument.partition("=")
             flags.append((flag, value if equals else _value_after(flag, rest, schema)))
         else:
-            raise ConfigError(f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value")
+            raise ConfigError(
+                f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value"
+            )
     return CommandLine(tuple(files), tuple(flags), bool(switches & {"-h", "--help"}), "--dry-run" in switches)
 
 
@@ -65,13 +65,17 @@ def _value_after(flag: str, rest: list[str], schema: SchemaKeys) -> str | None:
     """The value that follows a flag. A flag of a boolean may stand alone, and so may one that no key has."""
     path, is_negated = _path_of_flag(flag)
     may_stand_alone = path not in schema or any(key.is_flag for key in schema.keys.get(path, ()))
-    if is_negated or (may_stand_alone and (not rest or rest[0].lower() not in _FLAG_WORDS)):
+    if is_negated or (may_stand_alone and _is_next_an_option(rest)):
         return None
     return _next(rest, flag, f"a value; {flag}=VALUE gives one that begins with -- or @")
 
 
+def _is_next_an_option(rest: Sequence[str]) -> bool:
+    return not rest or rest[0].startswith(("--", "@"))
+
+
 def _next(rest: list[str], after: str, what: str) -> str:
-    if not rest or rest[0].startswith(("--", "@")):
+    if _is_next_an_option(rest):
         raise ConfigError(f"{after} needs {what}")
     return rest.pop(0)
 
@@ -128,23 +132,34 @@ def layer_of_file(file: FilePath, schema: SchemaKeys) -> list[Setting]:
 def _decoded(path: Path, text: str, origin: str, schema: SchemaKeys) -> list[Setting]:
     """What a text means for a key: a list as JSON or with commas, a section as JSON; all else is pydantic's matter."""
     if path in schema.sections and text.lower() != NONE:
-        return _flat(_nested(path, _json(text, dict, dotted(path), origin)), origin, schema)
+        return _flat(_nested(path, _json_table(text, path, origin)), origin, schema)
     if any(key.is_list for key in schema.keys.get(path, ())) and text.lower() != NONE:
-        is_json = text.lstrip().startswith("[")
-        parts = _json(text, list, dotted(path), origin) if is_json else [part.strip() for part in text.split(",")]
-        return [Setting(path, parts if text.strip() else [], origin)]
+        return [Setting(path, _list(text, path, origin), origin)]
     return [Setting(path, _none_where_allowed(path, text, schema), origin)]
 
 
-def _json(text: str, kind: type[Any], key: str, origin: str) -> Any:
+def _list(text: str, path: Path, origin: str) -> list[Any]:
+    """A list written as JSON or as a,b,c; an empty text is an empty list."""
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",")] if text.strip() else []
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON list: {error}") from error
+
+
+def _json_table(text: str, path: Path, origin: str) -> dict[str, Any]:
+    """A section written as JSON. Its text may hold a secret and is not shown."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = None
-    if not isinstance(value, kind):
-        what = "a section: give its keys one by one, or JSON {...}" if kind is dict else "a list: JSON [...], or a,b,c"
-        raise ConfigError(f"{key}={text!r} (from {origin}): {key} is {what}")
-    return value
+    if not isinstance(value, dict):
+        name = dotted(path)
+        raise ConfigError(
+            f"{name} (from {origin}) is a section: set its keys, such as {name}.KEY, or give JSON {{...}}"
+        )
+    return cast(dict[str, Any], value)
 
 
 def _nested(path: Path, value: Any) -> dict[str, Any]:
@@ -182,7 +197,13 @@ def _none_where_allowed(path: Path, value: Any, schema: SchemaKeys) -> Any:
 def _unknown(path: Path, origin: str, schema: SchemaKeys) -> str:
     name = dotted(path)
     nearest = schema.nearest(name)
-    hint = f"did you mean {nearest}?" if nearest else "--help lists all keys"
+    siblings = dict.fromkeys(key[-1] for key in (*schema.keys, *schema.sections) if key[:-1] == path[:-1])
+    if nearest:
+        hint = f"did you mean {nearest}?"
+    elif siblings:
+        hint = f"there are {', '.join(siblings)}"
+    else:
+        hint = "--help lists all keys"
     return f"unknown key {name} (from {origin}): {hint}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from zeroband.config.keys import TAG, Path, SchemaKeys, dotted
+from zeroband.config.keys import TAG, Path, SchemaKeys, Variant, dotted
 from zeroband.config.layers import Setting
 
 MASK = "**********"
@@ -17,7 +17,7 @@ _VALUE_ERROR = "Value error, "
 
 
 def describe(error: ValidationError, merged: Mapping[Path, Setting], schema: SchemaKeys, *, depth: int) -> str:
-    """One line for each thing that is wrong. `depth`: how many parts of a location lie above the run's configuration."""
+    """One line for each thing that is wrong. `depth`: parts of pydantic's locations that lie above the run's root."""
     return "\n".join(_line(detail, detail["loc"][depth:], merged, schema) for detail in error.errors())
 
 
@@ -30,15 +30,16 @@ def _line(
     if detail["type"] == "value_error":  # a rule over several keys, whose message names them
         return detail["msg"].removeprefix(_VALUE_ERROR)
     if detail["type"] == "extra_forbidden":
-        return _misplaced(path, origin, merged, schema)
+        return "\n".join(_misplaced(at, merged, schema) for at in sorted(merged) if at[: len(path)] == path)
     if detail["type"] == "missing":
-        variants = [key.variant for key in schema.keys.get(path, ()) if key.variant]
-        return f"{name} is missing" + (f"; {' and '.join(variants)} needs it" if variants else "")
+        variant = _chosen(path[:-1], merged, schema)
+        return f"{name} is missing" + (f"; {variant} needs it" if variant else "")
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_tag(path, merged, schema)
-    if path in schema.sections:
-        return f"{name}={detail['input']!r}{origin}: {name} is a section, so its keys are set one by one"
-    shown = MASK if schema.is_secret(path) else repr(detail["input"])
+    shown = MASK if schema.holds_secret(path) else repr(detail["input"])
+    if section := schema.sections.get(path):
+        first = f"{name}.KEY" if "" in section.variants else f"{name}.{TAG}"
+        return f"{name}={shown}{origin}: {name} is a section; set its keys, such as {first}"
     return f"{name}={shown}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
@@ -65,16 +66,19 @@ def _origin(path: Path, merged: Mapping[Path, Setting]) -> str:
     return ""
 
 
-def _misplaced(path: Path, origin: str, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+def _misplaced(path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
     """A key of another variant than the one that is chosen; keys that exist nowhere were refused before."""
-    section = path[:-1]
-    while not schema.sections[section].is_tagged:
-        section = section[:-1]
-    chosen = merged.get((*section, TAG))
-    tag = chosen.value if chosen else schema.sections[section].default_tag
-    owners = " or ".join(key.variant for key in schema.keys.get(path, ()))
-    home = f"it belongs to {owners}, and " if owners else ""
-    return f'{dotted(path)}{origin}: {home}{dotted(section)}.{TAG} is "{tag}"'
+    found = schema.keys.get(path) or (schema.sections[path],)
+    owners = [key.variant for key in found if key.variant]
+    chosen = _chosen(owners[0].section, merged, schema)
+    return f"{dotted(path)}{_origin(path, merged)} belongs to {' or '.join(map(str, owners))}; chosen is {chosen}"
+
+
+def _chosen(section: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> Variant | None:
+    """The variant of a section that holds; None for a section without variants."""
+    setting = merged.get((*section, TAG))
+    tag = setting.value if setting else getattr(schema.sections.get(section), "default_tag", None)
+    return Variant(section, tag) if tag else None
 
 
 def _wrong_tag(path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, dotted
+from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, Variant, dotted
 from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, NONE
 from zeroband.config.problems import MASK
 from zeroband.config.schema import RunConfig
@@ -68,8 +68,10 @@ def help_text(schema: SchemaKeys) -> str:
     for path, section in schema.sections.items():
         groups[path] = _section_help(section)
     for path, keys in schema.keys.items():
-        groups[path[:-1]] += _key_help(path, keys)
-    return "\n".join([*textwrap.dedent(_USAGE).strip().splitlines(), *(line for group in groups.values() for line in group), ""])
+        section = schema.sections.get(path[:-1])
+        is_tag = section is not None and path[-1] == TAG
+        groups[path[:-1]] += _tag_help(path, section) if is_tag else _key_help(path, keys)
+    return "\n".join([textwrap.dedent(_USAGE).strip(), "", *(line for group in groups.values() for line in group), ""])
 
 
 _USAGE = f"""
@@ -77,10 +79,12 @@ _USAGE = f"""
 
     Values come from the files, left to right, then from the environment, then from flags; the last one wins.
       @FILE.toml, @ FILE.toml     TOML with the sections and keys below
-      {ENV_PREFIX}SECTION{ENV_DELIMITER}KEY     environment variables, for example {ENV_PREFIX}TRAIN{ENV_DELIMITER}MICRO_BS=4
-      --section.key VALUE         flags, also --section.key=VALUE and with - for _; booleans: --train.compile, --no-train.compile
-    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with `{TAG}` has the keys of that type only.
+      {ENV_PREFIX}SECTION{ENV_DELIMITER}KEY      environment, for example {ENV_PREFIX}TRAIN{ENV_DELIMITER}MICRO_BS=4
+      --section.key VALUE         flags, also --section.key=VALUE, and with - for _; a boolean's value may be left out,
+                                  and --no-section.key says no to it
       --dry-run                   print the configuration that this would run with, and end
+
+    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with a {TAG} has the keys of it only.
     Keys marked * may differ between the nodes of one run; all others are compared when a node joins.
 """
 
@@ -92,35 +96,37 @@ def _section_help(section: SectionSpec) -> list[str]:
 
 
 def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
-    if path[-1] == TAG:
-        return _tag_help(path, keys)
     first = keys[0]
     mark = "" if first.is_shared else " *"
-    defaults = list(dict.fromkeys(_default(key.field) for key in keys))
-    head = f"  --{dotted(path)}{mark}  {_type_name(first.field.annotation, first.field.metadata)}, {' or '.join(defaults)}"
-    variants = [key.variant for key in keys if key.variant]
-    only = [f"only with {' or '.join(variants)}"] if variants else []
-    docs = list(dict.fromkeys(key.field.description or "" for key in keys))
-    return [head, *(line for text in [*docs, *only] for line in _wrapped(text, indent=6))]
+    type_name = _type_name(first.field.annotation, first.field.metadata)
+    owners: dict[str, list[Variant]] = {}  # variants of a section may have the key with other defaults and meanings
+    for key in keys:
+        owners.setdefault(f"{key.field.description} {_default(key.field)}", []).extend(filter(None, [key.variant]))
+    lines = [f"  --{dotted(path)}{mark}  {type_name}"]
+    for text, variants in owners.items():
+        only = f"{dotted(variants[0].section)}.{TAG} = {' | '.join(v.tag for v in variants)}: " if variants else ""
+        lines += _wrapped(only + text, indent=6)
+    return lines
 
 
-def _tag_help(path: Path, keys: Sequence[Key]) -> list[str]:
-    tags = " | ".join(get_args(key.field.annotation)[0] for key in keys)
-    return [f"  --{dotted(path)}  {tags}"]
+def _tag_help(path: Path, section: SectionSpec) -> list[str]:
+    default = f"(default: {section.default_tag})" if section.default_tag else "(required in this section)"
+    return [
+        f"  --{dotted(path)}  {' | '.join(section.variants)}",
+        *_wrapped(f"Which keys this section has. {default}", indent=6),
+    ]
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return "(required)"
     value = field.get_default()
-    if value is None:
-        return f"default: {NONE}"
-    return f"default: {_toml(value)}"
+    return f"(default: {NONE if value is None else _toml(value)})"
 
 
 def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type in the user's words, with its bounds: `integer > 0 or none`."""
-    bounds = "".join(_bounds(metadata))
+    bounds = ",".join(_bounds(metadata))
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *inner_metadata = get_args(annotation)
@@ -131,17 +137,19 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " | ".join(str(choice) for choice in get_args(annotation))
     if origin is tuple:
         members = [member for member in get_args(annotation) if member is not Ellipsis]
-        plural = "s" if Ellipsis in get_args(annotation) else f"s, {len(members)} of them"
-        return f"list of {_type_name(members[0])}{plural}{bounds}"
+        count = "" if Ellipsis in get_args(annotation) else f", {len(members)} of them"
+        return f"list of {_type_name(members[0])}{count}{bounds}"
     if get_args(annotation):
-        return " or ".join(_type_name(member, () if member is NoneType else metadata) for member in get_args(annotation))
-    return _NAMES.get(annotation, annotation.__name__.lower()) + bounds
+        return " or ".join(
+            _type_name(member, () if member is NoneType else metadata) for member in get_args(annotation)
+        )
+    return _NAMES.get(annotation, str(getattr(annotation, "__name__", annotation)).lower()) + bounds
 
 
 def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
     for item in metadata:
         if isinstance(item, MinLen):
-            yield f", at least {item.min_length}"
+            yield f" at least {item.min_length}"
         elif type(item) in _BOUNDS:
             sign, attribute = _BOUNDS[type(item)]
             yield f" {sign} {getattr(item, attribute)}"

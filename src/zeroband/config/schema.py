@@ -1,4 +1,4 @@
-"""The schema of a run. Every field says its meaning, its unit and when to change it; validators raise and never edit."""
+"""The schema of a run. Every field says its meaning, unit and when to change it; validators raise and never edit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
 
 
+Secret = Annotated[SecretStr, Field(min_length=1)]
+"""Never shown; an empty one is most likely a variable that was not set."""
+
+
 class Section(BaseModel):
     """A strict, frozen part of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
     id: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, the same on every node; all keys in the store carry it."""
-    token: SecretStr | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Secret shared by the run's nodes; only its hash reaches the store. None: anybody who reaches the store may join."""
+    token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Secret shared by the run's nodes; only its hash reaches the store. None: whoever reaches the store may join."""
     dir: Path = Field(default=Path("runs"), json_schema_extra=NODE_LOCAL)
     """Where this node writes `<dir>/<run.id>/<node id>/`: metrics, events, the resolved config."""
     seed: int = Field(default=0, ge=0)
@@ -60,7 +64,8 @@ class ModelConfig(Section):
         if self.d_model % self.n_heads:
             raise ValueError(f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}")
         if self.d_model // self.n_heads % 2:
-            raise ValueError(f"model.d_model / model.n_heads = {self.d_model // self.n_heads} is odd; rotary embedding needs an even head size")
+            size = self.d_model // self.n_heads
+            raise ValueError(f"model.d_model / model.n_heads = {size} is odd; rotary embedding needs an even head size")
         if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
             raise ValueError(f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}")
         return self
@@ -76,13 +81,13 @@ class ModelConfig(Section):
 
 class TextSource(Section):
     type: Literal["text"] = "text"
-    paths: tuple[str, ...] = ()
-    """Files, globs or fsspec URLs; one document each. Empty: the sources and docs of this machine's Python standard library."""
+    paths: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
+    """Files, globs or fsspec URLs; one document each. Empty: this machine's Python standard library."""
 
 
 class JsonlSource(Section):
     type: Literal["jsonl"]
-    paths: tuple[str, ...] = Field(min_length=1)
+    paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one document each line."""
     field: str = "text"
     """Key that holds the document."""
@@ -90,7 +95,7 @@ class JsonlSource(Section):
 
 class ParquetSource(Section):
     type: Literal["parquet"]
-    paths: tuple[str, ...] = Field(min_length=1)
+    paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs of Parquet; one document each row."""
     column: str = "text"
     """Column that holds the document."""
@@ -208,15 +213,9 @@ class OuterSGDConfig(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Outer momentum."""
     nesterov: bool = True
-    """Nesterov form: torch.optim.SGD(nesterov=True, dampening=0)."""
+    """Nesterov form, as torch.optim.SGD(nesterov=True, dampening=0); without momentum it makes no difference."""
     momentum_warmup_rounds: int = Field(default=0, ge=0)
-    """Outer steps over which the momentum grows linearly from 0: avoids the excursion of the loss in the first rounds."""
-
-    @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> OuterSGDConfig:
-        if self.nesterov and self.momentum == 0 and "nesterov" in self.model_fields_set:
-            raise ValueError("outer.optimizer.nesterov=true needs outer.optimizer.momentum > 0")
-        return self
+    """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
 
 
 class DdpConfig(Section):
@@ -226,7 +225,7 @@ class DdpConfig(Section):
 class DilocoConfig(Section):
     type: Literal["diloco"]
     inner_steps: PositiveInt = 500
-    """Inner steps between two outer steps (H in arXiv:2311.08105); less communication and staler averages as it grows."""
+    """Inner steps between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler averages."""
     optimizer: OuterSGDConfig = OuterSGDConfig()
     """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
 
@@ -242,8 +241,8 @@ class CommConfig(Section):
 
 
 class StoreConfig(Section):
-    url: SecretStr | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Redis of the run: `redis://`, `rediss://` or `unix://`. None: only for a node that trains alone, without [outer]."""
+    url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Redis of the run: `redis://`, `rediss://` or `unix://`. None: this node trains alone, without [outer]."""
 
 
 class ElasticConfig(Section):

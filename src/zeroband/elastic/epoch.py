@@ -165,15 +165,13 @@ def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Ve
 
 def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
     """Whether the run has gone on without this member, which stands at the boundary of `round`."""
-    if view.committed is not None and view.committed.round >= round and member_id not in view.committed.members:
-        return Excluded(f"round {view.committed.round} was committed without {member_id}")
-    if view.committed is not None and view.committed.round > round:
-        return Excluded(f"the run is at round {view.committed.round}, {member_id} at round {round}")
+    if view.committed is not None and view.committed.round >= round:
+        return Excluded(f"round {view.committed.round} was committed while {member_id} stood before round {round}")
     opening = view.opening
     if opening is not None and opening.round == round and member_id in view.ready and member_id not in opening.members:
         expected = view.committed.members if view.committed is not None else ()
         if member_id in expected and member_id in view.alive:
-            return Excluded(f"round {round} was opened without {member_id}: its outer state differs from the others'")
+            return Excluded(f"round {round} was opened without {member_id}: it was away, or its outer state differs")
     return None
 
 

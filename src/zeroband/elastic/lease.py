@@ -44,6 +44,8 @@ class GuardianOrder:
     lease_s: float
     renew_s: float
     hung_s: float
+    is_first: bool
+    """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
 
 
 class Guardian:
@@ -124,7 +126,8 @@ def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> Non
     store = Store(order.store_url, order.run_id, patience_s=max(1.0, order.lease_s / 2))
     board = NodeBoard(Path(order.board), create=False)
     vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
-    store.renew_lease(order.member_id, lease_s=order.lease_s, progress=0, first=True)
+    if not store.renew_lease(order.member_id, lease_s=order.lease_s, progress=0, first=order.is_first):
+        board.set_fenced(True)
     say.write(b"holding\n")
     say.flush()
     while not select.select([trainer], [], [], order.renew_s)[0]:

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class Member:
             lease_s=fault.lease_s,
             renew_s=fault.renew_s,
             hung_s=fault.hung_s,
+            is_first=True,
         )
         self._guardian = Guardian(order)
         self._watcher = _Watcher(store, board, watch_s=fault.watch_s, replace_guardian=self._replace_guardian)
@@ -85,7 +86,7 @@ class Member:
     def _replace_guardian(self) -> None:
         if not self._guardian.is_running():
             _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
-            self._guardian = Guardian(self._order)
+            self._guardian = Guardian(replace(self._order, is_first=False))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,9 @@ class Member:
             raise PeerLost(f"round {opening.round} cannot be finished: {view.failed}")
         lost = tuple(m for m in opening.members if m not in view.alive and m not in view.votes)
         if lost:
-            raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}", lost)
+            reason = f"{', '.join(lost)} lost during round {opening.round}"
+            if self.store.report_failure(opening.version, reason):  # else a lost one came back and voted after all
+                raise PeerLost(reason, lost)
 
     def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
         pause_s, reminded_at_s, said = _POLL_MIN_S, time.monotonic(), ""

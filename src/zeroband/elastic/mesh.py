@@ -18,10 +18,17 @@ from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Ready, Verdict, opening_from, to_record, verdict_from
 from zeroband.elastic.groups import LaneGroups, lane_bounds
 from zeroband.elastic.member import Member
-from zeroband.errors import ConfigError, Fenced, PeerLost, RecoveryFailed, StoreLost, ZerobandError
+from zeroband.errors import ConfigError, Fenced, PeerLost, RecoveryFailed, RunOver, StoreLost, ZerobandError
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
 
-_TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (ConfigError, Fenced, PeerLost, StoreLost, RecoveryFailed)
+_TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
+    ConfigError,
+    Fenced,
+    PeerLost,
+    RecoveryFailed,
+    RunOver,
+    StoreLost,
+)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class Progress:
     def at_start() -> Progress:
         return Progress(0, 0, Ledger(), {})
 
+    @property
+    def is_complete(self) -> bool:
+        """The run is done: a round was committed that handed out no more work."""
+        return self.inner_step > 0 and not self.assigned
+
     def steps_in_next_round(self, shape: RunShape) -> int:
         return min(shape.steps_per_round, shape.total_steps - self.inner_step)
 

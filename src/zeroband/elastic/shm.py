@@ -14,6 +14,7 @@ from zeroband.errors import ConfigError
 _PREFIX = "zeroband-"
 _LOCK = "lock"
 _YOUNG_S = 60.0
+_CLAIMS = 10
 
 
 class NodeFolder:
@@ -27,12 +28,9 @@ class NodeFolder:
             raise ConfigError(f"node.shm_dir={str(shm_dir)!r} is no folder; name one on a memory file system")
         sweep(shm_dir)
         self.path = self.path_of(shm_dir, run_id, node_id)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _claim(self.path)
         except BlockingIOError:
-            os.close(self._lock)
             raise ConfigError(
                 f"node.id={node_id!r} of run.id={run_id!r} is already running on this machine ({self.path} is held); "
                 "give the second node another node.id"
@@ -50,26 +48,50 @@ class NodeFolder:
         os.close(self._lock)
 
 
-def sweep(shm_dir: Path) -> list[Path]:
-    """Remove the folders whose owners are dead. Returns what was removed."""
-    removed: list[Path] = []
-    for folder in shm_dir.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-    return removed
+def _claim(folder: Path) -> int:
+    """Make and lock a folder; the descriptor of its lock. Raises BlockingIOError while another process holds it."""
+    for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = _lock(folder / _LOCK, create=True)
+            if descriptor is not None:
+                return descriptor
+    raise BlockingIOError(f"{folder} is removed again and again")
 
 
-def _is_abandoned(folder: Path) -> bool:
-    lock = folder / _LOCK
-    if not lock.exists():  # being made at this moment, or half removed
-        return time.time() - folder.stat().st_mtime > _YOUNG_S
-    descriptor = os.open(lock, os.O_RDWR)
+def _lock(path: Path, *, create: bool) -> int | None:
+    """Lock a file without waiting; None if it is not the file at this path any more. Raises BlockingIOError."""
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except OSError:
         os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def sweep(shm_dir: Path) -> list[Path]:
+    """Remove the folders whose owners are dead. Returns what was removed."""
+    return [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and _remove_abandoned(folder)]
+
+
+def _remove_abandoned(folder: Path) -> bool:
+    """Remove a folder unless it is held, or so young that it may be held in a moment. Holds its lock meanwhile."""
+    try:
+        descriptor = _lock(folder / _LOCK, create=False)
+    except FileNotFoundError:  # being made at this moment, or half removed
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _YOUNG_S:
+                shutil.rmtree(folder, ignore_errors=True)
+                return True
+        return False
+    except OSError:  # held, or another user's
+        return False
+    if descriptor is None:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
     return True

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from zeroband.elastic.epoch import (
@@ -38,6 +40,8 @@ ROUND_TTL_S = 7 * 24 * 3600
 
 GROUP_TTL_S = 3600
 """Life of the keys through which the processes of one group find each other."""
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
 
 
 class Keys:
@@ -95,34 +99,51 @@ return 1
 """
 
 _COMMIT = """
--- KEYS: opening committed history   ARGV: version round record ttl keep
+-- KEYS: opening committed history failed present info   ARGV: version round record ttl keep prefix
 local current, committed = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2])
 if not current or cjson.decode(current)['version'] ~= tonumber(ARGV[1]) then return 0 end
 if committed and cjson.decode(committed)['round'] >= tonumber(ARGV[2]) then return 0 end
+if redis.call('EXISTS', KEYS[4]) == 1 then return 0 end
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
 redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
 redis.call('EXPIRE', KEYS[3], ARGV[4])
+local listed = {}
+for _, member in ipairs(cjson.decode(ARGV[3])['members']) do listed[member] = true end
+for _, member in ipairs(redis.call('SMEMBERS', KEYS[5])) do -- forget the dead that can no longer return
+  if not listed[member] and redis.call('EXISTS', ARGV[6] .. ':lease:' .. member) == 0 then
+    redis.call('SREM', KEYS[5], member)
+    redis.call('HDEL', KEYS[6], member)
+  end
+end
+return 1
+"""
+
+_FAIL = """
+-- KEYS: committed failed   ARGV: version reason ttl
+-- An opening is either committed or failed, never both.
+local committed = redis.call('GET', KEYS[1])
+if committed and cjson.decode(committed)['version'] >= tonumber(ARGV[1]) then return 0 end
+redis.call('SET', KEYS[2], ARGV[2], 'NX', 'EX', ARGV[3])
 return 1
 """
 
 _RENEW = """
--- KEYS: lease present opening committed   ARGV: member ttl_ms progress first
--- A lease that ran out is taken again only while no opening or verdict was made without its member.
+-- KEYS: lease present opening   ARGV: member ttl_ms progress first ttl
+-- A lease that ran out is taken again only by a member of the current opening: no verdict is newer than that.
 if redis.call('EXISTS', KEYS[1]) == 0 and ARGV[4] == '0' then
-  for _, key in ipairs({KEYS[3], KEYS[4]}) do
-    local record = redis.call('GET', key)
-    local listed = not record
-    if record then
-      for _, member in ipairs(cjson.decode(record)['members']) do
-        if member == ARGV[1] then listed = true end
-      end
+  local opening = redis.call('GET', KEYS[3])
+  local listed = not opening
+  if opening then
+    for _, member in ipairs(cjson.decode(opening)['members']) do
+      if member == ARGV[1] then listed = true end
     end
-    if not listed then return 0 end
   end
+  if not listed then return 0 end
 end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2])
 redis.call('SADD', KEYS[2], ARGV[1])
+redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 1
 """
 
@@ -163,26 +184,31 @@ class Store:
     """
 
     def __init__(self, url: str, run_id: str, *, patience_s: float) -> None:
-        attempts = max(3, int(patience_s / 0.5))
         self.keys = Keys(run_id)
         self._patience_s = patience_s
         self._redis = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
             url,
-            socket_timeout=patience_s,
-            socket_connect_timeout=patience_s,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), attempts),
-            retry_on_error=[redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError],
+            socket_timeout=patience_s / 2,
+            socket_connect_timeout=patience_s / 2,
+            retry=Retry(NoBackoff(), 0),  # _call retries: it counts seconds, not attempts
             health_check_interval=10,
         )
         register = self._redis.register_script
         self._view, self._open, self._commit = register(_VIEW), register(_OPEN), register(_COMMIT)
         self._renew, self._leave, self._found = register(_RENEW), register(_LEAVE), register(_FOUND)
+        self._fail = register(_FAIL)
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise StoreLost(f"Redis did not answer for {self._patience_s:g} s: {error}; check store.url") from error
+        deadline_s, pause_s = time.monotonic() + self._patience_s, _PAUSE_MIN_S
+        while True:
+            try:
+                return call()
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if time.monotonic() + pause_s > deadline_s:
+                    message = f"Redis did not answer for {self._patience_s:g} s: {error}; check store.url"
+                    raise StoreLost(message) from error
+            time.sleep(random.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -199,8 +225,8 @@ class Store:
 
     def renew_lease(self, member_id: str, *, lease_s: float, progress: int, first: bool = False) -> bool:
         """Keep a member counted alive for `lease_s`. False: the run went on without it (the member is fenced)."""
-        keys = [self.keys.lease(member_id), self.keys.present, self.keys.opening, self.keys.committed]
-        args = [member_id, int(lease_s * 1000), progress, int(first)]
+        keys = [self.keys.lease(member_id), self.keys.present, self.keys.opening]
+        args = [member_id, int(lease_s * 1000), progress, int(first), RUN_TTL_S]
         return bool(self._call(lambda: self._renew(keys=keys, args=args)))
 
     def release_lease(self, member_id: str) -> None:
@@ -255,9 +281,10 @@ class Store:
         args = [opening.version - 1, opening.round, json.dumps(to_record(opening)), RUN_TTL_S]
         return bool(self._call(lambda: self._open(keys=[self.keys.opening, self.keys.committed], args=args)))
 
-    def report_failure(self, version: int, reason: str) -> None:
-        """Say that an opening cannot be finished, so that the round is opened again."""
-        self._call(lambda: self._redis.set(self.keys.failed(version), reason, nx=True, ex=ROUND_TTL_S))
+    def report_failure(self, version: int, reason: str) -> bool:
+        """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
+        keys, args = [self.keys.committed, self.keys.failed(version)], [version, reason, ROUND_TTL_S]
+        return bool(self._call(lambda: self._fail(keys=keys, args=args)))
 
     def vote(self, version: int, member_id: str, digest: str) -> None:
         """Say which result a member holds for an opening; the first word counts."""
@@ -271,9 +298,11 @@ class Store:
         self._call(write)
 
     def propose_verdict(self, verdict: Verdict) -> bool:
-        """Commit a round if its opening is still the current one. False: it was committed or opened again already."""
-        args = [verdict.version, verdict.round, json.dumps(to_record(verdict)), RUN_TTL_S, HISTORY_LENGTH]
-        keys = [self.keys.opening, self.keys.committed, self.keys.history]
+        """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
+        record = json.dumps(to_record(verdict))
+        args = [verdict.version, verdict.round, record, RUN_TTL_S, HISTORY_LENGTH, self.keys.prefix]
+        keys = [self.keys.opening, self.keys.committed, self.keys.history, self.keys.failed(verdict.version)]
+        keys += [self.keys.present, self.keys.info]
         return bool(self._call(lambda: self._commit(keys=keys, args=args)))
 
     def history(self) -> list[Verdict]:

@@ -1,0 +1,63 @@
+"""The `zeroband` command: names what there is to do, and loads only the part that does it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple, cast
+
+from zeroband import __version__
+from zeroband.config import load_config
+from zeroband.errors import ConfigError
+
+_EXIT_CONFIG = 2
+
+
+class _Command(NamedTuple):
+    module: str
+    """Its `main(argv)` does the work and returns the exit code."""
+    meaning: str
+
+
+_COMMANDS = {
+    "train": _Command("zeroband.train", "train on this machine, one process; torchrun starts several"),
+    "simulate": _Command("zeroband.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
+    "demo": _Command("zeroband.demo", "4 nodes train a small model here; one is killed and comes back"),
+    "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
+    "config": _Command("zeroband.cli", "@file.toml --flags ...: the configuration that `train` would run with"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen: str = _parser().parse_args(arguments[:1]).command
+    if chosen == "config":
+        return show_config(arguments[1:])
+    run = cast(Callable[[Sequence[str]], int], import_module(_COMMANDS[chosen].module).main)
+    return run(arguments[1:])
+
+
+def show_config(argv: Sequence[str]) -> int:
+    """Print the configuration that the arguments ask for, or what is wrong with it. Returns the exit code."""
+    try:
+        load_config([*argv, "--dry-run"])
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    raise AssertionError("a dry run ends the process")
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = [f"  {name:<10}{command.meaning}" for name, command in _COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="zeroband",
+        description="Elastic training of language models over unreliable machines and ordinary internet links.",
+        epilog="\n".join(["commands:", *lines, "", "`zeroband COMMAND --help` says more about each."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zeroband {__version__}")
+    parser.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND", help="one of those below")
+    return parser
