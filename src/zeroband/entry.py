@@ -68,9 +68,12 @@ class Entry:
         is_founded = on_first_rank(self._local, lambda: self._run.store.view(FOUNDING_ROUND).committed is not None)
         if not is_founded:
             try:
-                return self._run.outer.found()
+                report = self._run.outer.found()
             except Fenced as fence:
                 _log.info("the others founded the run; joining", extra={"fields": {"why": str(fence)}})
+            else:
+                self._emit("joined", member_id=report.member_id, round=report.round)
+                return report
         return self.join()
 
     def come_back(self, fence: Fenced) -> RoundReport:

@@ -40,6 +40,7 @@ from zeroband.parallel import LocalMesh, parallelize
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
+_STORE_PATIENCE_S = 30.0
 
 _log = get_logger(__name__)
 
@@ -58,6 +59,7 @@ class NodeParts:
     data_fingerprint: str
     model: Transformer
     inner: InnerOptimizer
+    faults: FaultPoints
 
 
 def node_id_of(config: RunConfig) -> str:
@@ -100,6 +102,7 @@ def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
         data_fingerprint=tokens.fingerprint,
         model=model,
         inner=inner,
+        faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
 
 
@@ -128,7 +131,7 @@ class RunParts:
         self._host = config.node.advertise_host or address_towards(self._store_url)
         self.key = access_key(self._token, config.run.id)
         with ExitStack() as stack:
-            self.store = Store(self._store_url, config.run.id, patience_s=max(30.0, 6 * config.fault.detect_s))
+            self.store = Store(self._store_url, config.run.id, patience_s=max(_STORE_PATIENCE_S, 6 * config.fault.detect_s))
             stack.callback(self.store.close)
             layout = FlatLayout.of(node.model)
             on_first_rank(local, lambda: self._match_run(layout))
@@ -193,7 +196,7 @@ class RunParts:
             shards=ShardMap(layout, local.rank, local.world_size),
             journal=self.journal,
             shape=shape_of(config),
-            faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+            faults=self._node.faults,
         )
         match config.outer:
             case DilocoConfig():
@@ -235,11 +238,14 @@ def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
 
 
 def address_towards(store_url: str) -> str:
-    """The address of this machine on the route to the store; loopback for a store on this machine."""
+    """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
     parts = urlsplit(store_url)
     if parts.scheme == "unix" or parts.hostname is None:
         return "127.0.0.1"
-    family, _, _, _, remote = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        probe.connect(remote)
-        return str(probe.getsockname()[0])
+    try:
+        family, _, _, _, remote = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            probe.connect(remote)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreLost(f"no way to {parts.hostname}: {error.strerror}; check store.url") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,9 @@ from typing import Any
 import torch
 
 from zeroband.config.load import render_toml
+from zeroband.data.ledger import Ledger
+from zeroband.elastic.progress import Progress
+from zeroband.errors import ConfigError, RunOver
 from zeroband.model.size import flops_per_token, parameter_count
 from zeroband.observe.events import EventLog
 from zeroband.observe.hardware import peak_flops, resident_bytes
@@ -41,13 +47,16 @@ class Learned:
 
 
 class Report:
-    """One node's metrics.jsonl and events.jsonl, and the console line."""
+    """One node's metrics.jsonl and events.jsonl, and the console line.
+
+    Raises ConfigError where another process writes to the node's folder.
+    """
 
     def __init__(self, node: NodeParts) -> None:
         config = node.config
         self._node = node
-        node.node_dir.mkdir(parents=True, exist_ok=True)
-        (node.node_dir / CONFIG_FILE).write_text(render_toml(config))
+        self._claim = _claim(node)
+        (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
         self.events = EventLog(node.node_dir)
         sinks: list[Sink] = []
         if config.observe.wandb is not None:
@@ -79,8 +88,8 @@ class Report:
         self._tokens_since_round = self._steps_since_round = 0
         self._step_from_s = time.monotonic()
 
-    def stepped(self, step: int, learned: Learned, synced: RoundReport | None, run_tokens: int) -> None:
-        """Inner step `step` (counted from 1) is done. `run_tokens`: tokens of the run's committed rounds."""
+    def stepped(self, step: int, learned: Learned, synced: RoundReport | None, committed: Progress) -> None:
+        """Inner step `step` (counted from 1) is done. `committed`: the run after its newest round, `synced` included."""
         now_s = time.monotonic()
         step_s, self._step_from_s = now_s - self._step_from_s, now_s
         self._tokens_since_round += learned.tokens
@@ -91,15 +100,17 @@ class Report:
             "train/perplexity": perplexity(learned.loss),
             "train/lr": learned.lr,
             "train/grad_norm": learned.grad_norm,
-            "train/tokens": run_tokens if synced else run_tokens + self._tokens_since_round,
+            "train/tokens": committed.tokens + (0 if synced else self._tokens_since_round),
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
             "train/data_s": learned.data_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             "data/pass": self._node.loader.data_pass,
+            "node/rss_bytes": resident_bytes(),
+            "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
         }
         if synced is not None:
-            values |= self._round_values(synced)
+            values |= self._round_values(synced) | _ledger_values(committed.ledger)
             self._round_event(synced)
         self._metrics.record(step, values)
         if step % self._node.config.observe.log_every_steps == 0 or synced is not None:
@@ -121,7 +132,6 @@ class Report:
             "outer/sent_bytes": round.sent_bytes,
             "outer/received_bytes": round.received_bytes,
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
-            "node/rss_bytes": resident_bytes(),
         }
 
     def _round_event(self, round: RoundReport) -> None:
@@ -142,6 +152,7 @@ class Report:
             members=list(round.members),
             digest=round.state,
             weights=list(round.weights),
+            progress=round.progress.to_record(),
         )
 
     def _say(self, step: int, values: dict[str, Any]) -> None:
@@ -156,10 +167,38 @@ class Report:
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
         """Say how this node's part ends; called when everything else is given back."""
-        if kind is not None and issubclass(kind, Exception):
+        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver):
             self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
         self.events.emit("left", reason="done" if kind is None else kind.__name__)
 
     def close(self) -> None:
         self._metrics.close()
         self.events.close()
+        os.close(self._claim)
+
+
+def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:
+    return {
+        "data/next": ledger.next,
+        "data/returned_samples": sum(stop - start for start, stop in ledger.returned),
+    }
+
+
+def _gpu_peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _claim(node: NodeParts) -> int:
+    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner. Raises ConfigError."""
+    node.node_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(node.node_dir, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise ConfigError(
+                f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
+                f"{node.node_dir}; give this one another node.id or run.id"
+            ) from None
+    return folder

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 src/zeroband/train.py @configs/debug/normal.toml --train.micro_bs 4
 
 Start it once on every machine; with [outer] and store.url the machines train one model together.
-Exit codes: 0 done, 2 the configuration is wrong or was refused at join, 143 after SIGTERM, 1 anything else.
+Exit codes: 0 done, 2 the configuration is wrong or was refused at join, 130 after Ctrl-C, 143 after SIGTERM, 1 anything
+else. torchrun makes 1 of every failure of its ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from zeroband.config import RunConfig, load_config
 from zeroband.entry import Entry, LoneEntry
-from zeroband.errors import ConfigError, Fenced, RunOver
+from zeroband.errors import ConfigError, Fenced, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
@@ -32,7 +33,8 @@ from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id
 from zeroband.report import Learned, Report
 
 SAMPLE_FILE = "sample.txt"
-_EXIT_CONFIG, _EXIT_TERMINATED = 2, 143
+_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+_FIRST_RANK_SPEAKS_S = 10.0
 
 _log = get_logger(__name__)
 
@@ -40,21 +42,44 @@ _log = get_logger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Returns the exit code."""
     die_with_launcher()
-    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit_on_signal)
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        setup_logging(config.log_level, node_id_of(config), local_rank, node_dir_of(config) / f"rank{local_rank}.log")
+        start_logging(config)
         with ExitStack() as stack:
             local = init_local_mesh()
             stack.callback(local.close)
             train(config, local, stack)
-    except RunOver as over:
-        print(f"zeroband: {over}", file=sys.stderr)
-    except ConfigError as error:
-        print(f"zeroband: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
+    except ZerobandError as error:
+        return explain(error)
     return 0
+
+
+def start_logging(config: RunConfig) -> None:
+    """Log to this rank's file in the node's folder, and to the console. Raises ConfigError where it cannot be made."""
+    node_dir, local_rank = node_dir_of(config), _local_rank()
+    try:
+        setup_logging(config.log_level, node_id_of(config), local_rank, node_dir / f"rank{local_rank}.log")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {node_dir}: {error.strerror}; set run.dir to a folder that this user may write to"
+        ) from error
+
+
+def explain(error: ZerobandError) -> int:
+    """Say why this rank ends, once for the node: its ranks mostly end by the same. Returns the exit code.
+
+    The first rank speaks. The others leave it the time: torchrun ends them as soon as one rank has failed.
+    """
+    _log.debug("ended by an error", exc_info=error)
+    code = 0 if isinstance(error, RunOver) else _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_FAILED
+    is_first = _local_rank() == 0
+    if code and not is_first:
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    if code or is_first:
+        print(f"zeroband: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
@@ -112,6 +137,7 @@ def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None
     while hooks.progress is before and step < node.config.train.total_steps:
         lr = inner.lr
         loss, tokens, data_s = forward_backward(node)
+        node.faults.at("inner", hooks.round + 1)
         norm = hooks.sync_gradients(step, tokens)
         if norm is None:
             norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
@@ -120,7 +146,8 @@ def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None
         synced = hooks.sync_parameters(step, tokens)
         step += 1
         if report is not None:
-            report.stepped(step, Learned(loss, tokens, lr, norm, data_s), synced, hooks.progress.tokens)
+            committed = before if synced is None else hooks.progress
+            report.stepped(step, Learned(loss, tokens, lr, norm, data_s), synced, committed)
 
 
 def forward_backward(node: NodeParts) -> tuple[float, int, float]:
@@ -148,7 +175,7 @@ def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
     context = node.config.data.seq_length
     generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
     if node.local.rank == 0:
-        (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()))
+        (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()), encoding="utf-8")
 
 
 def die_with_launcher() -> None:
@@ -158,9 +185,13 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
-def _exit_on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     """End through the `finally` blocks, which give the lease and the shared memory back."""
-    raise SystemExit(_EXIT_TERMINATED)
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

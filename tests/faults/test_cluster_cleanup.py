@@ -228,9 +228,7 @@ def test_simulate_interrupted_while_nodes_start_leaves_nothing(
     assert command.left_behind() == []
 
 
-def test_nodes_end_by_themselves_when_simulate_is_killed(
-    tmp_path: Path, script: Path, commands: list[Command]
-) -> None:
+def test_nodes_end_by_themselves_when_simulate_is_killed(tmp_path: Path, script: Path, commands: list[Command]) -> None:
     commands.append(command := Command(tmp_path, script))
     command.wait_until_up()
     ranks_and_launchers = [pid for pid in command.nodes() if b"sleep" not in _command_line(pid)]

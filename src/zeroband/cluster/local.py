@@ -63,7 +63,7 @@ class LocalCluster:
         """Its own server, while the context lasts."""
         self.store_url = store_url
         self._has_own_store = store_url is None and not alone
-        self._arguments = tuple(arguments)
+        self.arguments = tuple(arguments)
         self._founders = nodes
         self._script = script
         self._env = {**os.environ, **(env or {})}
@@ -96,7 +96,7 @@ class LocalCluster:
             node_id=node_id,
             ranks=ranks,
             script=self._script,
-            arguments=(*self._arguments, *arguments),
+            arguments=(*self.arguments, *arguments),
             env={**self.environment(node_id, ranks), **(env or {})},
             node_dir=self.run_dir / node_id,
             memory=self._memory_of(node_id, env or {}),
@@ -107,7 +107,7 @@ class LocalCluster:
         """Start a node again that has ended. `arguments`: its own ones from now on; None: as before."""
         spec = self.nodes[node_id].spec
         if arguments is not None:
-            spec = replace(spec, arguments=(*self._arguments, *arguments))
+            spec = replace(spec, arguments=(*self.arguments, *arguments))
         return self._run(spec)
 
     def _run(self, spec: NodeSpec) -> NodeProcess:

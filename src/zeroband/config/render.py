@@ -69,8 +69,7 @@ def help_text(schema: SchemaKeys) -> str:
         groups[path] = _section_help(section)
     for path, keys in schema.keys.items():
         section = schema.sections.get(path[:-1])
-        is_tag = section is not None and path[-1] == TAG
-        groups[path[:-1]] += _tag_help(path, section) if is_tag else _key_help(path, keys)
+        groups[path[:-1]] += _tag_help(path, section) if section and path[-1] == TAG else _key_help(path, keys)
     return "\n".join([textwrap.dedent(_USAGE).strip(), "", *(line for group in groups.values() for line in group), ""])
 
 

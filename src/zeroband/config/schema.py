@@ -298,7 +298,7 @@ class ObserveConfig(Section):
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
-    sample_prompt: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    sample_prompt: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
     """Length of that continuation in tokens."""

@@ -157,15 +157,15 @@ return 1
 
 _FOUND = """
 -- KEYS: run   ARGV: ttl field value field value ...   returns the first differing {field, theirs, ours}
-for i = 2, #ARGV, 2 do
-  local theirs = redis.call('HGET', KEYS[1], ARGV[i])
-  if theirs and theirs ~= ARGV[i + 1] then return {ARGV[i], theirs, ARGV[i + 1]} end
-end
-if redis.call('EXISTS', KEYS[1]) == 1 and redis.call('HLEN', KEYS[1]) ~= (#ARGV - 1) / 2 then
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local mine = {}
+  for i = 2, #ARGV, 2 do
+    mine[ARGV[i]] = true
+    local theirs = redis.call('HGET', KEYS[1], ARGV[i]) or 'absent'
+    if theirs ~= ARGV[i + 1] then return {ARGV[i], theirs, ARGV[i + 1]} end
+  end
   for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-    local mine = false
-    for i = 2, #ARGV, 2 do if ARGV[i] == field then mine = true end end
-    if not mine then return {field, redis.call('HGET', KEYS[1], field), 'absent'} end
+    if not mine[field] then return {field, redis.call('HGET', KEYS[1], field), 'absent'} end
   end
 end
 for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end

@@ -58,7 +58,7 @@ EVENTS: Mapping[str, EventKind] = {
 
 
 class EventLog:
-    """Writes one line for each event to `events.jsonl` in the node's folder, and to the log.
+    """Writes one line for each event to `events.jsonl` in the node's folder, and its usual fields to the log.
 
     `now`: wall clock in seconds, for human readers only. Raises ConfigError where the file cannot be opened.
     """
@@ -74,7 +74,8 @@ class EventLog:
         assert not missing, f"{kind} without {', '.join(missing)}"
         assert "at_s" not in fields, "at_s is set by the log"
         self._writer.append({"at_s": round(self._now(), 3), "kind": kind, **fields})
-        _log.log(EVENTS[kind].level, kind, extra={"fields": fields})
+        shown = {name: fields[name] for name in EVENTS[kind].fields}
+        _log.log(EVENTS[kind].level, kind, extra={"fields": shown})
 
     def close(self) -> None:
         self._writer.close()

@@ -40,7 +40,6 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "train/loss": Metric("nats/token", "Mean cross entropy of this node's batch, without z-loss."),
     "train/perplexity": Metric("1", "exp(train/loss)."),
-    "train/z_loss": Metric("nats/token", "What the z-loss term added to the objective."),
     "train/lr": Metric("1", "Learning rate of the inner optimizer in this step."),
     "train/grad_norm": Metric("1", "Global norm of the gradient before clipping."),
     "train/tokens": Metric(
@@ -52,8 +51,6 @@ METRICS: Mapping[str, Metric] = {
     "train/mfu": Metric(
         "ratio", "Model FLOP/s of this node over the bfloat16 peak of its GPUs; absent where that is unknown."
     ),
-    "eval/loss": Metric("nats/token", "Mean cross entropy on the held-out samples."),
-    "eval/perplexity": Metric("1", "exp(eval/loss)."),
     "outer/round": Metric("index", "Newest committed round; 0 is the founding of the run."),
     "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
     "outer/nodes": Metric("nodes", "Members of that epoch."),
@@ -67,8 +64,6 @@ METRICS: Mapping[str, Metric] = {
     ),
     "outer/retries": Metric("count", "Times this round was opened again before it was committed."),
     "outer/weight": Metric("tokens", "Weight of this node's update in the mean: the tokens that it contributed."),
-    "outer/grad_norm": Metric("1", "Norm of the averaged pseudo-gradient; for DDP, of the averaged gradient."),
-    "outer/momentum": Metric("1", "Momentum of the outer optimizer in this round; grows during its warm-up."),
     "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
     "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),
     "outer/ddp_bytes": Metric(
@@ -77,7 +72,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
     "data/next": Metric("index", "First global sample index that nobody was given yet."),
-    "data/returned_samples": Metric("samples", "Samples of nodes that died, waiting to be given out again."),
+    "data/returned_samples": Metric("samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."),
     "node/rss_bytes": Metric("bytes", "Memory of local rank 0 in RAM, shared pages included."),
     "node/gpu_peak_bytes": Metric("bytes", "Most memory that torch allocated on the GPU of local rank 0."),
 }

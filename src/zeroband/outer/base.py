@@ -31,6 +31,8 @@ class RoundReport:
     weights: tuple[int, ...]
     state: str
     """Digest of the outer state after the round; local rank 0 only."""
+    progress: Progress
+    """The run after the round."""
     wait_s: float
     transfer_s: float
     apply_s: float
@@ -79,6 +81,11 @@ class SyncHooks(Protocol):
         """How far the run is after the newest committed round."""
         ...
 
+    @property
+    def round(self) -> int:
+        """The newest committed round that this node's state holds; -1 before the founding."""
+        ...
+
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Before the inner optimizer step. `tokens`: targets that this node learned from in this step.
 
@@ -97,11 +104,6 @@ class OuterAlgorithm(SyncHooks, Protocol):
     @property
     def sections(self) -> tuple[str, ...]:
         """Names of the buffers that make up the outer state."""
-        ...
-
-    @property
-    def round(self) -> int:
-        """The newest committed round that this node's state holds; -1 before the founding."""
         ...
 
     @property
@@ -180,6 +182,7 @@ class RoundKeeper:
         self._is_left_out = not weighted and await_opening is None
         if await_opening is None:
             weight = self._tokens if weighted else 0
+            self.parts.faults.at("ready", round)
             mesh.announce_ready(Ready(round, weight, self.state))
             await_opening = lambda: mesh.await_opening(round)  # noqa: E731
 
@@ -221,6 +224,7 @@ class RoundKeeper:
             members=opening.members,
             weights=opening.weights,
             state=self.state,
+            progress=self.progress,
             wait_s=committed.wait_s,
             transfer_s=committed.transfer_s,
             apply_s=apply_s,

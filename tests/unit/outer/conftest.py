@@ -1,4 +1,4 @@
-"""A run of several nodes in one process: one thread each, and a store and lanes in memory.
+"""A run of several nodes in one process, a thread for each; the store and the lanes between them are in memory.
 
 The rules (`elastic.epoch`), the mesh (`ElasticDeviceMesh`), the shared buffers and the algorithms are the real ones.
 """
@@ -10,38 +10,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, ElasticConfig, OptimConfig
+from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, ElasticConfig, OptimConfig
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Ready, Verdict, View, Wait, must_leave, next_opening, next_verdict
-from zeroband.elastic.groups import LaneGroups, LaneOwnership
-from zeroband.elastic.member import Member
+from zeroband.elastic.groups import LaneOwnership
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost
 from zeroband.faults import FaultPoints
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
+from zeroband.outer.transaction import RESULT
 from zeroband.parallel import LocalMesh, init_local_mesh
 
 DEADLINE_S = 20.0
+CLIP_NORM = 1.0
+OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
+
+_T = TypeVar("_T")
 
 
 class NodeDied(Exception):
     """Stands for SIGKILL: ends a node's thread."""
 
 
-class FakeStore:
+class MemoryStore:
     """The run's record; every change wakes all who wait."""
 
     def __init__(self) -> None:
@@ -54,6 +58,8 @@ class FakeStore:
         self.failed: dict[int, str] = {}
         self.sent: dict[tuple[int, int], dict[str, Tensor]] = {}
         """(version, lane) -> what each member put into the all-reduce."""
+        self.connected: set[tuple[int, str]] = set()
+        """(version, member) that began the transfer."""
 
     def view(self, round: int) -> View:
         opening = self.openings[-1] if self.openings else None
@@ -67,28 +73,51 @@ class FakeStore:
             failed=self.failed.get(version),
         )
 
-    def wait_for(self, decide: Callable[[], Any]) -> Any:
-        """The first answer of `decide` that is not a Wait."""
-        with self.changed:
-            outcome: list[Any] = []
-
-            def is_decided() -> bool:
-                outcome[:] = [decide()]
-                return not isinstance(outcome[0], Wait)
-
-            assert self.changed.wait_for(is_decided, timeout=DEADLINE_S), outcome
-            return outcome[0]
-
-    def change(self, change: Callable[[], Any]) -> None:
+    def change(self, change: Callable[[], object]) -> None:
         with self.changed:
             change()
             self.changed.notify_all()
 
+    def wait_for(self, decide: Callable[[], _T | Wait]) -> _T:
+        """The first answer of `decide` that is no Wait; it is called with the record held."""
+        with self.changed:
+            answers: list[_T | Wait] = []
 
-class FakeMember:
-    """`Member` without a lease, a guardian and polling."""
+            def is_decided() -> bool:
+                answers[:] = [decide()]
+                return not isinstance(answers[0], Wait)
 
-    def __init__(self, store: FakeStore, member_id: str) -> None:
+            assert self.changed.wait_for(is_decided, timeout=DEADLINE_S), answers
+            answer = answers[0]
+            assert not isinstance(answer, Wait)
+            return answer
+
+    def await_connected(self, dying: str) -> None:
+        """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
+
+        def decide() -> bool | Wait:
+            opening = self.openings[-1]
+            others = {(opening.version, member) for member in opening.members if member != dying}
+            return others <= self.connected or Wait("others to connect")
+
+        self.wait_for(decide)
+
+    def require_sound(self, opening: Opening) -> None:
+        """Raise PeerLost where an opening cannot be finished."""
+        view = self.view(opening.round)
+        if view.opening is None or view.opening.version != opening.version:
+            raise PeerLost(f"round {opening.round} was opened again")
+        if view.failed is not None:
+            raise PeerLost(view.failed)
+        lost = tuple(m for m in opening.members if m not in view.alive and m not in view.votes)
+        if lost:
+            raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}", lost)
+
+
+class MemoryMember:
+    """`elastic.member.Member` without a lease, a guardian and polling."""
+
+    def __init__(self, store: MemoryStore, member_id: str) -> None:
         self.member_id = member_id
         self._store = store
         store.change(lambda: store.alive.add(member_id))
@@ -101,34 +130,31 @@ class FakeMember:
             excluded = must_leave(self._store.view(round), self.member_id, round)
             if excluded is not None:
                 raise Fenced(excluded.reason)
-            return self._decide_opening(round, elastic)
+            return self._open(round, elastic)
 
         return self._store.wait_for(decide)
 
     def await_admission(self, round: int, elastic: ElasticConfig) -> Opening | Verdict:
         def decide() -> Opening | Verdict | Wait:
             committed = self._store.view(round).committed
-            if committed is not None and committed.round >= round:
-                return committed
-            return self._decide_opening(round, elastic)
+            return committed if committed is not None and committed.round >= round else self._open(round, elastic)
 
         return self._store.wait_for(decide)
 
-    def _decide_opening(self, round: int, elastic: ElasticConfig) -> Opening | Wait:
+    def _open(self, round: int, elastic: ElasticConfig) -> Opening | Wait:
         view = self._store.view(round)
         decision = next_opening(
             view, round, min_nodes=elastic.min_nodes, start_nodes=elastic.start_nodes, start_timed_out=False
         )
-        if isinstance(decision, Wait):
-            return decision
-        if decision != view.opening:
+        if isinstance(decision, Opening) and decision != view.opening:
             self._store.openings.append(decision)
             self._store.changed.notify_all()
-        return decision if self.member_id in decision.members else Wait("open to others")
+        return decision if isinstance(decision, Wait) or self.member_id in decision.members else Wait("not listed")
 
     def vote(self, opening: Opening, digest: str) -> None:
-        votes = self._store.votes.setdefault(opening.version, {})
-        self._store.change(lambda: votes.setdefault(self.member_id, digest))
+        self._store.change(
+            lambda: self._store.votes.setdefault(opening.version, {}).setdefault(self.member_id, digest)
+        )
 
     def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
         def decide() -> Verdict | Wait:
@@ -137,10 +163,10 @@ class FakeMember:
                 if view.committed.version == opening.version:
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
-            self._store.check(opening)
+            self._store.require_sound(opening)
             decision = next_verdict(view, opening, payload)
             if decision is None:
-                self._store.failed.setdefault(opening.version, "the members hold different results")
+                self._store.failed[opening.version] = "the members hold different results"
                 self._store.changed.notify_all()
                 return Wait("results differ")
             if isinstance(decision, Verdict):
@@ -154,21 +180,259 @@ class FakeMember:
         self._store.change(lambda: self._store.failed.setdefault(opening.version, reason))
 
     def watch(self, opening: Opening | None) -> None:
-        """Nothing: the fake lanes look at the store themselves."""
+        """Nothing: the lanes look at the store themselves."""
 
     def close(self) -> None:
         self._store.change(lambda: self._store.alive.discard(self.member_id))
 
 
-def _check(store: FakeStore, opening: Opening) -> None:
-    view = store.view(opening.round)
-    if view.opening is None or view.opening.version != opening.version:
-        raise PeerLost("opened again")
-    if view.failed is not None:
-        raise PeerLost(view.failed)
-    lost = [m for m in opening.members if m not in view.alive and m not in view.votes]
-    if lost:
-        raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}")
+class MemoryLanes:
+    """`elastic.groups.LaneGroups` without sockets. A broken transfer keeps hold of its tensors, as gloo does."""
+
+    def __init__(self, store: MemoryStore, member_id: str, lanes: int) -> None:
+        self.ownership = LaneOwnership(lanes, 0, 1)
+        self.abandoned: list[Tensor] = []
+        self.damage: Callable[[Tensor], object] | None = None
+        """Applied once to what arrives."""
+        self._store = store
+        self._member_id = member_id
+
+    def connect(self, opening: Opening, node_rank: int) -> None:
+        assert opening.members[node_rank] == self._member_id
+        self._store.change(lambda: self._store.connected.add((opening.version, self._member_id)))
+
+    def all_reduce(self, parts: Sequence[tuple[int, Tensor]], opening: Opening) -> None:
+        if len(opening.members) == 1:
+            return
+        store, version = self._store, opening.version
+        for lane, part in parts:
+            sent = {self._member_id: part.clone()}
+            store.change(lambda lane=lane, sent=sent: store.sent.setdefault((version, lane), {}).update(sent))
+
+        def arrived() -> bool | Wait:
+            if all(len(store.sent[version, lane]) == len(opening.members) for lane, _ in parts):
+                return True
+            store.require_sound(opening)
+            return Wait("parts of others")
+
+        try:
+            store.wait_for(arrived)
+        except PeerLost:
+            self.abandoned += [part for _, part in parts]
+            raise
+        for lane, part in parts:
+            part.copy_(sum((store.sent[version, lane][m] for m in opening.members), torch.zeros_like(part)))
+        damage, self.damage = self.damage, None
+        if damage is not None:
+            damage(parts[0][1])
+
+    def leave_behind(self) -> None:
+        """Nothing to part from."""
 
 
-FakeStore.check = _check  # type: ignore[attr-defined]
+class TinyModel(nn.Module):
+    """22 parameters, which 3 lanes do not divide; the names are not in the order of the definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, 3, generator=generator))
+        self.bias = nn.Parameter(torch.randn(7, generator=generator))
+
+
+@dataclass
+class FakeNode:
+    """One node and what it is made of."""
+
+    member: MemoryMember
+    lanes: MemoryLanes
+    mesh: ElasticDeviceMesh
+    model: TinyModel
+    inner: InnerOptimizer
+    buffers: SharedBuffers
+    journal: Journal
+    outer: OuterAlgorithm
+    step: int = 0
+
+    @property
+    def params(self) -> Tensor:
+        """(n,) copy of the model's parameters in the canonical order."""
+        return torch.cat([p.detach().reshape(-1).clone() for _, p in sorted(self.model.named_parameters())])
+
+    def set_params(self, flat: Tensor) -> None:
+        """As if the inner steps had led here."""
+        self._split_into({name: p.data for name, p in self.model.named_parameters()}, flat)
+
+    def set_gradient(self, flat: Tensor) -> None:
+        """As if the backward pass had given this."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._split_into({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, flat)
+
+    def _split_into(self, targets: Mapping[str, Tensor], flat: Tensor) -> None:
+        names = sorted(targets)
+        for name, part in zip(names, flat.split([targets[name].numel() for name in names]), strict=True):
+            targets[name].copy_(part.view_as(targets[name]))
+
+    def diloco_step(self, update: Tensor, tokens: int) -> RoundReport | None:
+        """An inner step that moves the parameters by `update`, with the hooks around it."""
+        assert self.outer.sync_gradients(self.step, tokens) is None
+        self.set_params(self.params + update)
+        self.step += 1
+        self.inner.seek(self.step)
+        return self.outer.sync_parameters(self.step - 1, tokens)
+
+    def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
+        """An inner step with this local gradient, as the trainer makes it."""
+        self.set_gradient(gradient)
+        self.outer.sync_gradients(self.step, tokens)
+        self.inner.step()
+        self.inner.zero_grad()
+        self.step += 1
+        return self.outer.sync_parameters(self.step - 1, tokens)
+
+    def take_step(self, update: Tensor, tokens: int) -> RoundReport:
+        """A round of one step of whichever algorithm this is."""
+        step = self.diloco_step if isinstance(self.outer, DiLoCo) else self.ddp_step
+        report = step(update, tokens)
+        assert report is not None
+        return report
+
+    def receive(self, donor: FakeNode) -> str:
+        """Take over the state of another node, as recovery does; the digest that this node finds."""
+        copy = donor.outer.copy_state()
+        for name, section in copy.sections.items():
+            self.buffers[name].copy_(section)
+        self.step = copy.payload["progress"]["inner_step"]
+        return self.outer.adopt(copy.round, copy.payload)
+
+    def join(self, donor: FakeNode) -> RoundReport:
+        """Take part in the next round with weight 0."""
+        round = donor.outer.round + 1
+        self.mesh.announce_ready(Ready(round, 0, self.outer.state))
+
+        def await_opening() -> Opening:
+            outcome = self.mesh.await_admission(round)
+            assert isinstance(outcome, Opening)
+            return outcome
+
+        report = self.outer.join(await_opening)
+        self.step = self.outer.progress.inner_step
+        return report
+
+
+@dataclass
+class FakeRun:
+    """Nodes by name; their member ids are the names."""
+
+    algorithm: DilocoConfig | DdpConfig
+    folder: Path
+    local: LocalMesh
+    lanes: int = 1
+    founders: int = 1
+    total_steps: int = 1000
+    store: MemoryStore = field(default_factory=MemoryStore)
+    nodes: dict[str, FakeNode] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> FakeNode:
+        return self.nodes[name]
+
+    def add(self, name: str, inject: Sequence[str] = ()) -> FakeNode:
+        """Build a node; it is in no round yet."""
+        local = replace(self.local, control=dist.new_group([0], backend="gloo"))
+        folder = self.folder / name
+        folder.mkdir()
+        member = MemoryMember(self.store, name)
+        lanes = MemoryLanes(self.store, name, self.lanes)
+        board = NodeBoard(folder / "board", create=True)
+        elastic = ElasticConfig(start_nodes=self.founders)
+        mesh = ElasticDeviceMesh(local, member, lanes, board, elastic)  # pyright: ignore[reportArgumentType]
+        model = TinyModel()
+        layout = FlatLayout.of(model)
+
+        def die(_signal: object) -> None:
+            self.store.await_connected(name)
+            member.close()
+            raise NodeDied(name)
+
+        parts = OuterParts(
+            mesh=mesh,
+            model=model,
+            inner=InnerOptimizer(model, OPTIM, total_steps=self.total_steps),
+            buffers=SharedBuffers(folder, layout.numel, local),
+            shards=ShardMap(layout, 0, 1),
+            journal=Journal(max_rounds=8, max_bytes=1 << 20),
+            shape=RunShape(self.total_steps, getattr(self.algorithm, "inner_steps", 1), batch_size=4),
+            faults=FaultPoints(inject, strike=die),
+        )
+        outer = (
+            DiLoCo(parts, self.algorithm)
+            if isinstance(self.algorithm, DilocoConfig)
+            else Ddp(parts, clip_norm=CLIP_NORM)
+        )
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, parts.inner, parts.buffers, parts.journal, outer)
+        return self.nodes[name]
+
+    def together(self, **works: Callable[[], _T]) -> dict[str, _T | BaseException]:
+        """Run a piece of work for each named node at the same time. What one raises is its outcome."""
+        with ThreadPoolExecutor(len(works)) as pool:
+            running = {name: pool.submit(work) for name, work in works.items()}
+            errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
+            unexpected = [e for e in errors.values() if e is not None and not isinstance(e, NodeDied | Fenced)]
+            if unexpected:
+                raise unexpected[0]
+            return {name: error or running[name].result() for name, error in errors.items()}
+
+    def round(self, tokens: int = 10, **updates: Tensor) -> dict[str, RoundReport]:
+        """A round of the named nodes, each with its update (DiLoCo) or gradient (DDP); the reports of who survived."""
+        works = {
+            name: lambda name=name, update=update: self[name].take_step(update, tokens)
+            for name, update in updates.items()
+        }
+        outcomes = self.together(**works)
+        return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RoundReport)}
+
+    @property
+    def results(self) -> dict[str, Tensor]:
+        return {name: node.buffers[RESULT] for name, node in self.nodes.items()}
+
+
+StartRun = Callable[..., FakeRun]
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalMesh]:
+    """The only rank of a node."""
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
+
+
+@pytest.fixture
+def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
+    """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
+
+    def start(
+        algorithm: DilocoConfig | DdpConfig,
+        *names: str,
+        lanes: int = 1,
+        total_steps: int = 1000,
+        inject: Mapping[str, Sequence[str]] | None = None,
+    ) -> FakeRun:
+        run = FakeRun(algorithm, tmp_path, local, lanes=lanes, founders=len(names), total_steps=total_steps)
+        for name in names:
+            run.add(name, (inject or {}).get(name, ()))
+        run.together(**{name: run[name].outer.found for name in names})
+        return run
+
+    return start
+
+
+def make_noise(seed: int, scale: float = 0.1) -> Tensor:
+    """(22,) float32, another one for each seed."""
+    return scale * torch.randn(22, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def noise() -> Callable[..., Tensor]:
+    return make_noise

@@ -1,0 +1,63 @@
+"""The last words of the demo: what was shown, and how to do it for real. Pure."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from zeroband.observe.status import human_bytes
+from zeroband.observe.view import NodeView, RunView
+
+_LAST_POINTS = 5
+"""Points at the end of a loss curve whose mean is shown as the last loss: one batch alone is noisy."""
+
+_FOR_REAL = """\
+For real: one Redis that all machines reach, and on every machine the same two lines:
+  export ZERO_BAND_STORE__URL=redis://HOST:6379
+  uv run torchrun --nproc_per_node=8 src/zeroband/train.py @configs/150M.toml --run.id first --run.token SECRET
+A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
+  ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
+
+
+def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
+    """Each node's digest of the outer state after the newest round; None where a node does not hold that state."""
+    held: Mapping[str, NodeView] = {node.node_id: node for node in run.nodes}
+    newest = run.round if run.round is not None else -1
+    return {node_id: held[node_id].digests.get(newest) if node_id in held else None for node_id in node_ids}
+
+
+def is_one_state(digests: Mapping[str, str | None]) -> bool:
+    """Whether every node holds the same outer state."""
+    return None not in digests.values() and len(set(digests.values())) == 1
+
+
+def first_and_last_loss(run: RunView) -> tuple[float, float]:
+    """Mean loss of the nodes at their first step and over their last ones; not a number where none has trained."""
+    first = [node.first_loss for node in run.nodes if node.first_loss is not None]
+    last = [fmean(node.loss_curve[-_LAST_POINTS:]) for node in run.nodes if node.loss_curve]
+    return (fmean(first), fmean(last)) if first and last else (math.nan, math.nan)
+
+
+def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: str | None, took_s: float) -> str:
+    """All that the demo prints when it is over."""
+    first, last = first_and_last_loss(run)
+    digests = final_digests(run, node_ids)
+    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"
+    ratio = run.ddp_bytes / run.sent_bytes if run.sent_bytes else math.nan
+    lines = [
+        f"Done in {took_s:.0f} s.",
+        "",
+        f"loss         {first:.2f} -> {last:.2f} nats per token",
+        f"sent         {human_bytes(run.sent_bytes)}; per-step data parallel would have sent "
+        f"{human_bytes(run.ddp_bytes)}, {ratio:.0f} times as much",
+        f"outer state  after outer step {run.round}, {verdict}:",
+        *(f"             {node_id}  {digest or 'does not hold it'}" for node_id, digest in digests.items()),
+        f"files        {run_dir}",
+        f"             look at them again: uv run zeroband status {run_dir}",
+    ]
+    if sample is not None:
+        lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]
+    return "\n".join([*lines, "", _FOR_REAL])

@@ -1,0 +1,49 @@
+"""A real Redis for every test that decides something through one: one server for the session, empty for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from zeroband.cluster import RedisServer
+from zeroband.elastic.store import Store
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    """The empty server, seen from outside."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer, redis_client: redis.Redis) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def open_store(redis_url: str) -> Iterator[Callable[..., Store]]:
+    """Open stores of one run on the empty server; closed at the end."""
+    stores: list[Store] = []
+
+    def open_one(run_id: str = "run", *, patience_s: float = 5.0) -> Store:
+        stores.append(Store(redis_url, run_id, patience_s=patience_s))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store: Callable[..., Store]) -> Store:
+    return open_store()

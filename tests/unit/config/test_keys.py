@@ -1,0 +1,62 @@
+"""The schema as dotted keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroband.config.keys import Variant, dotted, schema_keys
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("train.micro_batch", "train.micro_bs"),
+        ("trian.micro_bs", "train.micro_bs"),
+        ("micro_bs", "train.micro_bs"),
+        ("data.micro_bs", "train.micro_bs"),
+        ("loglevel", "log_level"),
+        ("optim.lr", "optim.adamw.lr"),
+        ("outer.lr", "outer.optimizer.lr"),
+        ("inner_stps", "outer.inner_steps"),
+        ("modle", "model"),
+        ("qqqq", None),
+        ("train.qqqq", None),
+    ],
+)
+def test_nearest_key_weighs_the_last_part_most(wrong: str, nearest: str | None) -> None:
+    assert schema_keys().nearest(wrong) == nearest
+
+
+def test_keys_know_the_variants_that_have_them() -> None:
+    keys = schema_keys().keys
+    assert [key.variant for key in keys["data", "source", "column"]] == [
+        Variant(("data", "source"), "parquet"),
+        Variant(("data", "source"), "huggingface"),
+    ]
+    assert [key.variant for key in keys["outer", "optimizer", "lr"]] == [Variant(("outer",), "diloco")]
+    assert [key.variant for key in keys["train", "micro_bs"]] == [None]
+
+
+def test_default_tag_is_that_of_the_default_section() -> None:
+    sections = schema_keys().sections
+    tags = {dotted(path): section.default_tag for path, section in sections.items() if "" not in section.variants}
+    assert tags == {"data.source": "text", "optim.schedule": "cosine", "outer": None}
+
+
+def test_kinds_of_keys_follow_their_types() -> None:
+    keys = {dotted(path): found[0] for path, found in schema_keys().keys.items()}
+    assert {name for name, key in keys.items() if key.is_secret} == {"run.token", "store.url"}
+    assert {name for name, key in keys.items() if key.is_list} == {
+        "data.source.paths",
+        "optim.adamw.betas",
+        "fault.inject",
+    }
+    assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable
+    assert keys["train.compile"].is_flag and not keys["train.micro_bs"].is_flag
+    assert keys["run.seed"].is_shared and not keys["train.micro_bs"].is_shared
+
+
+def test_holds_secret_is_true_of_sections_with_a_secret_in_them() -> None:
+    schema = schema_keys()
+    assert schema.holds_secret(("store",)) and schema.holds_secret(("run", "token"))
+    assert not schema.holds_secret(("run", "id")) and not schema.holds_secret(("train",))

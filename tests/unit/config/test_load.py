@@ -1,0 +1,274 @@
+"""Which value wins, and what a user who made a mistake gets to read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from zeroband.config import RunConfig
+from zeroband.config.schema import CosineSchedule, DilocoConfig, ParquetSource, WarmupStableDecaySchedule, WandbConfig
+
+STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
+Load = Callable[..., RunConfig]
+Refusal = Callable[..., str]
+Write = Callable[[str, str], str]
+
+
+def test_load_config_without_arguments_gives_the_defaults(load: Load) -> None:
+    assert load() == RunConfig()
+
+
+def test_later_file_wins_key_by_key(load: Load, write: Write) -> None:
+    base = write("base.toml", "[train]\nmicro_bs = 1\nbatch_size = 2\n[optim]\nadamw.lr = 1e-3\n")
+    mine = write("mine.toml", "[train]\nmicro_bs = 3\n[optim]\nadamw.eps = 1e-6\n")
+    config = load(base, mine)
+    assert (config.train.micro_bs, config.train.batch_size) == (3, 2)
+    assert (config.optim.adamw.lr, config.optim.adamw.eps) == (1e-3, 1e-6)
+    assert load(mine, base).train.micro_bs == 1
+
+
+def test_environment_wins_over_files_and_flags_over_both(load: Load, write: Write) -> None:
+    file = write("base.toml", "[train]\nmicro_bs = 1\nbatch_size = 1\ntotal_steps = 1\n")
+    environ = {"ZERO_BAND_TRAIN__MICRO_BS": "2", "ZERO_BAND_TRAIN__BATCH_SIZE": "2"}
+    train = load("--train.micro_bs", "3", file, **environ).train
+    assert (train.micro_bs, train.batch_size, train.total_steps) == (3, 2, 1)
+
+
+def test_last_of_two_equal_flags_wins(load: Load) -> None:
+    assert load("--run.seed", "1", "--run.seed=2").run.seed == 2
+
+
+def test_files_are_given_with_and_without_a_space_after_the_at_sign(load: Load, write: Write) -> None:
+    first, second = write("a.toml", "run.seed = 5\n"), write("b.toml", "train.micro_bs = 6\n")
+    config = load("@", first[1:], second)
+    assert (config.run.seed, config.train.micro_bs) == (5, 6)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--train.micro-bs", "4"), ("--train.micro_bs=4",), ("--train.micro-bs=4",), ("--train", '{"micro_bs": 4}')],
+)
+def test_flags_are_written_in_snake_or_kebab_case_or_as_a_section_in_json(load: Load, flags: tuple[str, ...]) -> None:
+    assert load(*flags).train.micro_bs == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--train.compile",), True),
+        (("--train.compile", "@base"), True),
+        (("--train.compile", "--run.seed", "1"), True),
+        (("--train.compile", "false"), False),
+        (("--train.compile=false",), False),
+        (("--no-train.compile",), False),
+    ],
+)
+def test_boolean_flags_may_stand_alone(load: Load, write: Write, flags: tuple[str, ...], expected: bool) -> None:
+    base = write("base.toml", f"train.compile = {str(not expected).lower()}\n")
+    assert load(base, *(base if flag == "@base" else flag for flag in flags)).train.compile is expected
+
+
+@pytest.mark.parametrize("text", ["0.8,0.9", "0.8, 0.9", "[0.8, 0.9]"])
+def test_lists_are_written_as_json_or_with_commas(load: Load, text: str) -> None:
+    assert load("--optim.adamw.betas", text).optim.adamw.betas == (0.8, 0.9)
+    assert load(ZERO_BAND_OPTIM__ADAMW__BETAS=text).optim.adamw.betas == (0.8, 0.9)
+
+
+def test_an_empty_text_is_an_empty_list(load: Load, write: Write) -> None:
+    assert load(write("a.toml", 'fault.inject = ["opened@3=SIGKILL"]'), "--fault.inject=").fault.inject == ()
+
+
+def test_none_switches_a_value_off_in_flags_environment_and_files(load: Load, write: Write) -> None:
+    assert load().optim.clip_norm == 1.0
+    assert load("--optim.clip-norm", "none").optim.clip_norm is None
+    assert load(ZERO_BAND_OPTIM__CLIP_NORM="None").optim.clip_norm is None
+    assert load(write("a.toml", 'optim.clip_norm = "none"')).optim.clip_norm is None
+
+
+def test_none_is_a_text_where_none_is_not_allowed(load: Load) -> None:
+    assert load("--run.id", "none").run.id == "none"
+
+
+def test_none_switches_a_section_off_and_a_later_key_on_again(load: Load, write: Write) -> None:
+    file = write("a.toml", '[outer]\ntype = "diloco"\ninner_steps = 7\n')
+    assert load(file, "--outer", "none").outer is None
+    again = load(file, "--outer.type", "diloco", **STORE, ZERO_BAND_OUTER="none").outer
+    assert again == DilocoConfig(type="diloco")
+
+
+def test_an_empty_table_switches_a_section_on(load: Load, write: Write) -> None:
+    assert load().observe.wandb is None
+    assert load(write("a.toml", "[observe.wandb]\n")).observe.wandb == WandbConfig()
+
+
+def test_environment_variables_may_be_in_any_case(load: Load) -> None:
+    config = load(zero_band_log_level="DEBUG", Zero_Band_Train__Micro_Bs="9", ZEROBAND_OTHER="1")
+    assert (config.log_level, config.train.micro_bs) == ("DEBUG", 9)
+
+
+def test_environment_is_that_of_the_process_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroband.config import load_config
+
+    monkeypatch.setenv("ZERO_BAND_RUN__SEED", "77")
+    assert load_config([]).run.seed == 77
+    assert load_config([], {}).run.seed == 0
+
+
+def test_section_that_changes_its_type_drops_the_keys_of_the_other_type(load: Load, write: Write) -> None:
+    wsd = write("wsd.toml", 'optim.schedule = { decay_ratio = 0.5, final_ratio = 0.25, type = "wsd" }')
+    assert load(wsd).optim.schedule == WarmupStableDecaySchedule(type="wsd", decay_ratio=0.5, final_ratio=0.25)
+    assert load(wsd, "--optim.schedule.type", "cosine").optim.schedule == CosineSchedule(final_ratio=0.1)
+
+
+def test_section_that_keeps_its_type_keeps_its_keys(load: Load, write: Write) -> None:
+    wsd = write("wsd.toml", 'optim.schedule = { decay_ratio = 0.5, type = "wsd" }')
+    schedule = load(wsd, "--optim.schedule.final-ratio", "0.3", "--optim.schedule.type", "wsd").optim.schedule
+    assert schedule == WarmupStableDecaySchedule(type="wsd", decay_ratio=0.5, final_ratio=0.3)
+
+
+def test_keys_of_a_section_without_a_type_belong_to_the_default_type(load: Load, write: Write) -> None:
+    file = write("a.toml", "optim.schedule.final_ratio = 0.3")
+    assert load(file).optim.schedule == CosineSchedule(final_ratio=0.3)
+    assert load(file, "--optim.schedule.type", "linear").optim.schedule.final_ratio == 0.0
+
+
+def test_flags_of_a_new_type_may_come_before_the_type(load: Load) -> None:
+    source = load("--data.source.paths", "a.parquet,b.parquet", "--data.source.type", "parquet").data.source
+    assert source == ParquetSource(type="parquet", paths=("a.parquet", "b.parquet"))
+
+
+def test_unknown_keys_are_refused_wherever_they_are_written(refusal: Refusal, write: Write) -> None:
+    file = write("a.toml", "[train]\nmicro_batch = 1\n")
+    expected = "unknown key train.micro_batch (from {}): did you mean train.micro_bs?"
+    assert refusal(file) == expected.format(file[1:])
+    assert refusal(ZERO_BAND_TRAIN__MICRO_BATCH="1") == expected.format("ZERO_BAND_TRAIN__MICRO_BATCH")
+    assert refusal("--train.micro-batch", "1") == expected.format("--train.micro-batch")
+
+
+def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: Write) -> None:
+    message = refusal(write("a.toml", "sed = 1\n[modle]\nd_model = 1\n"))
+    assert [line.split(" (")[0] for line in message.splitlines()] == ["unknown key sed", "unknown key modle"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--train.micro_bs", "0"], "train.micro_bs='0' (from --train.micro_bs): input should be greater than 0"),
+        (["--train.compile", "maybe"], "train.compile='maybe' (from --train.compile): input should be a valid boolean"),
+        (["--optim.adamw.lr", "inf"], "optim.adamw.lr='inf' (from --optim.adamw.lr): input should be a finite number"),
+        (["--optim.adamw.betas", "0.9,x"], "optim.adamw.betas[1]='x' (from --optim.adamw.betas): input should be a"),
+        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas) is no JSON list"),
+        (["--train.dtype", "fp8"], "train.dtype='fp8' (from --train.dtype): input should be 'bfloat16' or 'float32'"),
+        (["--outer.type", "dilco"], 'outer.type=\'dilco\' (from --outer.type); allowed: "ddp", "diloco"'),
+        (["--outer.inner_steps", "5"], 'outer.type is missing; allowed: "ddp", "diloco"'),
+        (["--data.source.type", "jsonl"], 'data.source.paths is missing; data.source.type="jsonl" needs it'),
+        (["--train", "4"], "train (from --train) is a section: set its keys, such as train.KEY"),
+        (["--model.n_heads", "3"], "model.d_model=256 is not a multiple of model.n_heads=3"),
+        (["--train.micro_bs"], "--train.micro_bs needs a value"),
+        (["--train.micro_bs", "--run.seed=1"], "--train.micro_bs needs a value"),
+        (["--no-train.micro_bs"], "--no-train.micro_bs: only a boolean key can be negated"),
+        (["--no-train.compile=true"], "--no-train.compile: only a boolean key can be negated"),
+        (["a.toml"], "unexpected argument 'a.toml': a file is given as @a.toml"),
+        (["@"], "@ needs the name of a TOML file"),
+        (["@/nowhere/a.toml"], "@/nowhere/a.toml: No such file or directory"),
+    ],
+)
+def test_mistakes_are_refused_with_the_key_the_value_and_its_origin(
+    refusal: Refusal, argv: list[str], message: str
+) -> None:
+    assert refusal(*argv).startswith(message)
+
+
+def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write: Write) -> None:
+    file = write("a.toml", 'train = 4\nouter = "ddp"\n')
+    origin = f"(from {file[1:]})"
+    assert refusal(file).splitlines() == [
+        f"train=4 {origin}: train is a section; set its keys, such as train.KEY",
+        f"outer='ddp' {origin}: outer is a section; set its keys, such as outer.type",
+    ]
+
+
+@pytest.mark.parametrize("text", [b"[train\n", b"run.id = \xff"])
+def test_file_that_is_no_toml_is_refused_by_name(refusal: Refusal, tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.toml").write_bytes(text)
+    assert refusal(f"@{tmp_path / 'a.toml'}").startswith(f"{tmp_path / 'a.toml'} is no valid TOML: ")
+
+
+def test_key_of_another_type_is_refused_with_the_type_it_belongs_to(refusal: Refusal) -> None:
+    message = refusal("--outer.type", "ddp", "--outer.inner_steps", "5", "--outer.optimizer.lr", "1", **STORE)
+    home = 'belongs to outer.type="diloco"; chosen is outer.type="ddp"'
+    assert message.splitlines() == [
+        f"outer.inner_steps (from --outer.inner_steps) {home}",
+        f"outer.optimizer.lr (from --outer.optimizer.lr) {home}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        ((), {"ZERO_BAND_STORE": '{"url": "redis://:hunter2@host"'}),
+        (("--store.url=redis://:hunter2@host", "--train.micro_bs", "0"), {}),
+        (("--run.token=hunter2",), {"ZERO_BAND_RUN__SEED": "x"}),
+    ],
+)
+def test_refusals_show_no_secret(refusal: Refusal, argv: tuple[str, ...], environ: dict[str, str]) -> None:
+    assert "hunter2" not in refusal(*argv, **environ)
+
+
+def test_section_that_holds_a_secret_is_not_shown(refusal: Refusal, write: Write) -> None:
+    message = refusal(write("a.toml", 'store = "redis://:hunter2@host"'))
+    assert message.startswith("store=********** (from ") and "hunter2" not in message
+
+
+@pytest.mark.parametrize("key", ["ZERO_BAND_RUN__TOKEN", "ZERO_BAND_STORE__URL"])
+def test_empty_secret_is_refused_for_it_is_a_variable_that_was_not_set(refusal: Refusal, key: str) -> None:
+    assert key in refusal(**{key: ""})
+
+
+def test_outer_and_store_go_together(refusal: Refusal) -> None:
+    assert refusal("--outer.type", "ddp").startswith("outer.type='ddp' joins nodes and needs store.url")
+    assert refusal(**STORE).startswith("store.url is set but there is no [outer] section")
+
+
+def test_run_does_not_start_with_fewer_nodes_than_it_needs(refusal: Refusal) -> None:
+    assert refusal("--elastic.min-nodes", "3").startswith("elastic.start_nodes=1 is below elastic.min_nodes=3")
+
+
+def test_configuration_is_frozen(load: Load) -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().train.micro_bs = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_help_names_every_key_and_ends_the_process(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--help", "--train.micro_bs", "0")
+    assert ended.value.code == 0
+    assert "--train.micro_bs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("local_rank", "prints"), [("0", True), ("1", False)])
+def test_dry_run_prints_on_the_first_local_rank_only(
+    load: Load, capsys: pytest.CaptureFixture[str], local_rank: str, prints: bool
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--dry-run", "--run.seed", "8", LOCAL_RANK=local_rank)
+    assert ended.value.code == 0
+    assert ("seed = 8" in capsys.readouterr().out) is prints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["load_config([])", "load_config(['--train.micro_bs', '3'])"])
+def test_load_config_loads_no_torch(call: str) -> None:
+    probe = f"import sys; from zeroband.config import load_config; {call}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], env=_path(), timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def _path() -> dict[str, Any]:
+    return {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src")}

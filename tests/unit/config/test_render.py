@@ -1,0 +1,93 @@
+"""A configuration as TOML, and the schema as help."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.config import RunConfig, load_config
+from zeroband.config.keys import dotted, schema_keys
+from zeroband.config.render import help_text, render_toml
+from zeroband.config.schema import AdamWConfig, ObserveConfig, OptimConfig, TextSource
+
+STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
+CHANGED = [
+    ("--optim.clip_norm", "none", "--optim.schedule.type", "wsd", "--model.n_kv_heads", "2", "--observe.wandb", "{}"),
+    (
+        "--outer.type",
+        "diloco",
+        "--outer.optimizer.momentum",
+        "0",
+        "--outer.optimizer.lr",
+        "1",
+        "--run.token",
+        "hunter2",
+    ),
+    ("--outer.type", "ddp", "--fault.inject", "opened@3=SIGKILL,voted@4=SIGSTOP", "--data.source.paths", "a b,c"),
+]
+
+
+@pytest.mark.parametrize("argv", CHANGED)
+def test_rendered_configuration_loads_again_without_its_secrets(
+    argv: tuple[str, ...], write: Callable[[str, str], str]
+) -> None:
+    secrets = {
+        **(STORE if "--outer.type" in argv else {}),
+        **({"ZERO_BAND_RUN__TOKEN": "hunter2"} if "hunter2" in argv else {}),
+    }
+    config = load_config(argv, secrets)
+    assert load_config([write("again.toml", render_toml(config))], secrets) == config
+
+
+def test_rendered_configuration_shows_no_secret_and_says_how_to_set_it() -> None:
+    config = load_config(
+        ["--outer.type", "ddp", "--run.token", "hunter2"], {"ZERO_BAND_STORE__URL": "redis://:hunter3@h"}
+    )
+    text = render_toml(config)
+    assert "hunter" not in text
+    assert '# url = "**********"  # a secret; set it again as ZERO_BAND_STORE__URL' in text
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])), lr=st.floats(1e-30, 1e30))
+def test_rendered_values_are_read_back_by_tomllib_as_they_were(text: str, lr: float) -> None:
+    config = RunConfig(observe=ObserveConfig(sample_prompt=text), optim=OptimConfig(adamw=AdamWConfig(lr=lr)))
+    read = tomllib.loads(render_toml(config))
+    assert (read["observe"]["sample_prompt"], read["optim"]["adamw"]["lr"]) == (text, lr)
+
+
+@given(paths=st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
+def test_rendered_lists_are_read_back_as_they_were(paths: list[str]) -> None:
+    config = RunConfig().model_copy(
+        update={"data": RunConfig().data.model_copy(update={"source": TextSource(paths=tuple(paths))})}
+    )
+    assert tomllib.loads(render_toml(config))["data"]["source"]["paths"] == paths
+
+
+def test_help_has_every_key_its_meaning_and_every_section() -> None:
+    schema, text = schema_keys(), " ".join(help_text(schema_keys()).split())
+    assert [path for path in schema.keys if f"--{dotted(path)} " not in text] == []
+    assert [path for path in schema.sections if f"[{dotted(path)}]" not in text] == []
+    docs = [key.field.description for keys in schema.keys.values() for key in keys if key.path[-1] != "type"]
+    assert [doc for doc in docs if doc is None or " ".join(doc.split()) not in text] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train.micro_bs * integer > 0 Sequences",
+        "--model.n_kv_heads integer > 0 or none Key",
+        "--fault.detect_s number >= 0.5, <= 600 Longest",
+        "--optim.adamw.betas list of number, 2 of them Decay",
+        "--train.dtype bfloat16 | float32 Compute",
+        "--store.url * secret or none Redis",
+        "--outer.type ddp | diloco Which keys this section has. (required in this section)",
+        "optim.schedule.type = linear | wsd: Learning rate at the end, as a share of the peak. (default: 0.0)",
+        "data.source.type = jsonl: Files, globs or fsspec URLs of JSON Lines",
+    ],
+)
+def test_help_gives_types_bounds_and_variants(line: str) -> None:
+    assert line in " ".join(help_text(schema_keys()).split())

@@ -1,0 +1,77 @@
+"""What nodes must agree on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from zeroband.config import RunConfig
+from zeroband.config.shared import shared_digest, shared_items
+
+STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
+NODE_LOCAL_FLAGS = [
+    ("--train.micro_bs", "1"),
+    ("--run.dir", "/elsewhere"),
+    ("--node.id", "other"),
+    ("--run.token", "secret"),
+    ("--data.source.paths", "/other/mount/*.txt"),
+    ("--elastic.start_nodes", "4"),
+    ("--observe.wandb.project", "mine"),
+    ("--log_level", "DEBUG"),
+    ("--fault.inject", "opened@3=SIGKILL"),
+]
+SHARED_FLAGS = [
+    ("run.seed", "1"),
+    ("train.batch_size", "8"),
+    ("train.dtype", "float32"),
+    ("optim.schedule.final_ratio", "0.2"),
+    ("data.seq_length", "8"),
+    ("fault.detect_s", "9"),
+    ("comm.lanes", "2"),
+]
+
+
+@pytest.mark.parametrize("flags", NODE_LOCAL_FLAGS)
+def test_digest_ignores_what_nodes_may_choose(load: Callable[..., RunConfig], flags: tuple[str, str]) -> None:
+    changed = load(*flags)
+    assert changed != load()
+    assert shared_digest(changed) == shared_digest(load())
+
+
+@pytest.mark.parametrize(("key", "value"), SHARED_FLAGS)
+def test_digest_and_items_differ_where_a_shared_value_does(
+    load: Callable[..., RunConfig], key: str, value: str
+) -> None:
+    ours, theirs = load(), load(f"--{key}", value)
+    assert shared_digest(ours) != shared_digest(theirs)
+    assert {name for name, item in shared_items(theirs).items() if item != shared_items(ours)[name]} == {key}
+
+
+def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., RunConfig]) -> None:
+    items = shared_items(
+        load("--outer.type", "diloco", "--data.source", '{"type": "parquet", "paths": ["x"]}', **STORE)
+    )
+    assert {name: item for name, item in items.items() if name.startswith(("outer", "data.source"))} == {
+        "outer.type": "diloco",
+        "outer.inner_steps": 500,
+        "outer.optimizer.lr": 0.7,
+        "outer.optimizer.momentum": 0.9,
+        "outer.optimizer.nesterov": True,
+        "outer.optimizer.momentum_warmup_rounds": 0,
+        "data.source.type": "parquet",
+        "data.source.column": "text",
+    }
+
+
+def test_shared_items_are_plain_json_values_and_hold_no_secret(load: Callable[..., RunConfig]) -> None:
+    items = shared_items(
+        load("--outer.type", "ddp", "--run.token", "hunter2", ZERO_BAND_STORE__URL="redis://:hunter3@h")
+    )
+    assert json.loads(json.dumps(items)) == items
+    assert "hunter" not in json.dumps(items)
+
+
+def test_section_that_is_off_is_an_item_of_its_own(load: Callable[..., RunConfig]) -> None:
+    assert shared_items(load())["outer"] is None

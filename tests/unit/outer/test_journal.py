@@ -1,0 +1,38 @@
+import torch
+
+from zeroband.outer.journal import Journal, JournalEntry
+
+
+def entry(round: int, numel: int = 10) -> JournalEntry:
+    return JournalEntry(round, torch.full((numel,), float(round)), {"round": round}, f"digest {round}")
+
+
+def kept(journal: Journal) -> list[int]:
+    return [round for round in range(20) if journal.get(round) is not None]
+
+
+def filled(*, max_rounds: int, max_bytes: int) -> Journal:
+    journal = Journal(max_rounds=max_rounds, max_bytes=max_bytes)
+    for round in range(1, 11):
+        journal.add(entry(round))
+    return journal
+
+
+def test_journal_returns_what_was_added() -> None:
+    added = entry(3)
+    journal = Journal(max_rounds=2, max_bytes=1000)
+    journal.add(added)
+    assert journal.get(3) is added
+    assert journal.get(2) is None
+
+
+def test_journal_keeps_the_newest_rounds() -> None:
+    assert kept(filled(max_rounds=3, max_bytes=10_000)) == [8, 9, 10]
+
+
+def test_journal_keeps_what_fits_into_its_bytes() -> None:
+    assert kept(filled(max_rounds=100, max_bytes=4 * 40 + 39)) == [7, 8, 9, 10]
+
+
+def test_journal_keeps_the_newest_round_even_if_it_is_larger_than_the_bound() -> None:
+    assert kept(filled(max_rounds=100, max_bytes=39)) == [10]
