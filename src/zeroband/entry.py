@@ -88,7 +88,7 @@ class Entry:
         Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
         """
         self._emit("recovering", round=self._run.outer.round)
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s, said = time.monotonic() + self._patience_s, ""
         while True:
             try:
                 self._recover()
@@ -98,7 +98,9 @@ class Entry:
                     raise RecoveryFailed(
                         f"{error}; tried for {self._patience_s:g} s. If the run is over, start one with a new run.id"
                     ) from error
-                _log.warning("no state yet", extra={"fields": {"why": str(error)}})
+                if str(error) != said:
+                    said = str(error)
+                    _log.warning("no state yet", extra={"fields": {"why": said}})
                 time.sleep(_RETRY_S)
                 continue
             self._emit("joined", member_id=self._run.mesh.member_id, round=report.round)
@@ -162,7 +164,9 @@ class Entry:
         entry = fetch_entry(self._donors(), self._run.key, round)
         result: torch.Tensor = self._run.buffers[RESULT]
         if entry.result.shape != result.shape:
-            raise RecoveryFailed(f"round {round} has {entry.result.numel()} values in the journal, not {result.numel()}")
+            raise RecoveryFailed(
+                f"round {round} has {entry.result.numel()} values in the journal, not {result.numel()}"
+            )
         result.copy_(entry.result)
         return {"payload": entry.payload, "state": entry.state}
 

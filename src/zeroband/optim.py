@@ -117,6 +117,13 @@ class InnerOptimizer:
             for name in self._names:
                 self._state(name)["step"].fill_(update_count)
 
+    def forget_moments(self) -> None:
+        """Start the moments anew, at the same place of the schedule: after a gradient that was not finite."""
+        for moments in self.moments().values():
+            for moment in moments:
+                moment.zero_()
+        self.seek(self._step_count, update_count=0)
+
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """First and second moment of this rank's shard by parameter name; writing into them sets them."""
         return {

@@ -26,6 +26,7 @@ from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
 from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
+from zeroband.errors import StoreLost
 from zeroband.faults import FaultPoints
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
@@ -131,7 +132,9 @@ class RunParts:
         self._host = config.node.advertise_host or address_towards(self._store_url)
         self.key = access_key(self._token, config.run.id)
         with ExitStack() as stack:
-            self.store = Store(self._store_url, config.run.id, patience_s=max(_STORE_PATIENCE_S, 6 * config.fault.detect_s))
+            self.store = Store(
+                self._store_url, config.run.id, patience_s=max(_STORE_PATIENCE_S, 6 * config.fault.detect_s)
+            )
             stack.callback(self.store.close)
             layout = FlatLayout.of(node.model)
             on_first_rank(local, lambda: self._match_run(layout))
@@ -209,7 +212,7 @@ class RunParts:
     def _serve(self, stack: ExitStack) -> int:
         if self._node.local.rank != 0:
             return 0
-        server = StateServer(self._host, self.key, self.outer.copy_state, self.journal.get)
+        server = StateServer(self._host, self.key, self.outer.copy_state, self.journal.await_entry)
         stack.callback(server.close)
         return server.port
 

@@ -89,7 +89,7 @@ class Report:
         self._step_from_s = time.monotonic()
 
     def stepped(self, step: int, learned: Learned, synced: RoundReport | None, committed: Progress) -> None:
-        """Inner step `step` (counted from 1) is done. `committed`: the run after its newest round, `synced` included."""
+        """Inner step `step` (counted from 1) is done. `committed`: the run after its newest round, that of `synced`."""
         now_s = time.monotonic()
         step_s, self._step_from_s = now_s - self._step_from_s, now_s
         self._tokens_since_round += learned.tokens
@@ -165,7 +165,9 @@ class Report:
     def finished(self) -> None:
         self.events.emit("run_finished", step=self._node.config.train.total_steps)
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         """Say how this node's part ends; called when everything else is given back."""
         if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver):
             self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
@@ -189,7 +191,7 @@ def _gpu_peak_bytes(device: torch.device) -> int | None:
 
 
 def _claim(node: NodeParts) -> int:
-    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner. Raises ConfigError."""
+    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
     node.node_dir.mkdir(parents=True, exist_ok=True)
     folder = os.open(node.node_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems have no locks

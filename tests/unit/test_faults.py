@@ -28,6 +28,16 @@ def test_fault_strikes_once_at_its_point_and_round() -> None:
     assert struck == [("reduced", 2)]
 
 
+def test_relative_fault_counts_from_the_first_round_that_the_node_passes() -> None:
+    struck: list[tuple[str, int]] = []
+    here = ("", 0)
+    faults = FaultPoints(["opened@+2=SIGKILL"], strike=lambda _signal: struck.append(here))
+    for here in [(point, round) for round in (7, 8, 9, 10) for point in POINTS]:
+        faults.at(*here)
+    assert struck == [("opened", 9)]
+    assert parse_fault("opened@+2=SIGKILL").is_relative
+
+
 def test_faults_at_one_point_all_strike() -> None:
     struck: list[signal.Signals] = []
     faults = FaultPoints(["applied@1=SIGSTOP", "applied@1=SIGTERM", "ready@1=SIGKILL"], strike=struck.append)

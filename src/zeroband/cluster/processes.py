@@ -15,6 +15,9 @@ from zeroband.errors import ConfigError
 MARK = "ZEROBAND_OWNER"
 """Environment variable that every process of a node inherits, whatever session it moves to and whoever adopts it."""
 
+_EMPTY_LOOKS = 3
+"""So often nothing must be found before nothing is there: a process has no environment for a moment within exec()."""
+
 _LEASH = """
 import ctypes, os, sys
 pr_set_pdeathsig = 1
@@ -78,10 +81,13 @@ def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 def kill_marked(mark: str, *, deadline_s: float = 10.0) -> None:
     """SIGKILL every process with a mark, and those that they start meanwhile. Raises TimeoutError if one stays."""
     end_s = time.monotonic() + deadline_s
-    while pids := marked_pids(mark):
-        if time.monotonic() > end_s:
+    empty_looks = 0
+    while empty_looks < _EMPTY_LOOKS:
+        pids = marked_pids(mark)
+        if pids and time.monotonic() > end_s:
             raise TimeoutError(f"processes {pids} are still there {deadline_s:g} s after SIGKILL")
         signal_all(pids, signal.SIGKILL)
+        empty_looks = 0 if pids else empty_looks + 1
         time.sleep(0.005)
 
 

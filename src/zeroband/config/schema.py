@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
@@ -243,6 +253,28 @@ class CommConfig(Section):
 class StoreConfig(Section):
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`. None: this node trains alone, without [outer]."""
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not _is_redis_url(url.get_secret_value()):
+            raise ValueError(
+                "store.url is no address of a Redis; it looks like redis://:PASSWORD@HOST:6379, rediss://... with TLS, "
+                "or unix:///PATH/OF/SOCKET"
+            )
+        return url
+
+
+def _is_redis_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        database = url.path.removeprefix("/")
+        if url.scheme == "unix":
+            return bool(database)
+        is_valid = url.port != 0 and (not database or database.isdecimal())
+        return is_valid and url.scheme in ("redis", "rediss") and url.hostname is not None
+    except ValueError:  # the port is no number, or a bracket is left open
+        return False
 
 
 class ElasticConfig(Section):

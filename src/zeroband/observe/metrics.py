@@ -72,7 +72,9 @@ METRICS: Mapping[str, Metric] = {
     ),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
     "data/next": Metric("index", "First global sample index that nobody was given yet."),
-    "data/returned_samples": Metric("samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."),
+    "data/returned_samples": Metric(
+        "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
+    ),
     "node/rss_bytes": Metric("bytes", "Memory of local rank 0 in RAM, shared pages included."),
     "node/gpu_peak_bytes": Metric("bytes", "Most memory that torch allocated on the GPU of local rank 0."),
 }

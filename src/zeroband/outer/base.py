@@ -209,11 +209,11 @@ class RoundKeeper:
         self.progress = Progress.from_record(payload["progress"])
         self.state = state
 
-    def record(self, committed: Committed, *, copy: bool = True) -> None:
+    def record(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
         if self.parts.mesh.local.rank == 0:
-            result = committed.result.clone() if copy else committed.result
-            self.parts.journal.add(JournalEntry(self.round, result, committed.verdict.payload, self.state))
+            entry = JournalEntry(self.round, committed.result.clone(), committed.verdict.payload, self.state)
+            self.parts.journal.add(entry)
 
     def report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening = committed.opening

@@ -66,18 +66,29 @@ class Ddp:
         barrier(self._local)
         contribution = self._buffers[CONTRIBUTION]
         is_finite = all_ok(self._local.rank != 0 or bool(torch.isfinite(contribution).all()), self._local)
-        self._committed = self._keeper.commit(weighted=is_finite, extra=_norm_record)
+        self._committed = self._keeper.commit(weighted=is_finite, extra=self._describe)
         return self._set_gradients(self._committed.result, self._committed.verdict.payload)
 
     def _set_gradients(self, mean: Tensor, payload: Mapping[str, Any]) -> float:
-        """Put the mean gradient into the model, clipped by the norm that the verdict fixed for all nodes."""
+        """Put the mean gradient into the model, clipped by the norm that the verdict fixed for all nodes.
+
+        Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
+        """
+        norm = float(payload["grad_norm"])
+        if payload["weight"] == 0:
+            self._parts.inner.zero_grad()
+            return norm
         shards = gradient_shards(self._parts.model)
         self._parts.shards.load(shards, mean)
-        norm = float(payload["grad_norm"])
         if self._clip_norm is not None and norm > self._clip_norm:
             for shard in shards.values():
                 shard.mul_(self._clip_norm / norm)
         return norm
+
+    def _describe(self, mean: Tensor) -> Mapping[str, Any]:
+        """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
+        norm = torch.linalg.vector_norm(mean, dtype=torch.float64)
+        return {"grad_norm": float(norm), "updates_before": self._parts.inner.update_count}
 
     def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
         committed, self._committed = self._committed, None
@@ -95,7 +106,7 @@ class Ddp:
         return digest_of(self._buffers[PARAMS]) if self._local.rank == 0 else ""
 
     def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
-        self._committed = self._keeper.commit(weighted=False, await_opening=await_opening, extra=_norm_record)
+        self._committed = self._keeper.commit(weighted=False, await_opening=await_opening, extra=self._describe)
         self._step(self._committed.result, self._committed.verdict.payload)
         report = self.sync_parameters(self.progress.inner_step, 0)
         assert report is not None
@@ -109,7 +120,8 @@ class Ddp:
     def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
         shards, inner = self._parts.shards, self._parts.inner
         progress = Progress.from_record(payload["progress"])
-        inner.seek(progress.inner_step, update_count=progress.inner_step)
+        updates = payload.get("updates_before", 0) + (payload["weight"] > 0)
+        inner.seek(progress.inner_step, update_count=updates)
         shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
         moments = inner.moments()
         shards.load({name: first for name, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
@@ -167,8 +179,3 @@ class _CopyDesk:
             self._copy = copy
             self._ordered.clear()
             self._delivered.notify_all()
-
-
-def _norm_record(mean: Tensor) -> Mapping[str, Any]:
-    """Global norm of the mean gradient, for the verdict: one node computes it, all clip by the same bits."""
-    return {"grad_norm": float(torch.linalg.vector_norm(mean, dtype=torch.float64))}

@@ -64,7 +64,10 @@ class DiLoCo:
         self._keeper.count(tokens)
         if not self._keeper.ends_round(step):
             return None
-        return self._finish_round(weighted=self._contribute())
+        is_finite = self._contribute()
+        if not is_finite:
+            self._parts.inner.forget_moments()
+        return self._finish_round(weighted=is_finite)
 
     def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
         return self._finish_round(weighted=False, await_opening=await_opening)
@@ -85,6 +88,7 @@ class DiLoCo:
         committed = self._keeper.commit(weighted=weighted, await_opening=await_opening)
         started_at_s = time.monotonic()
         with self._keeper.state_lock:
+            barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
             self._apply(committed.result, committed.verdict.round, committed.verdict.payload)
             self._keeper.advance(committed.verdict, self._digest())
         self._keeper.record(committed)

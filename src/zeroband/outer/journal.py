@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+AWAITED_S = 20.0
+"""Longest wait for an entry; below the time-out of the joiners' requests."""
+
 
 @dataclass(frozen=True)
 class JournalEntry:
@@ -31,17 +34,27 @@ class Journal:
         self._entries: OrderedDict[int, JournalEntry] = OrderedDict()
         self._max_rounds = max_rounds
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def add(self, entry: JournalEntry) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
         entry_bytes = 4 * entry.result.numel()
         rounds = max(1, min(self._max_rounds, self._max_bytes // max(entry_bytes, 1)))
-        with self._lock:
+        with self._changed:
             self._entries[entry.round] = entry
             while len(self._entries) > rounds:
                 self._entries.popitem(last=False)
+            self._changed.notify_all()
 
     def get(self, round: int) -> JournalEntry | None:
-        with self._lock:
+        with self._changed:
+            return self._entries.get(round)
+
+    def await_entry(self, round: int, *, patience_s: float = AWAITED_S) -> JournalEntry | None:
+        """The same, but a round that is newer than all entries is awaited. Any thread but the main one.
+
+        Joiners learn of a verdict from the store, often before their donor has applied it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: next(reversed(self._entries), -1) >= round, timeout=patience_s)
             return self._entries.get(round)

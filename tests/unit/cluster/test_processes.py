@@ -50,18 +50,18 @@ def test_start_leashed_ends_the_process_when_its_owner_is_killed(tmp_path: Path,
     owner_script = (
         "import os, signal, sys, time; from pathlib import Path\n"
         "from zeroband.cluster.processes import start_leashed\n"
-        "start_leashed(['/bin/sh', '-c', 'echo up; exec sleep 60'], env=os.environ, output=Path(sys.argv[1]),"
+        "start_leashed(['/bin/sh', '-c', 'echo $$; sleep 60; true'], env=os.environ, output=Path(sys.argv[1]),"
         " death_signal=signal.SIGKILL)\n"
         "time.sleep(60)"
     )
     env = {**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(sys.path)}
     owner = subprocess.Popen([sys.executable, "-c", owner_script, str(tmp_path / "out")], env=env)
-    _wait_for(tmp_path / "out")
-    assert len(marked_pids(mark)) >= 2
+    leashed = int(_wait_for(tmp_path / "out"))
+    assert leashed in marked_pids(mark)
     owner.kill()
     owner.wait()
     end_s = time.monotonic() + 10
-    while marked_pids(mark):
+    while leashed in marked_pids(mark):
         assert time.monotonic() < end_s, "the leashed process outlives its owner"
         time.sleep(0.002)
 

@@ -37,5 +37,5 @@ def test_time_outs_derived_from_detect_s_are_in_order(detect_s: float) -> None:
 
 @pytest.mark.parametrize("detect_s", [0.4, 601.0, float("nan")])
 def test_detect_s_out_of_its_range_is_refused(detect_s: float) -> None:
-    with pytest.raises(ValidationError, match="fault|detect_s"):
+    with pytest.raises(ValidationError, match="detect_s"):
         FaultConfig(detect_s=detect_s)

@@ -16,7 +16,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from zeroband.config.schema import ElasticConfig
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Ready, Verdict, View, Wait
@@ -28,7 +28,9 @@ from zeroband.errors import Fenced, PeerLost
 LONG_S = 1000.0
 SHAPE = RunShape(total_steps=10_000, steps_per_round=2, batch_size=3)
 TOKENS = 10
-NODES = 4
+NODES, FOUNDERS = 4, 3
+SLOT = st.integers(0, NODES - 1)
+ORDER = st.lists(SLOT, min_size=4, max_size=24)
 
 pytestmark = pytest.mark.slow
 
@@ -115,8 +117,106 @@ class Rounds(RuleBasedStateMachine):
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    @rule(slot=st.integers(0, NODES - 1))
-    def start(self, slot: int) -> None:
+    @initialize(is_founded=st.booleans())
+    def found(self, is_founded: bool) -> None:
+        for slot in range(FOUNDERS):
+            self.start_node(slot)
+        for _ in range(6 if is_founded else 0):
+            self.all_act()
+
+    @rule(order=ORDER)
+    def act(self, order: list[int]) -> None:
+        """Time passes: nodes take their steps in this order."""
+        self.act_in(order)
+
+    @rule()
+    def all_act(self) -> None:
+        for node in list(self.nodes.values()):
+            self.step(node)
+
+    @rule(order=ORDER, slot=SLOT)
+    def start(self, order: list[int], slot: int) -> None:
+        self.act_in(order)
+        self.start_node(slot)
+
+    @rule(order=ORDER, slot=SLOT, is_lease_released=st.booleans())
+    def die(self, order: list[int], slot: int, is_lease_released: bool) -> None:
+        """SIGKILL: with a living guardian the lease ends at once, with the whole machine it runs out later."""
+        self.act_in(order)
+        node = self.nodes.pop(slot, None)
+        if node is not None and is_lease_released:
+            self.store.release_lease(node.member.member_id)
+
+    @rule(order=ORDER, slot=SLOT, later=ORDER)
+    def lease_runs_out_and_is_renewed(self, order: list[int], slot: int, later: list[int]) -> None:
+        self.act_in(order)
+        if slot in self.nodes:
+            self.client.delete(self.store.keys.lease(self.nodes[slot].member.member_id))
+        self.act_in(later)
+        if slot in self.nodes:
+            self.renew(self.nodes[slot])
+
+    @rule(order=ORDER)
+    def leases_of_the_dead_run_out(self, order: list[int]) -> None:
+        self.act_in(order)
+        self.bury_the_dead()
+
+    @rule(order=ORDER, slot=SLOT, later=ORDER)
+    def look_and_act_later(self, order: list[int], slot: int, later: list[int]) -> None:
+        """A node decides on what it saw a while ago."""
+        self.act_in(order)
+        if slot in self.nodes:
+            node = self.nodes[slot]
+            node.seen = self.store.view(node.next_round)
+            self.act_in([other for other in later if other != slot])
+            self.step(node)
+
+    @rule(order=ORDER, slot=SLOT)
+    def transfer_breaks(self, order: list[int], slot: int) -> None:
+        self.act_in(order)
+        if (node := self.in_phase("reducing", slot)) is not None:
+            self.give_up(node, "a lane broke")
+
+    @rule(order=ORDER, slot=SLOT)
+    def result_is_damaged(self, order: list[int], slot: int) -> None:
+        self.act_in(order)
+        if (node := self.in_phase("reducing", slot)) is not None:
+            self.reduce(node, digest="damaged")
+
+    @rule(order=ORDER, slot=SLOT)
+    def update_is_not_finite(self, order: list[int], slot: int) -> None:
+        self.act_in(order)
+        if (node := self.in_phase("training", slot)) is not None:
+            self.arrive(node, weight=0)
+
+    @rule()
+    def founders_stop_waiting(self) -> None:
+        self.start_deadline_s = float("-inf")
+
+    @rule(order=ORDER, data=st.data())
+    def proposal_comes_twice(self, order: list[int], data: st.DataObject) -> None:
+        self.act_in(order)
+        if not self.store.proposed:
+            return
+        again = data.draw(st.sampled_from(self.store.proposed))
+        if isinstance(again, Opening):
+            assert not Store.propose_opening(self.store, again)
+        else:
+            assert not Store.propose_verdict(self.store, again)
+
+    # -- what a node does ---------------------------------------------------------------------------------------
+
+    def act_in(self, order: list[int]) -> None:
+        for slot in order:
+            if slot in self.nodes:
+                self.step(self.nodes[slot])
+
+    def in_phase(self, phase: str, slot: int) -> Node | None:
+        """A node in this phase: the one in the slot, or another."""
+        slots = [slot, *sorted(self.nodes)]
+        return next((self.nodes[s] for s in slots if s in self.nodes and self.nodes[s].phase == phase), None)
+
+    def start_node(self, slot: int) -> None:
         if slot in self.nodes:
             return
         member = StepMember(self.store, f"n{slot}")
@@ -127,77 +227,10 @@ class Rounds(RuleBasedStateMachine):
         else:
             member.announce_ready(Ready(FOUNDING_ROUND, 0, node.state))
 
-    @rule(slot=st.integers(0, NODES - 1), is_lease_released=st.booleans())
-    def die(self, slot: int, is_lease_released: bool) -> None:
-        """SIGKILL: with a living guardian the lease ends at once, with the whole machine it runs out later."""
-        node = self.nodes.pop(slot, None)
-        if node is not None and is_lease_released:
-            self.store.release_lease(node.member.member_id)
-
-    @rule(data=st.data())
-    def lease_runs_out(self, data: st.DataObject) -> None:
-        alive = sorted(self.store.view(0).alive)
-        if alive:
-            self.client.delete(self.store.keys.lease(data.draw(st.sampled_from(alive))))
-
-    @rule(data=st.data())
-    def guardian_renews(self, data: st.DataObject) -> None:
-        if self.nodes:
-            self.renew(self.draw_node(data))
-
-    @rule(data=st.data())
-    def look(self, data: st.DataObject) -> None:
-        """Read the store, and act on it only later."""
-        if self.nodes:
-            node = self.draw_node(data)
-            node.seen = self.store.view(node.next_round)
-
-    @rule(data=st.data(), steps=st.integers(1, 6))
-    def act(self, data: st.DataObject, steps: int) -> None:
-        for _ in range(steps):
-            if self.nodes:
-                self.step(self.draw_node(data))
-
-    @rule()
-    def all_act(self) -> None:
-        for node in list(self.nodes.values()):
-            self.step(node)
-
-    @rule(data=st.data())
-    def transfer_breaks(self, data: st.DataObject) -> None:
-        reducing = [n for n in self.nodes.values() if n.phase == "reducing"]
-        if reducing:
-            self.give_up(data.draw(st.sampled_from(reducing)), "a lane broke")
-
-    @rule(data=st.data())
-    def result_is_damaged(self, data: st.DataObject) -> None:
-        reducing = [n for n in self.nodes.values() if n.phase == "reducing"]
-        if reducing:
-            self.reduce(data.draw(st.sampled_from(reducing)), digest="damaged")
-
-    @rule(data=st.data())
-    def update_is_not_finite(self, data: st.DataObject) -> None:
-        training = [n for n in self.nodes.values() if n.phase == "training"]
-        if training:
-            self.arrive(data.draw(st.sampled_from(training)), weight=0)
-
-    @rule()
-    def founders_stop_waiting(self) -> None:
-        self.start_deadline_s = float("-inf")
-
-    @precondition(lambda self: self.store.proposed)
-    @rule(data=st.data())
-    def proposal_comes_twice(self, data: st.DataObject) -> None:
-        again = data.draw(st.sampled_from(self.store.proposed))
-        if isinstance(again, Opening):
-            assert not Store.propose_opening(self.store, again)
-        else:
-            assert not Store.propose_verdict(self.store, again)
-
-    # -- what a node does ---------------------------------------------------------------------------------------
-
-    def draw_node(self, data: st.DataObject) -> Node:
-        return self.nodes[data.draw(st.sampled_from(sorted(self.nodes)))]
+    def bury_the_dead(self) -> None:
+        living = {node.member.member_id for node in self.nodes.values()}
+        for member in self.store.view(FOUNDING_ROUND).alive - living:
+            self.client.delete(self.store.keys.lease(member))
 
     def renew(self, node: Node, *, first: bool = False) -> None:
         if not self.store.renew_lease(node.member.member_id, lease_s=LONG_S, progress=0, first=first):
@@ -341,30 +374,14 @@ class Rounds(RuleBasedStateMachine):
     # -- what must hold -----------------------------------------------------------------------------------------
 
     @invariant()
-    def committed_rounds_form_one_line(self) -> None:
+    def history_is_one_exact_line(self) -> None:
         history = self.store.history()
         assert [v.round for v in history] == list(range(len(history)))
         versions = [v.version for v in history]
         assert versions == sorted(set(versions))
-
-    @invariant()
-    def excluded_members_never_commit(self) -> None:
-        history = self.store.history()
         for member, length in self.gone.items():
-            assert all(member not in verdict.members for verdict in history[length:]), member
-
-    @invariant()
-    def every_sample_has_one_place(self) -> None:
-        contributed: list[int] = []
-        before = Progress.at_start()
-        for verdict in self.store.history():
-            for member, weight in zip(verdict.members, verdict.weights, strict=True):
-                if weight:
-                    contributed += samples(before.assigned[member])
-            before = Progress.from_record(verdict.payload["progress"])
-        assigned = [i for ranges in before.assigned.values() for i in samples(ranges)]
-        everything = contributed + assigned + samples(before.ledger.returned)
-        assert sorted(everything) == list(range(before.ledger.next))
+            assert all(member not in verdict.members for verdict in history[length:]), f"{member} was excluded"
+        assert_every_sample_has_one_place(history)
 
     def teardown(self) -> None:
         self.committed_rounds_follow_again_once_faults_end()
@@ -374,9 +391,7 @@ class Rounds(RuleBasedStateMachine):
     def committed_rounds_follow_again_once_faults_end(self) -> None:
         """No deadlock: whatever happened, those who live commit rounds together, all of them."""
         self.start_deadline_s = float("-inf")
-        living = {n.member.member_id for n in self.nodes.values()}
-        for member in self.store.view(0).alive - living:
-            self.store.release_lease(member)
+        self.bury_the_dead()
         if not self.nodes or (self.store.history() and not self.has_state()):
             return
         length = len(self.store.history())
@@ -388,7 +403,7 @@ class Rounds(RuleBasedStateMachine):
         history = self.store.history()
         assert len(history) >= length + 5, [(n.member.member_id, n.phase, n.round) for n in self.nodes.values()]
         assert set(history[-1].members) == {n.member.member_id for n in self.nodes.values()}
-        self.every_sample_has_one_place()
+        assert_every_sample_has_one_place(history)
 
     def has_state(self) -> bool:
         """Whether somebody holds a committed state that a joiner can continue from."""
@@ -400,13 +415,27 @@ def samples(ranges: Any) -> list[int]:
     return [index for start, stop in ranges for index in range(start, stop)]
 
 
+def assert_every_sample_has_one_place(history: list[Verdict]) -> None:
+    """Every index below the ledger's next was contributed once, or is assigned, or was given back."""
+    places: list[int] = []
+    before = Progress.at_start()
+    for verdict in history:
+        for member, weight in zip(verdict.members, verdict.weights, strict=True):
+            if weight:
+                places += samples(before.assigned[member])
+        before = Progress.from_record(verdict.payload["progress"])
+    for ranges in (*before.assigned.values(), before.ledger.returned):
+        places += samples(ranges)
+    assert sorted(places) == list(range(before.ledger.next))
+
+
 def test_members_commit_one_line_of_rounds_whatever_happens(redis_url: str) -> None:
     Rounds.url = redis_url
     run_state_machine_as_test(
         Rounds,
         settings=settings(
-            max_examples=60,
-            stateful_step_count=60,
+            max_examples=40,
+            stateful_step_count=25,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),

@@ -26,12 +26,11 @@ from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost
 from zeroband.faults import FaultPoints
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport
+from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport, StateCopy
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
-from zeroband.outer.transaction import RESULT
 from zeroband.parallel import LocalMesh, init_local_mesh
 
 DEADLINE_S = 20.0
@@ -152,9 +151,7 @@ class MemoryMember:
         return decision if isinstance(decision, Wait) or self.member_id in decision.members else Wait("not listed")
 
     def vote(self, opening: Opening, digest: str) -> None:
-        self._store.change(
-            lambda: self._store.votes.setdefault(opening.version, {}).setdefault(self.member_id, digest)
-        )
+        self._store.change(lambda: self._store.votes.setdefault(opening.version, {}).setdefault(self.member_id, digest))
 
     def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
         def decide() -> Verdict | Wait:
@@ -392,9 +389,15 @@ class FakeRun:
         outcomes = self.together(**works)
         return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RoundReport)}
 
-    @property
-    def results(self) -> dict[str, Tensor]:
-        return {name: node.buffers[RESULT] for name, node in self.nodes.items()}
+    def copy_at_step(self, name: str, update: Tensor) -> StateCopy:
+        """Order a copy of a node's state, then make the step that delivers it (DDP)."""
+        node = self[name]
+        assert isinstance(node.outer, Ddp)
+        with ThreadPoolExecutor(1) as pool:
+            copy = pool.submit(node.outer.copy_state)
+            assert node.outer._desk._ordered.wait(DEADLINE_S)
+            node.take_step(update, 10)
+            return copy.result(DEADLINE_S)
 
 
 StartRun = Callable[..., FakeRun]

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from zeroband.outer.journal import Journal, JournalEntry
@@ -36,3 +38,17 @@ def test_journal_keeps_what_fits_into_its_bytes() -> None:
 
 def test_journal_keeps_the_newest_round_even_if_it_is_larger_than_the_bound() -> None:
     assert kept(filled(max_rounds=100, max_bytes=39)) == [10]
+
+
+def test_journal_entry_that_is_awaited_comes_as_soon_as_it_is_added() -> None:
+    journal = filled(max_rounds=3, max_bytes=10_000)
+    with ThreadPoolExecutor(1) as pool:
+        awaited = pool.submit(journal.await_entry, 11, patience_s=10.0)
+        journal.add(added := entry(11))
+        assert awaited.result(timeout=1.0) is added
+
+
+def test_journal_entry_that_is_forgotten_or_does_not_come_is_none() -> None:
+    journal = filled(max_rounds=3, max_bytes=10_000)
+    assert journal.await_entry(7, patience_s=10.0) is None
+    assert journal.await_entry(11, patience_s=0.01) is None

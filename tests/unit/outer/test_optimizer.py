@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ def run(optimizer: OuterOptimizer, slices: int = 1, n: int = N) -> tuple[Tensor,
     bounds = [n * i // slices for i in range(slices + 1)]
     for round in range(1, ROUNDS + 1):
         mean = noise(round, n)
-        for part in (slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)):
+        for part in (slice(a, b) for a, b in itertools.pairwise(bounds)):
             optimizer.apply(outer[part], momentum[part], mean[part], round=round)
     return outer, momentum
 

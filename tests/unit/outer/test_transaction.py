@@ -1,6 +1,7 @@
 """A round as a transaction, with real algorithms on it: what a lost, slow or wrong member may do to the others."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,23 +10,26 @@ from torch import Tensor
 from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.epoch import Ready
 from zeroband.errors import Fenced
-from zeroband.outer.base import RoundReport
 from zeroband.outer.flat import digest_of
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
 
 DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
 DDP = DdpConfig(type="ddp")
+Algorithm = DilocoConfig | DdpConfig
+StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]
 ALGORITHMS = pytest.mark.parametrize("algorithm", [DILOCO, DDP], ids=["diloco", "ddp"])
 
 
-def contribution_of(algorithm: object, before: Tensor, update: Tensor) -> Tensor:
+def contribution_of(algorithm: Algorithm, before: Tensor, update: Tensor) -> Tensor:
     """What a node sends for an update of its parameters (DiLoCo) or a gradient (DDP)."""
     return before - (before + update) if algorithm is DILOCO else update
 
 
 @ALGORITHMS
-def test_founding_is_a_round_of_all_founders_that_moves_nothing(start_run, noise: Noise, algorithm) -> None:
+def test_founding_is_a_round_of_all_founders_that_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b")
     assert [(v.round, v.members, v.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
     assert run["a"].outer.round == run["b"].outer.round == 0
@@ -34,7 +38,9 @@ def test_founding_is_a_round_of_all_founders_that_moves_nothing(start_run, noise
 
 @ALGORITHMS
 @pytest.mark.parametrize("lanes", [1, 3, 4])
-def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(start_run, noise: Noise, algorithm, lanes) -> None:
+def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, lanes: int
+) -> None:
     run = start_run(algorithm, "a", "b", lanes=lanes)
     before, updates = run["a"].params, {"a": noise(1), "b": noise(2)}
     run.together(a=lambda: run["a"].take_step(updates["a"], 30), b=lambda: run["b"].take_step(updates["b"], 10))
@@ -49,7 +55,7 @@ def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(start_
 @ALGORITHMS
 @pytest.mark.parametrize("point", ["opened", "reduced"])
 def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
-    start_run, noise: Noise, algorithm, point
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, point: str
 ) -> None:
     run = start_run(algorithm, "a", "b", "c", inject={"c": [f"{point}@1=SIGKILL"]})
     before, updates = run["a"].params, {"a": noise(1), "b": noise(2), "c": noise(3)}
@@ -66,7 +72,9 @@ def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
 
 
 @ALGORITHMS
-def test_result_that_a_lost_transfer_may_write_to_is_renewed(start_run, noise: Noise, algorithm) -> None:
+def test_result_that_a_lost_transfer_may_write_to_is_renewed(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b", "c", inject={"c": ["opened@1=SIGKILL"]})
     reports = run.round(a=noise(1), b=noise(2), c=noise(3))
     for name in ("a", "b"):
@@ -81,7 +89,9 @@ def test_result_that_a_lost_transfer_may_write_to_is_renewed(start_run, noise: N
 
 
 @ALGORITHMS
-def test_round_that_loses_two_members_one_after_the_other_counts_two_failures(start_run, noise: Noise, algorithm) -> None:
+def test_round_that_loses_two_members_one_after_the_other_counts_two_failures(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     inject = {"b": ["reduced@1=SIGKILL"], "c": ["opened@1=SIGKILL"]}
     run = start_run(algorithm, "a", "b", "c", inject=inject)
     report = run.round(a=noise(1), b=noise(2), c=noise(3))["a"]
@@ -90,14 +100,18 @@ def test_round_that_loses_two_members_one_after_the_other_counts_two_failures(st
 
 
 @ALGORITHMS
-def test_member_that_dies_after_its_vote_does_not_stop_the_round(start_run, noise: Noise, algorithm) -> None:
+def test_member_that_dies_after_its_vote_does_not_stop_the_round(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b", inject={"b": ["committed@1=SIGKILL"]})
     reports = run.round(a=noise(1), b=noise(2))
     assert (reports["a"].members, reports["a"].retries) == (("a", "b"), 0)
 
 
 @ALGORITHMS
-def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(start_run, noise: Noise, algorithm) -> None:
+def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run, sound = start_run(algorithm, "a", "b"), [noise(1), noise(2)]
     run["b"].lanes.damage = lambda part: part[0].add_(1e-3)
     reports = run.round(a=sound[0], b=sound[1])
@@ -109,7 +123,7 @@ def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(start_ru
 
 
 @ALGORITHMS
-def test_no_member_applies_before_the_verdict(start_run, noise: Noise, algorithm) -> None:
+def test_no_member_applies_before_the_verdict(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
     run = start_run(algorithm, "a", "b", inject={"b": ["reduced@1=SIGKILL"]})
     states: list[str] = []
     node = run["a"]
@@ -127,7 +141,9 @@ def test_no_member_applies_before_the_verdict(start_run, noise: Noise, algorithm
 
 
 @ALGORITHMS
-def test_member_that_was_away_is_fenced_and_keeps_its_state(start_run, noise: Noise, algorithm) -> None:
+def test_member_that_was_away_is_fenced_and_keeps_its_state(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b")
     state, outer = run["b"].outer.state, [run["b"].buffers[name].clone() for name in run["b"].outer.sections]
     run["b"].member.close()  # its lease ran out while it made its inner steps
@@ -140,7 +156,9 @@ def test_member_that_was_away_is_fenced_and_keeps_its_state(start_run, noise: No
 
 
 @ALGORITHMS
-def test_update_that_is_not_finite_is_left_out_and_its_samples_return(start_run, noise: Noise, algorithm) -> None:
+def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b")
     before, update, bad = run["a"].params, noise(1), noise(2)
     bad[21] = float("inf")
@@ -156,7 +174,9 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_return(start_run,
 
 
 @ALGORITHMS
-def test_node_recovers_from_an_update_that_was_not_finite(start_run, noise: Noise, algorithm) -> None:
+def test_node_recovers_from_an_update_that_was_not_finite(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b")
     for pair in run["b"].inner.moments().values():
         pair[0].fill_(float("nan") if algorithm is DILOCO else 0.0)  # what a gradient without a number leaves behind
@@ -167,7 +187,9 @@ def test_node_recovers_from_an_update_that_was_not_finite(start_run, noise: Nois
 
 
 @ALGORITHMS
-def test_round_in_which_nobody_has_weight_moves_nothing(start_run, noise: Noise, algorithm) -> None:
+def test_round_in_which_nobody_has_weight_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a", "b")
     run.round(a=noise(1), b=noise(2))
     before, state = run["a"].params, run["a"].outer.state
@@ -179,7 +201,9 @@ def test_round_in_which_nobody_has_weight_moves_nothing(start_run, noise: Noise,
 
 
 @ALGORITHMS
-def test_tokens_count_from_one_committed_round_to_the_next(start_run, noise: Noise, algorithm) -> None:
+def test_tokens_count_from_one_committed_round_to_the_next(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     run.round(tokens=7, a=noise(1))
     report = run.round(tokens=5, a=noise(2))["a"]
@@ -188,24 +212,22 @@ def test_tokens_count_from_one_committed_round_to_the_next(start_run, noise: Noi
 
 
 @ALGORITHMS
-def test_report_says_what_crossed_the_network(start_run, noise: Noise, algorithm) -> None:
+def test_report_says_what_crossed_the_network(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
     run = start_run(algorithm, "a", "b")
     report = run.round(a=noise(1), b=noise(2))["a"]
     assert report.sent_bytes == report.received_bytes == 22 * 4  # 2 (M - 1) / M of the buffer
-    alone = start_run_alone_report(run, noise)
-    assert alone.sent_bytes == alone.received_bytes == 0
-
-
-def start_run_alone_report(run, noise: Noise) -> RoundReport:
     run["b"].member.close()
-    return run.round(a=noise(3))["a"]
+    report = run.round(a=noise(3))["a"]
+    assert report.sent_bytes == report.received_bytes == 0
 
 
 # -- joining --------------------------------------------------------------------------------------------------------
 
 
 @ALGORITHMS
-def test_node_that_receives_the_state_holds_what_its_members_hold(start_run, noise: Noise, algorithm) -> None:
+def test_node_that_receives_the_state_holds_what_its_members_hold(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     serve_copies_of(run, "a", noise)
     joiner = run.add("b")
@@ -215,18 +237,19 @@ def test_node_that_receives_the_state_holds_what_its_members_hold(start_run, noi
     assert joiner.inner.step_count == run["a"].inner.step_count
 
 
-def serve_copies_of(run, name: str, noise: Noise) -> None:
+def serve_copies_of(run: Any, name: str, noise: Noise) -> None:
     """Make a few rounds. From then on copies of the node's state are there without another round."""
     for seed in range(3):
         run.round(**{name: noise(seed)})
-    if run.algorithm is not DDP:
-        return
-    copy = run.together(donor=run[name].outer.copy_state, a=lambda: run[name].take_step(noise(9), 10))["donor"]
-    run[name].outer.copy_state = lambda: copy
+    if run.algorithm is DDP:
+        copy = run.copy_at_step(name, noise(9))
+        run[name].outer.copy_state = lambda: copy
 
 
 @ALGORITHMS
-def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(start_run, noise: Noise, algorithm) -> None:
+def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     serve_copies_of(run, "a", noise)
     joiner = run.add("b")
@@ -246,7 +269,9 @@ def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(start_r
 
 
 @ALGORITHMS
-def test_journal_replayed_gives_the_state_of_those_who_were_there(start_run, noise: Noise, algorithm) -> None:
+def test_journal_replayed_gives_the_state_of_those_who_were_there(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     serve_copies_of(run, "a", noise)
     joiner, fetched = run.add("b"), run["a"].outer.round
@@ -263,7 +288,9 @@ def test_journal_replayed_gives_the_state_of_those_who_were_there(start_run, noi
 
 
 @ALGORITHMS
-def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(start_run, noise: Noise, algorithm) -> None:
+def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     serve_copies_of(run, "a", noise)
     joiner = run.add("b")
@@ -274,7 +301,9 @@ def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(start_run, n
 
 
 @ALGORITHMS
-def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(start_run, noise: Noise, algorithm) -> None:
+def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
     run = start_run(algorithm, "a")
     run.round(a=noise(1) * float("nan"))
     serve_copies_of(run, "a", noise)
@@ -285,7 +314,7 @@ def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(sta
 
 
 @ALGORITHMS
-def test_node_with_another_state_is_not_in_the_round(start_run, noise: Noise, algorithm) -> None:
+def test_node_with_another_state_is_not_in_the_round(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
     run = start_run(algorithm, "a")
     stranger = run.add("b")
     stranger.mesh.announce_ready(Ready(1, 5, "another state"))

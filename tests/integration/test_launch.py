@@ -1,0 +1,307 @@
+"""The launch commands that people know, as they type them, and what they are told when something is wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroband.parts
+import zeroband.train
+from zeroband.config import load_config
+from zeroband.errors import StoreLost
+from zeroband.observe.status import RunReader
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "src/zeroband/train.py"
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ended."""
+
+    code: int
+    output: str
+    errors: str
+    runs: Path
+    """What it had as run.dir."""
+
+    def records(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """The lines of a file of each node, by `run/node`."""
+        return {
+            path.parent.relative_to(self.runs).as_posix(): [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted(self.runs.rglob(name))
+        }
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Run a command in the root of the clone, in a user's environment but for the places that it writes to."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(*command: str, **variables: str) -> Ended:
+        runs = tmp_path_factory.mktemp("runs")
+        env = {key: value for key, value in os.environ.items() if not key.upper().startswith("ZERO_BAND_")}
+        env |= {"ZERO_BAND_RUN__DIR": str(runs), "ZERO_BAND_DATA__CACHE_DIR": str(cache), **variables}
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+        return Ended(done.returncode, done.stdout, done.stderr, runs)
+
+    return run
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    return [str(Path(sysconfig.get_path("scripts")) / "torchrun"), f"--nproc_per_node={ranks}", TRAINER, *arguments]
+
+
+# -- as people type them --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..., Ended]) -> None:
+    done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.micro_bs", "4", "--train.total_steps", "4"))
+    assert done.code == 0, done.errors
+    (records,) = done.records("metrics.jsonl").values()
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[-1]["train/tokens"] == 4 * 16 * 128
+    (events,) = done.records("events.jsonl").values()
+    assert [event["kind"] for event in events] == ["node_started", "run_finished", "left"]
+    assert events[0]["local_world_size"] == 2
+    (resolved,) = done.runs.rglob("config.toml")
+    assert load_config([f"@{resolved}"], {}).train.micro_bs == 4
+
+
+@pytest.mark.slow
+def test_simulate_diloco_trains_two_nodes_of_two_ranks_to_one_state(launch: Callable[..., Ended]) -> None:
+    script = "./scripts/simulate_multi_node_diloco.sh"
+    arguments = ("2", "2", TRAINER, "@configs/debug/diloco.toml", "--train.total_steps", "20")
+    done = launch(script, *arguments, ZERO_BAND_LOG_LEVEL="DEBUG")
+    assert done.code == 0, done.output + done.errors
+    nodes = done.records("metrics.jsonl")
+    assert len(nodes) == 2
+    digests = [[r["outer/digest"] for r in records if "outer/round" in r] for records in nodes.values()]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 2
+    for records in nodes.values():
+        assert records[0]["train/loss"] == pytest.approx(5.8, abs=0.3)  # log 320: it knows nothing
+        assert records[-1]["train/loss"] < 4.2
+    assert 'log_level = "DEBUG"' in next(done.runs.rglob("config.toml")).read_text()
+    assert {line.split()[0] for line in done.output.splitlines()} == {"zeroband:", "[node0]", "[node1]"}
+
+
+@pytest.mark.slow
+def test_simulate_trains_two_nodes_with_ddp(launch: Callable[..., Ended]) -> None:
+    script = "./scripts/simulate_multi_node.sh"
+    done = launch(script, "2", "1", TRAINER, "@configs/debug/ddp.toml", "--train.total_steps", "3")
+    assert done.code == 0, done.output + done.errors
+    digests = [[record["outer/digest"] for record in records] for records in done.records("metrics.jsonl").values()]
+    assert len(digests) == 2 and digests[0] == digests[1] and len(set(digests[0])) == 3
+
+
+@pytest.mark.slow
+def test_simulate_refuses_nodes_that_would_train_alone(launch: Callable[..., Ended]) -> None:
+    done = launch("./scripts/simulate_multi_node.sh", "2", "1", TRAINER, "@configs/debug/normal.toml")
+    assert done.code == 2
+    assert done.errors.count("\n") == 1 and "there is no [outer] section" in done.errors
+    assert not any(done.runs.iterdir())
+
+
+@pytest.mark.slow
+def test_torchrun_with_an_unknown_key_ends_with_one_line_of_ours(launch: Callable[..., Ended]) -> None:
+    done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.mikro_bs", "4"))
+    assert done.code != 0
+    ours = [line for line in done.errors.splitlines() if line.startswith("zeroband:")]
+    assert ours == ["zeroband: unknown key train.mikro_bs (from --train.mikro_bs): did you mean train.micro_bs?"]
+    assert f"{ROOT}/src" not in done.errors  # no frame of this package in a traceback
+    assert not any(done.runs.iterdir())
+
+
+@pytest.mark.slow
+def test_demo_names_a_wrong_setting_before_it_starts_anything(launch: Callable[..., Ended]) -> None:
+    done = launch(str(Path(sysconfig.get_path("scripts")) / "zeroband"), "demo", "--train.total_stepz", "3")
+    assert (done.code, done.output) == (2, "")
+    assert "did you mean train.total_steps?" in done.errors
+    assert not any(done.runs.iterdir())
+
+
+# -- what a rank says when something is wrong -----------------------------------------------------------------------
+
+TINY = (
+    *("--model.d_model=8", "--model.n_layers=1", "--model.n_heads=2", "--data.seq_length=8"),
+    *('--data.source={"type": "synthetic", "documents": 20}', "--node.id=n0"),
+    *("--train.batch_size=2", "--train.total_steps=1"),
+)
+
+
+@dataclass
+class Rank:
+    """The trainer's `main` in this process, as torchrun's only rank."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def node_dir(self) -> Path:
+        return self.folder / "runs" / "default" / "n0"
+
+    def main(self, *arguments: str) -> tuple[int, str]:
+        """Exit code and what stands on standard error, log lines apart."""
+        places = (f"--run.dir={self.folder / 'runs'}", f"--data.cache_dir={self.folder / 'cache'}")
+        code = zeroband.train.main([*TINY, *places, *arguments])
+        lines = self.capsys.readouterr().err.splitlines()
+        return code, "\n".join(line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT", line))
+
+    def outer(self, url: str, *arguments: str) -> tuple[int, str]:
+        return self.main("--outer.type=ddp", f"--store.url={url}", "--fault.detect_s=0.5", *arguments)
+
+
+@pytest.fixture
+def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """What `main` sets up for its whole process is put back afterwards."""
+    for key in [key for key in os.environ if key.upper().startswith("ZERO_BAND_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setattr(zeroband.train, "die_with_launcher", lambda: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    logger = logging.getLogger("zeroband")
+    level, propagate = logger.level, logger.propagate
+    yield Rank(tmp_path, capsys)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate = propagate
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--train.mikro_bs=4",), "did you mean train.micro_bs?"),
+        (("--outer.type=ddp",), "needs store.url"),
+        (("--store.url=redis://localhost",), "there is no [outer] section: every node would train alone"),
+        (('--data.source={"type": "text", "paths": ["/nowhere/*.txt"]}',), "/nowhere/*.txt"),
+        (("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url={redis}"), "node.shm_dir='/nowhere'"),
+        (("--fault.inject=lunch@3=SIGKILL",), "lunch@3=SIGKILL"),
+    ],
+)
+def test_wrong_configuration_is_exit_code_2_and_one_line(
+    rank: Rank, redis_url: str, arguments: Sequence[str], said: str
+) -> None:
+    code, line = rank.main(*(argument.replace("{redis}", redis_url) for argument in arguments))
+    assert code == 2
+    assert line.startswith("zeroband: ") and "\n" not in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://:s3cret@host", "host:6379", "redis://", "redis://:s3cret@host:port", "redis://:s3cret@host:70000"),
+        *("redis://:s3cret@[::1", "rediss://host/database", "unix://", "unix:///"),
+    ],
+)
+def test_malformed_store_url_is_refused_without_showing_it(rank: Rank, url: str) -> None:
+    code, line = rank.main("--outer.type=ddp", f"--store.url={url}")
+    assert code == 2
+    assert "store.url is no address of a Redis" in line and "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "rediss://:p@h:1/3", "redis://u:p@[::1]:6379/", "unix://u:p@/run/redis.sock"]
+)
+def test_store_url_of_each_form_is_accepted(url: str) -> None:
+    config = load_config(["--outer.type=ddp", f"--store.url={url}"], {})
+    assert config.store.url is not None and config.store.url.get_secret_value() == url
+
+
+@pytest.mark.slow
+def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeroband.parts, "_STORE_PATIENCE_S", 0.1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        code, line = rank.outer(f"redis://:s3cret@127.0.0.1:{port}")
+    assert code == 1
+    assert line.startswith("zeroband: Redis did not answer") and "\n" not in line
+    assert f"127.0.0.1:{port}" in line and "store.url" in line and "s3cret" not in line
+    last = (rank.node_dir / "events.jsonl").read_text().splitlines()[-2:]
+    assert [json.loads(event)["kind"] for event in last] == ["run_failed", "left"]
+
+
+def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_arguments: object, **_options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
+        zeroband.parts.address_towards("redis://:s3cret@nowhere:6379")
+
+
+def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
+    rank.node_dir.mkdir(parents=True)
+    held = os.open(rank.node_dir, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        code, line = rank.main()
+    finally:
+        os.close(held)
+    assert code == 2
+    assert "node.id='n0' of run.id='default' is already running" in line
+    assert [path.name for path in rank.node_dir.iterdir()] == ["rank0.log"]
+
+
+def test_run_directory_that_cannot_be_written_is_named(rank: Rank) -> None:
+    (rank.folder / "runs").write_text("a file")
+    code, line = rank.main()
+    assert code == 2
+    assert line.startswith(f"zeroband: cannot write to {rank.node_dir}: ") and line.endswith("may write to")
+
+
+def test_torchrun_over_several_nodes_is_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, line = rank.main()
+    assert code == 2
+    assert "start one torchrun with --nnodes 1 on every machine" in line
+
+
+def test_other_ranks_leave_the_word_to_the_first(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(zeroband.train.time, "sleep", pauses.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rank.main("--train.mikro_bs=4")[0] == 2
+    assert pauses == [10.0]
+
+
+@pytest.mark.slow
+def test_node_of_another_run_is_refused_at_join(rank: Rank, redis_url: str) -> None:
+    assert rank.outer(redis_url, "--run.token=first")[0] == 0
+    for arguments, key in [(["--run.token=second"], "run.token"), (["--run.token=first", "--run.seed=7"], "run.seed")]:
+        code, line = rank.outer(redis_url, *arguments)
+        assert code == 2
+        assert line.startswith(f"zeroband: refused at join: {key} is ") and "\n" not in line
+        assert "first" not in line and "second" not in line
+
+
+@pytest.mark.slow
+def test_node_that_comes_to_a_complete_run_is_told_so_and_is_no_failure(rank: Rank, redis_url: str) -> None:
+    assert rank.outer(redis_url)[0] == 0
+    code, line = rank.outer(redis_url)
+    assert code == 0
+    assert re.fullmatch(r"zeroband: the run is complete since round 1; start another with a new run\.id", line)
+    (node,) = RunReader(rank.node_dir.parent).read().nodes
+    assert node.state == "left"

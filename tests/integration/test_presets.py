@@ -1,0 +1,122 @@
+"""Every preset trains: two rounds of one node, with the model and the data made tiny; all else stays as it is there."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroband.cluster import RedisServer
+from zeroband.config import RunConfig, load_config
+from zeroband.config.schema import DilocoConfig
+from zeroband.model.size import parameter_count
+from zeroband.parallel import init_local_mesh
+from zeroband.train import train
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
+SEQUENCES, LENGTH, STEPS = 4, 16, 2
+
+TINY = {
+    "model.d_model": 192,  # the heads stay as they are, and both 6 and 32 of them divide it
+    "model.n_layers": 2,
+    "model.d_ff": 32,
+    "data.tokenizer": "byte",
+    "data.seq_length": LENGTH,
+    "data.source": json.dumps({"type": "synthetic", "documents": 50}),
+    "train.batch_size": SEQUENCES,
+    "train.micro_bs": 2,
+    "train.total_steps": STEPS,
+    "train.compile": False,
+    "elastic.min_nodes": 1,
+    "elastic.start_nodes": 1,
+    "observe.sample_tokens": 2,
+}
+
+NOMINAL = {
+    "14M.toml": ((384, 8, 6, 6, 1024), 320, 14e6),
+    "150M.toml": ((1024, 12, 16, 16, 2688), 0, 150e6),
+    "1B.toml": ((2048, 22, 32, 4, 5632), 32_000, 1.1e9),
+    "10B.toml": ((4096, 42, 32, 8, 14336), 128_256, 10e9),
+}
+"""Preset -> its published shape, the vocabulary that its name counts (the 150 M leave it out), that many parameters."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a preset left behind."""
+
+    config: RunConfig
+    environ: Mapping[str, str]
+    folder: Path
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def trained(
+    request: pytest.FixtureRequest, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
+    preset = CONFIGS / request.param
+    folder = tmp_path_factory.mktemp("preset")
+    flags = [f"--{key}={value}" for key, value in TINY.items()]
+    flags += [f"--run.dir={folder}", f"--run.id={folder.name}", "--node.id=n0", f"--data.cache_dir={folder / 'cache'}"]
+    outer = tomllib.loads(preset.read_text()).get("outer")
+    if outer and outer["type"] == "diloco":
+        flags.append("--outer.inner_steps=1")
+    environ = {"ZERO_BAND_STORE__URL": redis_server.url} if outer else {}
+    config = load_config([f"@{preset}", *flags], environ)
+    with ExitStack() as stack:
+        local = init_local_mesh({})
+        stack.callback(local.close)
+        train(config, local, stack)
+    return Trained(config, environ, folder / folder.name / "n0")
+
+
+@pytest.mark.slow
+def test_preset_trains_two_steps_at_a_tiny_size(trained: Trained) -> None:
+    records = trained.records("metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["train/loss"] == pytest.approx(math.log(320), abs=0.5)  # of a model that knows nothing yet
+    assert records[-1]["train/tokens"] == STEPS * SEQUENCES * LENGTH
+    assert trained.records("events.jsonl")[-2]["kind"] == "run_finished"
+
+
+@pytest.mark.slow
+def test_preset_commits_a_round_at_each_step_where_it_has_an_outer_algorithm(trained: Trained) -> None:
+    rounds = [record.get("outer/round") for record in trained.records("metrics.jsonl")]
+    assert rounds == ([None, None] if trained.config.outer is None else [1, 2])
+
+
+@pytest.mark.slow
+def test_resolved_configuration_in_the_node_folder_loads_back(trained: Trained) -> None:
+    assert load_config([f"@{trained.folder / 'config.toml'}"], trained.environ) == trained.config
+
+
+@pytest.mark.parametrize("preset", NOMINAL)
+def test_preset_has_the_shape_and_the_size_of_its_name(preset: str) -> None:
+    shape, vocab_size, parameters = NOMINAL[preset]
+    config = load_config([f"@{CONFIGS / preset}"], {"ZERO_BAND_STORE__URL": "redis://localhost"})
+    model = config.model
+    assert (model.d_model, model.n_layers, model.n_heads, model.kv_heads, model.ff_width) == shape
+    assert parameter_count(model, vocab_size) == pytest.approx(parameters, rel=0.05)
+
+
+def test_150m_is_the_recipe_of_opendiloco() -> None:
+    config = load_config([f"@{CONFIGS / '150M.toml'}"], {"ZERO_BAND_STORE__URL": "redis://localhost"})
+    outer, adamw = config.outer, config.optim.adamw
+    assert isinstance(outer, DilocoConfig)
+    assert (outer.inner_steps, outer.optimizer.lr, outer.optimizer.momentum) == (500, 0.7, 0.9)
+    assert outer.optimizer.nesterov
+    assert (adamw.lr, adamw.betas, adamw.weight_decay) == (4e-4, (0.9, 0.95), 0.1)
+    assert (config.optim.warmup_steps, config.optim.schedule.type, config.optim.clip_norm) == (1000, "cosine", 1.0)
+    assert (config.train.batch_size, config.train.total_steps, config.data.seq_length) == (512, 88_000, 1024)

@@ -1,0 +1,96 @@
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.config.schema import DdpConfig
+from zeroband.errors import RecoveryFailed
+from zeroband.outer import ddp as module
+from zeroband.outer.flat import digest_of
+
+DDP = DdpConfig(type="ddp")
+StartRun = Callable[..., Any]
+Noise = Callable[..., Tensor]
+
+
+def flat(run: Any, name: str, moment: int) -> Tensor:
+    moments = run[name].inner.moments()
+    return torch.cat([moments[key][moment].reshape(-1) for key in sorted(moments)])
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0], ids=["below the clip", "clipped"])
+def test_two_nodes_train_as_one_with_the_mean_gradient_bit_for_bit(
+    start_run: StartRun, noise: Noise, scale: float
+) -> None:
+    run, alone = start_run(DDP, "a", "b"), None
+    for seed in range(5):
+        gradients = {"a": noise(2 * seed, scale), "b": noise(2 * seed + 1, scale)}
+        mean = gradients["a"] * 0.5 + gradients["b"] * 0.5
+        norm = float(torch.linalg.vector_norm(mean, dtype=torch.float64))
+        assert (norm > 1) == (scale > 1)
+        alone = alone or run.add("alone")
+        alone.set_gradient(mean * (1.0 / norm) if norm > 1 else mean)
+        alone.inner.step()
+        reports = run.round(**gradients)
+        for name in ("a", "b"):
+            assert torch.equal(run[name].params, alone.params)
+            assert reports[name].state == digest_of(alone.params)
+            assert torch.equal(flat(run, name, 1), flat(run, "alone", 1))
+
+
+def test_gradient_norm_is_the_nodes_common_one_before_clipping(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(DDP, "a", "b")
+    gradients = {"a": noise(1, 3.0), "b": noise(2, 3.0)}
+
+    def norm_of(name: str) -> float | None:
+        run[name].set_gradient(gradients[name])
+        return run[name].outer.sync_gradients(0, 10)
+
+    norms = run.together(a=lambda: norm_of("a"), b=lambda: norm_of("b"))
+    expected = (gradients["a"] * 0.5 + gradients["b"] * 0.5).double().norm().item()
+    assert norms == {"a": pytest.approx(expected), "b": norms["a"]}
+
+
+def test_copy_holds_the_moments_of_the_step_that_ended(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(DDP, "a")
+    run.round(a=noise(1))
+    copy = run.copy_at_step("a", noise(2))
+    assert (copy.round, copy.state) == (2, run["a"].outer.state)
+    assert torch.equal(copy.sections["params"], run["a"].params)
+    for number, section in enumerate(("exp_avg", "exp_avg_sq")):
+        assert torch.equal(copy.sections[section], flat(run, "a", number))
+
+
+def test_copy_is_no_view_of_the_state_that_goes_on(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(DDP, "a")
+    copy = run.copy_at_step("a", noise(2))
+    run.round(a=noise(3))
+    assert digest_of(copy.sections["params"]) == copy.state != run["a"].outer.state
+
+
+def test_every_joiner_that_asks_gets_a_copy(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(DDP, "a", total_steps=1_000_000)
+    order, is_asked = run["a"].outer.copy_state, []
+
+    def train() -> None:
+        until_s = time.monotonic() + 20
+        while len(is_asked) < 3 and time.monotonic() < until_s:
+            run["a"].take_step(noise(1), 10)
+
+    def ask() -> object:
+        copy = order()
+        is_asked.append(copy)
+        return copy
+
+    copies = run.together(a=train, b=ask, c=ask, d=ask)
+    for name in ("b", "c", "d"):
+        assert digest_of(copies[name].sections["params"]) == copies[name].state
+
+
+def test_copy_that_no_step_makes_in_time_says_so(start_run: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COPY_DEADLINE_S", 0.01)
+    with pytest.raises(RecoveryFailed, match=r"no step ended within 0\.01 s"):
+        start_run(DDP, "a")["a"].outer.copy_state()

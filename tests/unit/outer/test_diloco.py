@@ -1,0 +1,123 @@
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.outer import diloco as module
+from zeroband.outer.diloco import MOMENTUM, PARAMS
+from zeroband.outer.flat import digest_of
+from zeroband.parallel import barrier
+
+StartRun = Callable[..., Any]
+Noise = Callable[..., Tensor]
+
+
+def diloco(inner_steps: int = 1, lr: float = 0.7, momentum: float = 0.9) -> DilocoConfig:
+    sgd = OuterSGDConfig(lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return DilocoConfig(type="diloco", inner_steps=inner_steps, optimizer=sgd)
+
+
+def test_round_ends_every_inner_steps_and_with_the_run(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(inner_steps=3), "a", total_steps=7)
+    reports = [run["a"].diloco_step(noise(step), 10) for step in range(7)]
+    assert [report and report.round for report in reports] == [None, None, 1, None, None, 2, 3]
+    assert [report.weights for report in reports if report] == [(30,), (30,), (10,)]
+    assert run["a"].outer.progress.inner_step == 7
+    assert run["a"].outer.progress.assigned == {}
+
+
+def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(), "a", "b", lanes=3)
+    theta, velocity = run["a"].params, torch.zeros(22)
+    for round in range(1, 6):
+        updates = {"a": noise(2 * round), "b": noise(2 * round + 1)}
+        mean = sum((theta - (theta + update)) * 0.5 for update in updates.values())
+        velocity = velocity * 0.9 + mean
+        theta = theta - (velocity * 0.9 + mean) * 0.7
+        reports = run.round(**updates)
+        for name in ("a", "b"):
+            assert torch.equal(run[name].params, theta)
+            assert reports[name].state == digest_of(theta, velocity)
+
+
+def test_one_node_with_plain_average_keeps_every_bit_of_its_inner_steps(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(lr=1.0, momentum=0.0), "a", lanes=4)
+    expected = run["a"].params
+    for seed in range(5):
+        expected = expected + noise(seed, 1e-3)
+        run.round(a=noise(seed, 1e-3))
+        assert torch.equal(run["a"].params, expected)
+
+
+def test_inner_parameters_restart_from_the_outer_ones(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(), "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    assert torch.equal(run["a"].params, run["a"].buffers[PARAMS])
+    assert torch.equal(run["a"].buffers[MOMENTUM], run["b"].buffers[MOMENTUM])
+    assert run["a"].buffers[MOMENTUM].any()
+
+
+def test_moments_stay_on_their_node_over_a_round(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(), "a", "b")
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        for pair in run[name].inner.moments().values():
+            pair[0].fill_(value)
+    run.round(a=noise(1), b=noise(2))
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        assert all((first == value).all() for first, _ in run[name].inner.moments().values())
+
+
+def test_joiner_goes_on_with_the_learning_rate_of_the_others(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(inner_steps=2), "a", total_steps=8)
+    for seed in range(4):
+        run["a"].diloco_step(noise(seed), 10)
+    joiner = run.add("b")
+    fresh = joiner.inner.lr
+    joiner.receive(run["a"])
+    assert joiner.inner.lr == run["a"].inner.lr != fresh
+
+
+def test_copies_made_while_rounds_go_on_are_each_of_one_round(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(), "a")
+    digests, copies, is_over = {0: run["a"].outer.state}, [], threading.Event()
+
+    def train() -> None:
+        for round in range(1, 60):
+            digests[round] = run["a"].take_step(noise(round), 10).state
+        is_over.set()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            copies.append(run["a"].outer.copy_state())
+
+    run.together(train=train, serve=serve)
+    assert len({copy.round for copy in copies}) > 5
+    for copy in copies:
+        assert digest_of(copy.sections[PARAMS], copy.sections[MOMENTUM]) == copy.state == digests[copy.round]
+        assert copy.payload["progress"]["inner_step"] == copy.round
+
+
+def test_no_rank_applies_before_the_first_one_keeps_copies_away(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only local rank 0 makes copies, so the other ranks have to wait until it holds the lock."""
+    run = start_run(diloco(), "a")
+    outer, order = run["a"].outer, []
+    lock, apply = outer._keeper.state_lock, outer._optimizer.apply
+
+    def barrier_(local) -> None:
+        order.append("barrier, copies kept away" if lock.locked() else "barrier")
+        barrier(local)
+
+    def apply_(*args, **kwargs) -> None:
+        order.append("apply")
+        apply(*args, **kwargs)
+
+    monkeypatch.setattr(module, "barrier", barrier_)
+    monkeypatch.setattr(outer._optimizer, "apply", apply_)
+    run.round(a=noise(1))
+    assert order[order.index("apply") - 1] == "barrier, copies kept away"
