@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,7 @@ def test_demo_names_a_wrong_setting_before_it_starts_anything(launch: Callable[.
 
 TINY = (
     *("--model.d_model=8", "--model.n_layers=1", "--model.n_heads=2", "--data.seq_length=8"),
-    *('--data.source={"type": "synthetic", "documents": 20}', "--node.id=n0"),
-    *("--train.batch_size=2", "--train.total_steps=1"),
+    *("--data.source.type=synthetic", "--train.batch_size=2", "--train.total_steps=1", "--node.id=n0"),
 )
 
 
@@ -193,7 +193,7 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (("--train.mikro_bs=4",), "did you mean train.micro_bs?"),
         (("--outer.type=ddp",), "needs store.url"),
         (("--store.url=redis://localhost",), "there is no [outer] section: every node would train alone"),
-        (('--data.source={"type": "text", "paths": ["/nowhere/*.txt"]}',), "/nowhere/*.txt"),
+        (("--data.source.type=text", "--data.source.paths=/nowhere/*.txt"), "/nowhere/*.txt"),
         (("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url={redis}"), "node.shm_dir='/nowhere'"),
         (("--fault.inject=lunch@3=SIGKILL",), "lunch@3=SIGKILL"),
     ],
@@ -277,6 +277,22 @@ def test_torchrun_over_several_nodes_is_refused(rank: Rank, monkeypatch: pytest.
     code, line = rank.main()
     assert code == 2
     assert "start one torchrun with --nnodes 1 on every machine" in line
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_the_run_through_its_clean_up(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    given_back: list[str] = []
+
+    def interrupted(_config: object, _local: object, stack: ExitStack) -> None:
+        stack.callback(given_back.append, "all")
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(zeroband.train, "train", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        rank.main()
+    assert (ended.value.code, given_back) == (code, ["all"])
 
 
 def test_other_ranks_leave_the_word_to_the_first(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def _from_any(donors: Sequence[Donor], fetch: Callable[[Donor], _T]) -> _T:
             return fetch(donor)
         except (OSError, http.client.HTTPException, RecoveryFailed) as error:
             problems.append(f"{donor.member_id} at {donor.host}:{donor.port}: {error}")
+        except (ValueError, LookupError, TypeError) as error:  # it does not speak this protocol
+            problems.append(f"{donor.member_id} at {donor.host}:{donor.port} answers nonsense: {error!r}")
     raise RecoveryFailed("no member could serve its state: " + ("; ".join(problems) or "no member is alive"))
 
 
@@ -120,7 +122,7 @@ def _fetch_chunks(
 ) -> int:
     chunk_bytes = int(manifest["chunk_bytes"])
     targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
-    wanted = [(name, i) for name, data in targets.items() for i in range(-(-len(data) // chunk_bytes))]
+    wanted = [(name, i) for name, data in targets.items() for i, _ in enumerate(range(0, len(data), chunk_bytes))]
     total = sum(len(data) for data in targets.values())
 
     def worker(mine: Sequence[tuple[str, int]]) -> int:
@@ -129,7 +131,10 @@ def _fetch_chunks(
         try:
             for name, index in mine:
                 data = _get(connection, f"/chunk/{manifest['round']}/{name}/{index}", key)
-                targets[name][index * chunk_bytes : index * chunk_bytes + len(data)] = data
+                part = targets[name][index * chunk_bytes : (index + 1) * chunk_bytes]
+                if len(data) != len(part):
+                    raise RecoveryFailed(f"chunk {index} of {name} has {len(data)} bytes, not {len(part)}")
+                part[:] = data
                 done += len(data)
                 on_chunk(len(data), total)
         finally:
@@ -151,5 +156,7 @@ def _fetch_entry_from(donor: Donor, key: str, round: int) -> FetchedEntry:
         connection.close()
     head_bytes = int.from_bytes(data[:8], "little")
     head = json.loads(data[8 : 8 + head_bytes])
+    if head["round"] != round:
+        raise RecoveryFailed(f"it answers with round {head['round']} where round {round} was asked for")
     result = torch.from_numpy(np.frombuffer(data, dtype=np.float32, offset=8 + head_bytes).copy())  # pyright: ignore[reportUnknownMemberType]
     return FetchedEntry(head["round"], result, head["payload"], head["state"])

@@ -14,17 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, Protocol, cast
 
 from torch import Tensor
 from typing_extensions import Buffer
 
 from zeroband.errors import RecoveryFailed
+from zeroband.observe.log import get_logger
 
 CHUNK_BYTES = 8 << 20
 HASH_HEADER = "X-Zeroband-Hash"
 COPY_LIFE_S = 120.0
 """A copy that nobody asked for during this time is dropped."""
+
+_CLOSE_POLL_S = 0.05
+
+_log = get_logger(__name__)
 
 
 class ServedState(Protocol):
@@ -107,10 +113,10 @@ class StateServer:
             def answer(self) -> None:
                 self.serve(key, copies, journal_entry)
 
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, 0), Handler)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="state-server", daemon=True)
+        serve: Callable[[], None] = lambda: self._server.serve_forever(poll_interval=_CLOSE_POLL_S)  # noqa: E731
+        self._thread = threading.Thread(target=serve, name="state-server", daemon=True)
         self._thread.start()
         self._sweeper = threading.Thread(target=self._sweep, args=(copies,), name="state-copies", daemon=True)
         self._sweeper.start()
@@ -126,11 +132,24 @@ class StateServer:
         self._thread.join(timeout=5)
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection; a joiner that goes away in the middle is no news."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's own asks the name service for our name, which may take long
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        _log.debug("a joiner's connection broke", exc_info=True, extra={"fields": {"from": str(client_address)}})
+
+
 class _Handler(BaseHTTPRequestHandler):
     """GET /state, /chunk/ROUND/SECTION/INDEX, /journal/ROUND."""
 
     protocol_version = "HTTP/1.1"
     timeout = 30
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         self.answer()

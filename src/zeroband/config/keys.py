@@ -102,14 +102,11 @@ class SchemaKeys:
         return section.is_nullable if section else any(key.is_nullable for key in self.keys[path])
 
     def nearest(self, name: str) -> str | None:
-        """The key or section that a wrong dotted name most probably meant; the same last part weighs most."""
+        """The key or section that a wrong dotted name may have meant: one like it, or with a last part like its own."""
         known = [key for key in map(dotted, (*self.keys, *self.sections)) if not name.startswith(f"{key}.")]
-        leaf = _leaf(name)
-        if same_leaf := [key for key in known if _leaf(key) == leaf]:
-            return _closest(name, same_leaf, cutoff=0.0)
         if close := _closest(name, known, cutoff=0.75):
             return close
-        close_leaf = _closest(leaf, {_leaf(key) for key in known}, cutoff=0.7)
+        close_leaf = _closest(_leaf(name), {_leaf(key) for key in known}, cutoff=0.7)
         return _closest(name, [key for key in known if _leaf(key) == close_leaf], cutoff=0.0)
 
 

@@ -47,15 +47,11 @@ def _split(location: Sequence[int | str], schema: SchemaKeys) -> tuple[Path, str
     """A location of pydantic's as our key, without the tags of variants, and the index into a list."""
     path: Path = ()
     index = ""
-    is_after_section = False
     for part in location:
         if isinstance(part, int):
             index += f"[{part}]"
-        elif is_after_section and part in schema.sections[path].variants:
-            is_after_section = False
-        else:
+        elif path not in schema.sections or part not in schema.sections[path].variants:
             path = (*path, part)
-            is_after_section = path in schema.sections
     return path, index
 
 

@@ -33,5 +33,5 @@ def _collect(section: BaseModel, path: Path, items: dict[str, Any]) -> None:
 
 def shared_digest(config: RunConfig) -> str:
     """SHA-256 of the shared values, as hexadecimal."""
-    canonical = json.dumps(shared_items(config), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(shared_items(config), separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -17,6 +17,8 @@ MetricValue = float | int | str
 
 _BACKLOG_RECORDS = 10_000
 _CLOSE_DEADLINE_S = 15.0
+_SETTINGS = {"console": "off", "silent": True, "disable_git": True, "save_code": False, "x_disable_meta": True}
+"""x_disable_meta: it would record the command line, which may hold a secret. Older versions than 0.19 refuse it."""
 
 _log = get_logger(__name__)
 
@@ -89,7 +91,7 @@ class WandbSink:
     def _forward(self) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
-            settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+            settings = wandb.Settings(**_SETTINGS)
             run = wandb.init(settings=settings, **self._init_arguments)
             run.define_metric("*", step_metric="step")
             while (record := self._records.get()) is not None:

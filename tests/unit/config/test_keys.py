@@ -23,7 +23,7 @@ from zeroband.config.keys import Variant, dotted, schema_keys
         ("train.qqqq", None),
     ],
 )
-def test_nearest_key_weighs_the_last_part_most(wrong: str, nearest: str | None) -> None:
+def test_nearest_key_is_like_the_wrong_one_or_has_a_last_part_like_it(wrong: str, nearest: str | None) -> None:
     assert schema_keys().nearest(wrong) == nearest
 
 

@@ -132,6 +132,7 @@ def test_section_that_keeps_its_type_keeps_its_keys(load: Load, write: Write) ->
 def test_keys_of_a_section_without_a_type_belong_to_the_default_type(load: Load, write: Write) -> None:
     file = write("a.toml", "optim.schedule.final_ratio = 0.3")
     assert load(file).optim.schedule == CosineSchedule(final_ratio=0.3)
+    assert load(file, "--optim.schedule.type", "cosine").optim.schedule == CosineSchedule(final_ratio=0.3)
     assert load(file, "--optim.schedule.type", "linear").optim.schedule.final_ratio == 0.0
 
 

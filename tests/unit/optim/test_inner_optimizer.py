@@ -155,3 +155,16 @@ def test_seek_moves_the_schedule_but_not_the_age_of_the_moments() -> None:
     assert (optimizer.step_count, optimizer.update_count) == (12, 1)
     moved = (model.norm.detach() - before).abs()  # a fresh Adam moves each value by the learning rate
     assert all(math.isclose(value, 0.05, rel_tol=1e-4) for value in moved.tolist())
+
+
+def test_forget_moments_continues_as_a_fresh_adam_at_the_same_rate() -> None:
+    model = Tiny()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 0, 5)
+    rate = optimizer.lr
+    optimizer.forget_moments()
+    assert (optimizer.step_count, optimizer.update_count, optimizer.lr) == (5, 0, rate)
+    before = model.norm.detach().clone()
+    train(model, optimizer, 5, 1)
+    moved = (model.norm.detach() - before).abs()
+    assert all(math.isclose(value, rate, rel_tol=1e-4) for value in moved.tolist())

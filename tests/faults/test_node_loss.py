@@ -1,0 +1,272 @@
+"""Nodes are killed, frozen and refused: the others go on, lost ones come back, no step, sample or process is left over.
+
+Three runs of real processes serve many faults; the tests read what the runs recorded. Faults of `fault.inject` strike
+at exact points of a round, which is counted from the one in which the node founds or joins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from zeroband.data.audit import audit, read_rounds
+from zeroband.elastic.progress import Progress
+from zeroband.observe.view import node_id_of
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RecordRun = Callable[..., Any]
+Story = Any
+Recorded = Any
+
+SLACK_S = 8.0
+"""What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
+
+RUNS = ("diloco", "ddp", "uneven")
+STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1"}
+"""A node of each run to which nothing happens."""
+
+
+def kill(point: str) -> list[str]:
+    return ["--fault.inject", f"{point}=SIGKILL"]
+
+
+@pytest.fixture(scope="module")
+def diloco(record_run: RecordRun) -> Recorded:
+    """Of four nodes, one is killed in an inner step, then in the reduce; one is frozen; two are lost at once; one is left."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node3")
+        story.cluster.restart("node3", arguments=kill("opened@+3"))
+        story.until_struck("node3")
+        story.cluster.restart("node3", arguments=[])
+        story.until_contributing("node0", "node1", "node2")
+        story.node("node2").pause()
+        story.until(lambda: "node2" not in story.members(), "the others go on without node2")
+        story.node("node2").resume()
+        story.until_contributing("node0", "node1", "node2", "node3")
+        story.node("node1").kill()
+        story.node("node2").kill()
+        story.until_contributing("node0", "node3")
+        story.node("node3").kill()
+        story.until_contributing("node0")
+        story.refuse("run.token", token="friend")
+        story.refuse("optim.adamw.lr", "--optim.adamw.lr", "1e-3")
+        story.refuse("protocol", patch="store.PROTOCOL += 1")
+
+    outer = ("diloco", "--outer.inner-steps", "20")
+    return record_run(tell, outer=outer, ranks=(1, 1, 1, 1), faults={"node3": kill("inner@+2")}, steps_per_round=20)
+
+
+@pytest.fixture(scope="module")
+def ddp(record_run: RecordRun) -> Recorded:
+    """Of three nodes, one is killed between its transfer and its vote, comes back, and is killed after it applied."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node2")
+        story.cluster.restart("node2", arguments=kill("applied@+5"))
+        story.until_struck("node2")
+        story.until_contributing("node0", "node1")
+
+    outer = ("ddp", "--model.d-model", "64")
+    return record_run(tell, outer=outer, ranks=(1, 1, 1), faults={"node2": kill("reduced@+5")}, batch_size=32)
+
+
+@pytest.fixture(scope="module")
+def uneven(record_run: RecordRun) -> Recorded:
+    """A node of two ranks and one of one; the larger one is killed between verdict and apply, and comes back."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node0")
+        story.cluster.restart("node0", arguments=[])
+        story.until_contributing("node0", "node1")
+
+    outer = ("diloco", "--outer.inner-steps", "20", "--comm.lanes", "3")
+    return record_run(tell, outer=outer, ranks=(2, 1), faults={"node0": kill("committed@+2")}, steps_per_round=20)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Recorded:
+    """Any of the three runs, by its name."""
+    return request.getfixturevalue(request.param)
+
+
+every_run = pytest.mark.parametrize("run", RUNS, indirect=True)
+every_steady_node = pytest.mark.parametrize(("run", "steady"), STEADY.items(), indirect=["run"])
+
+
+# -- what holds in every run ----------------------------------------------------------------------------------------
+
+
+@every_run
+def test_all_members_hold_the_same_state_after_every_round(run: Recorded) -> None:
+    assert list(run.history) == list(range(len(run.history)))
+    for number, verdict in run.history.items():
+        reported = run.of_round("round_committed", number)
+        assert set(reported) <= {node_id_of(m) for m in verdict.members}
+        assert len({event["digest"] for event in reported.values()}) == 1, number
+
+
+@every_run
+def test_rejoined_nodes_hold_the_state_of_the_others_from_their_first_round_to_their_last(run: Recorded) -> None:
+    lives = [life for node_id in run.events for life in run.lives(node_id)[1:]]
+    assert lives
+    for life in lives:
+        node_id = node_id_of(life.member_id)
+        assert run.history[life.first].weights[run.history[life.first].members.index(life.member_id)] == 0
+        joined = [event for event in run.events[node_id] if event["kind"] == "joined"]
+        assert (life.member_id, life.first) in {(event["member_id"], event["round"]) for event in joined}
+        for number in range(life.first, life.last):
+            reported = run.of_round("round_committed", number)
+            assert len(reported) == len(run.history[number].members)
+            assert {event["digest"] for event in reported.values()} == {reported[node_id]["digest"]}
+
+
+@every_run
+def test_every_sample_is_trained_once_or_still_owed(run: Recorded) -> None:
+    trained: Counter[int] = Counter()
+    for number in range(1, len(run.history)):
+        assigned = run.assigned(number)
+        trained.update(i for member in run.contributors(number) for i in assigned[member])
+    assert set(trained.values()) == {1}
+    last = Progress.from_record(run.history[len(run.history) - 1].payload["progress"])
+    ranges = [*last.ledger.returned, *(span for spans in last.assigned.values() for span in spans)]
+    owed = {index for start, stop in ranges for index in range(start, stop)}
+    assert not owed & set(trained)
+    assert owed | set(trained) == set(range(last.ledger.next))
+    assert audit(read_rounds(run.run_dir)).is_exact
+
+
+@every_steady_node
+def test_steady_node_loses_no_inner_step(run: Recorded, steady: str) -> None:
+    steps = [record["step"] for record in run.metrics[steady]]
+    assert steps == list(range(1, len(steps) + 1))
+    rounds = [record["outer/round"] for record in run.metrics[steady] if "outer/round" in record]
+    assert rounds == list(range(1, len(rounds) + 1))
+    for verdict in list(run.history.values())[1:]:
+        weight = verdict.weights[[node_id_of(m) for m in verdict.members].index(steady)]
+        assert run.setup.tokens_per_round - run.setup.ragged_tokens < weight <= run.setup.tokens_per_round
+
+
+@every_run
+def test_rounds_are_committed_within_the_time_of_detection(run: Recorded) -> None:
+    costs = [seconds for number in run.history for seconds in run.took_s(number)]
+    assert costs
+    assert max(costs) < run.setup.detect_s + SLACK_S
+
+
+@every_run
+def test_nothing_is_left_behind(run: Recorded) -> None:
+    assert run.left_behind == []
+
+
+# -- the faults of each run -----------------------------------------------------------------------------------------
+
+
+LOSSES = [
+    pytest.param("diloco", "node3", 0, id="in an inner step"),
+    pytest.param("diloco", "node3", 1, id="in the reduce"),
+    pytest.param("diloco", "node2", 0, id="frozen"),
+    pytest.param("ddp", "node2", 0, id="before its vote"),
+    pytest.param("ddp", "node2", 1, id="after it applied"),
+    pytest.param("uneven", "node0", 0, id="before it applied"),
+]
+every_loss = pytest.mark.parametrize(("run", "node_id", "life"), LOSSES, indirect=["run"])
+
+
+@every_loss
+def test_survivors_commit_the_round_of_a_loss_with_all_their_tokens(run: Recorded, node_id: str, life: int) -> None:
+    lost = run.lives(node_id)[life]
+    before, after = run.history[lost.last], run.history[lost.last + 1]
+    assert lost.member_id in run.contributors(before.round)
+    assert set(after.members) - set(before.members) == set()
+    assert set(before.members) - set(after.members) == {lost.member_id}
+    assert after.epoch > before.epoch
+    reported = run.of_round("round_committed", after.round)
+    assert set(reported) == {node_id_of(m) for m in after.members}
+    assert len({event["digest"] for event in reported.values()}) == 1
+    assert all(weight > run.setup.tokens_per_round - run.setup.ragged_tokens for weight in after.weights)
+
+
+@every_loss
+def test_samples_of_a_lost_node_are_trained_by_others(run: Recorded, node_id: str, life: int) -> None:
+    lost = run.lives(node_id)[life]
+    owed = run.assigned(lost.last + 1)[lost.member_id]
+    assert len(owed) == run.setup.steps_per_round * run.setup.batch_size
+    trainers: set[str] = set()
+    for number in range(lost.last + 2, len(run.history)):
+        for member, samples in run.assigned(number).items():
+            if samples & owed and member in run.contributors(number):
+                owed -= samples
+                trainers.add(member)
+        if not owed:
+            break
+    assert owed == set()
+    assert lost.member_id not in trainers
+
+
+def test_one_node_of_four_is_lost_in_an_inner_step_and_in_the_reduce(diloco: Recorded) -> None:
+    first, second, third = diloco.lives("node3")
+    assert (first.first, first.last) == (0, 2)
+    assert second.last == second.first + 2
+    for lost in (first, second):
+        assert len(diloco.history[lost.last].members) == 4
+        assert len(diloco.history[lost.last + 1].members) == 3
+    assert diloco.of_round("round_retried", first.last + 1) == {}  # it had not arrived: nothing was begun without it
+    assert set(diloco.of_round("round_retried", second.last + 1)) == {"node0", "node1", "node2"}
+    assert third.first > second.last + 1
+
+
+def test_frozen_node_is_fenced_and_comes_back_as_another_member(diloco: Recorded) -> None:
+    first, second = diloco.lives("node2")
+    (fenced,) = [event for event in diloco.events["node2"] if event["kind"] == "fenced"]
+    assert first.member_id in fenced["reason"]
+    assert second.first > first.last + 1
+    assert len([event for event in diloco.events["node2"] if event["kind"] == "node_started"]) == 1
+
+
+def test_two_nodes_of_four_are_lost_at_once(diloco: Recorded) -> None:
+    lost = [diloco.lives("node1")[-1], diloco.lives("node2")[-1]]
+    assert len(diloco.history[min(life.last for life in lost)].members) == 4
+    after = diloco.history[max(life.last for life in lost) + 1]
+    assert sorted(node_id_of(m) for m in diloco.contributors(after.round)) == ["node0", "node3"]
+    # the second one may have given its vote already when the first one died before its own
+    assert abs(lost[0].last - lost[1].last) <= 1
+
+
+def test_last_node_goes_on_alone(diloco: Recorded) -> None:
+    lost = diloco.lives("node3")[-1]
+    alone = [verdict for verdict in diloco.history.values() if verdict.round > lost.last]
+    assert alone
+    assert all([node_id_of(m) for m in diloco.contributors(verdict.round)] == ["node0"] for verdict in alone)
+
+
+@pytest.mark.parametrize("key", ["run.token", "optim.adamw.lr", "protocol"])
+def test_stranger_is_refused_and_told_the_differing_key(diloco: Recorded, key: str) -> None:
+    exit_code, said = diloco.refusals[key]
+    assert (exit_code, said.count("Traceback")) == (2, 0), said
+    assert f"refused at join: {key} is" in said
+    assert diloco.setup.token not in said
+
+
+def test_node_lost_before_its_vote_makes_its_round_open_again(ddp: Recorded) -> None:
+    first = ddp.lives("node2")[0]
+    assert (first.first, first.last) == (0, 5)
+    assert set(ddp.of_round("round_retried", 6)) == {"node0", "node1"}
+
+
+def test_joiner_of_fast_steps_is_admitted_soon(ddp: Recorded) -> None:
+    joined = ddp.lives("node2")[1]
+    (recovered,) = [event for event in ddp.events["node2"] if event["kind"] == "recovered"]
+    assert joined.first - recovered["round"] < 100
+
+
+def test_node_lost_between_verdict_and_apply_has_contributed(uneven: Recorded) -> None:
+    first = uneven.lives("node0")[0]
+    assert (first.first, first.last) == (0, 3)
+    assert set(uneven.of_round("round_committed", 3)) == {"node1"}
+    assert len(uneven.contributors(3)) == 2
+    assert uneven.of_round("round_retried", 4) == {}

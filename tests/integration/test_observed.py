@@ -1,0 +1,225 @@
+"""What a user finds after a run: two uneven nodes with everything switched on, seen through the files they left."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroband
+import zeroband.cli
+from zeroband.cluster import LocalCluster, RedisServer
+from zeroband.config import load_config
+from zeroband.observe.events import EVENTS
+from zeroband.observe.metrics import METRICS
+from zeroband.observe.status import RunReader
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRETS = ("t0ken-in-a-flag", "passw0rd-of-the-store")
+STEPS, ROUNDS = 6, 2
+PROMPT = "def answer("
+GPU_ONLY = {"train/mfu", "node/gpu_peak_bytes"}
+
+SETTINGS = {
+    "model.d_model": 32,
+    "model.n_layers": 2,
+    "data.seq_length": 32,
+    "data.source.type": "synthetic",
+    "train.total_steps": STEPS,
+    "train.batch_size": 8,
+    "train.micro_bs": 2,  # two or four micro-batches on each rank
+    "train.dtype": "bfloat16",
+    "train.activation_checkpointing": True,
+    "outer.inner_steps": STEPS // ROUNDS,
+    "comm.lanes": 3,
+    "observe.sample_prompt": PROMPT,
+    "observe.sample_tokens": 20,
+    "observe.wandb.mode": "offline",
+    "run.token": SECRETS[0],  # in reach of whoever lists processes, but in no file
+}
+BROKEN_WANDB = 'raise RuntimeError("this wandb is broken")\n'
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The run: its directory, and what each node wrote there."""
+
+    folder: Path
+    codes: Mapping[str, int]
+    metrics: Mapping[str, list[dict[str, Any]]]
+    events: Mapping[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def run(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    folder = tmp_path_factory.mktemp("observed")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "wandb.py").write_text(BROKEN_WANDB)
+    flags = [f"--{key}={value}" for key, value in SETTINGS.items()]
+    flags.append(f"--data.cache_dir={folder / 'cache'}")
+    store_url = redis_server.url.replace("unix://", f"unix://default:{SECRETS[1]}@")  # it takes any password
+    preset = f"@{ROOT / 'configs' / 'debug' / 'diloco.toml'}"
+    with LocalCluster(folder / "runs", [preset, *flags], nodes=2, store_url=store_url) as cluster:
+        path = cluster.environment("node1", 1)["PYTHONPATH"]
+        cluster.start(ranks=2)
+        cluster.start(ranks=1, env={"PYTHONPATH": f"{folder / 'broken'}:{path}"})
+        codes = cluster.wait(timeout_s=240)
+        assert set(codes.values()) == {0}, cluster.describe()
+        yield Observed(
+            cluster.run_dir,
+            codes,
+            {name: node.metrics() for name, node in cluster.nodes.items()},
+            {name: node.events() for name, node in cluster.nodes.items()},
+        )
+
+
+# -- metrics and events ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_measures_every_metric_of_the_table_and_no_other(run: Observed) -> None:
+    for records in run.metrics.values():
+        measured = {name for record in records for name in record} - {"step", "at_s"}
+        assert measured <= METRICS.keys()
+        assert METRICS.keys() - measured <= GPU_ONLY
+
+
+@pytest.mark.slow
+def test_every_number_is_plausible(run: Observed) -> None:
+    for records in run.metrics.values():
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+        for record in records:
+            numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+            assert all(math.isfinite(value) and value >= 0 for value in numbers.values()), numbers
+            assert record["train/perplexity"] == pytest.approx(math.exp(record["train/loss"]))
+            assert 0 <= record["train/data_s"] < record["train/step_s"]
+        for record in records[2::3]:
+            assert (
+                record["outer/wait_s"] + record["outer/transfer_s"] + record["outer/apply_s"] < record["train/step_s"]
+            )
+            assert record["outer/sent_bytes"] * STEPS / ROUNDS == pytest.approx(record["outer/ddp_bytes"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_tokens_of_the_run_are_those_that_the_nodes_contributed(run: Observed) -> None:
+    weights = [record["outer/weight"] for records in run.metrics.values() for record in records[2::3]]
+    assert len(weights) == 2 * ROUNDS
+    assert {records[-1]["train/tokens"] for records in run.metrics.values()} == {sum(weights)}
+    for records in run.metrics.values():
+        assert records[-1]["data/next"] == 2 * STEPS * 8
+        assert records[-1]["data/returned_samples"] == 0
+
+
+@pytest.mark.slow
+def test_nodes_with_unequal_ranks_hold_the_same_state_after_every_round(run: Observed) -> None:
+    digests = [
+        [event["digest"] for event in events if event["kind"] == "round_committed"] for events in run.events.values()
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == ROUNDS + 1  # and the founding
+
+
+@pytest.mark.slow
+def test_events_tell_the_story_of_a_node(run: Observed) -> None:
+    for node_id, events in run.events.items():
+        kinds = [event["kind"] for event in events]
+        rounds = ["round_committed"] * (ROUNDS + 1)
+        assert kinds == ["node_started", "joined", "epoch_changed", *rounds, "sample_written", "run_finished", "left"]
+        assert events[1]["member_id"].startswith(f"{node_id}#")
+
+
+def _strings_outside_of_tables() -> set[str]:
+    """Every string constant in the package, but for the two tables of names."""
+    package = Path(zeroband.__file__).parent
+    tables = {package / "observe" / "metrics.py", package / "observe" / "events.py"}
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py") if path not in tables]
+    return {
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+@pytest.mark.slow
+def test_every_name_of_the_tables_is_written_somewhere() -> None:
+    assert sorted({*METRICS, *EVENTS} - _strings_outside_of_tables()) == []
+
+
+# -- the run directory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_resolved_configuration_loads_back(run: Observed) -> None:
+    for node_id in run.metrics:
+        config = load_config(
+            [f"@{run.folder / node_id / 'config.toml'}"], {"ZERO_BAND_STORE__URL": "redis://localhost"}
+        )
+        assert (config.node.id, config.train.total_steps, config.train.dtype) == (node_id, STEPS, "bfloat16")
+        assert config.run.token is None  # secrets are given anew
+
+
+@pytest.mark.slow
+def test_no_file_holds_a_secret(run: Observed) -> None:
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    leaks = [(path.name, secret) for path in files for secret in SECRETS if secret.encode() in path.read_bytes()]
+    assert leaks == []
+
+
+@pytest.mark.slow
+def test_console_is_of_the_first_rank_and_each_rank_has_a_file(run: Observed) -> None:
+    console = (run.folder / "node0" / "console.log").read_text()
+    assert "local_rank=0" in console and "local_rank=1" not in console
+    assert (run.folder / "node0" / "rank1.log").exists()
+    assert f"step {STEPS}/{STEPS} loss=" in (run.folder / "node0" / "rank0.log").read_text()
+
+
+@pytest.mark.slow
+def test_sample_continues_the_prompt(run: Observed) -> None:
+    for node_id in run.metrics:
+        sample = (run.folder / node_id / "sample.txt").read_text()
+        assert sample.startswith(PROMPT) and len(sample) > len(PROMPT)
+    assert (run.folder / "node0" / "sample.txt").read_bytes() == (run.folder / "node1" / "sample.txt").read_bytes()
+
+
+@pytest.mark.slow
+def test_wandb_writes_offline(run: Observed) -> None:
+    (written,) = (run.folder / "node0" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    assert b"train/loss" in content and b"outer/digest" in content
+    assert "wandb" not in (run.folder / "node0" / "rank0.log").read_text()
+
+
+@pytest.mark.slow
+def test_broken_wandb_is_said_once_and_hurts_nothing(run: Observed) -> None:
+    lines = [line for line in (run.folder / "node1" / "rank0.log").read_text().splitlines() if "wandb" in line]
+    assert len(lines) == 1
+    assert 'going on without wandb reason="RuntimeError: this wandb is broken"' in lines[0]
+
+
+@pytest.mark.slow
+def test_status_shows_the_finished_run(run: Observed, capsys: pytest.CaptureFixture[str]) -> None:
+    assert zeroband.cli.main(["status", str(run.folder)]) == 0
+    shown = capsys.readouterr().out
+    digest = run.metrics["node0"][-1]["outer/digest"][:12]
+    for node_id in run.metrics:
+        row = next(line for line in shown.splitlines() if line.startswith(node_id))
+        assert f"finished  {STEPS}/{STEPS}" in row and digest in row
+    assert "per-step data parallel would have sent" in shown and "DIVERGED" not in shown
+
+
+@pytest.mark.slow
+def test_status_tells_of_a_divergence_by_its_exit_code(run: Observed, tmp_path: Path) -> None:
+    for node_id, events in run.events.items():
+        (tmp_path / node_id).mkdir()
+        lines = [json.dumps(e | ({"digest": node_id} if e.get("round") == ROUNDS else {})) for e in events]
+        (tmp_path / node_id / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert RunReader(tmp_path).read().disagreements == (ROUNDS,)
+    assert zeroband.cli.main(["status", str(tmp_path)]) == 3

@@ -1,0 +1,222 @@
+"""Lanes, the rendezvous over Redis, and groups that are left behind instead of waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.groups import LaneGroups, LaneOwnership, lane_bounds
+from zeroband.elastic.mesh import ring_bytes
+from zeroband.elastic.rendezvous import RedisRendezvous
+from zeroband.elastic.store import Store
+from zeroband.errors import PeerLost
+
+NAMES = ("a#1", "b#1", "c#1")
+
+
+# -- lanes ------------------------------------------------------------------------------------------------------------
+
+
+@given(numel=st.integers(0, 10**12), lanes=st.integers(1, 64))
+def test_lanes_cover_the_buffer_in_order_and_are_equal_up_to_one_element(numel: int, lanes: int) -> None:
+    bounds = lane_bounds(numel, lanes)
+    assert [bounds[0][0], *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), numel]
+    sizes = [stop - start for start, stop in bounds]
+    assert len(bounds) == lanes and max(sizes) - min(sizes) <= 1
+
+
+@given(lanes=st.integers(1, 32), ranks=st.integers(1, 16))
+def test_every_lane_belongs_to_one_local_rank(lanes: int, ranks: int) -> None:
+    owned = [lane for rank in range(ranks) for lane in LaneOwnership(lanes, rank, ranks).owned()]
+    assert sorted(owned) == list(range(lanes))
+
+
+def test_lane_belongs_to_local_rank_lane_mod_size() -> None:
+    assert [LaneOwnership(5, rank, 2).owned() for rank in range(2)] == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize(("nodes", "sent"), [(1, 0), (2, 4000), (4, 6000), (14, 7428)])
+def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
+    assert ring_bytes(1000, nodes) == sent
+
+
+# -- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def a_rendezvous(store: Store, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool) -> RedisRendezvous:
+    return RedisRendezvous(store, store.keys.group(1, 0), timeout_s=timeout_s, is_abandoned=is_abandoned)
+
+
+def in_threads(work: Callable[[int], object], count: int) -> list[object]:
+    """Results of `work(0)`, `work(1)`, ..., one thread each; errors are results too."""
+    results: list[object] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(index)
+        except PeerLost as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), "hangs"
+    return results
+
+
+def test_rendezvous_is_a_store_of_torch(store: Store) -> None:
+    rendezvous = a_rendezvous(store)
+    rendezvous.set("text", "value")
+    rendezvous.multi_set(["one", "two"], ["1", "2"])
+    assert rendezvous.get("text") == b"value" and rendezvous.multi_get(["two", "one"]) == [b"2", b"1"]
+    assert [rendezvous.add("n", 2), rendezvous.add("n", 3)] == [2, 5]
+    assert rendezvous.check(["one", "two"]) and not rendezvous.check(["one", "three"])
+    assert rendezvous.delete_key("one") and not rendezvous.delete_key("one") and not rendezvous.check(["one"])
+    rendezvous.wait(["two"], timedelta(seconds=1))
+    rendezvous.set_timeout(timedelta(seconds=3))
+    assert rendezvous.timeout == timedelta(seconds=3)
+
+
+def test_rendezvous_waits_for_what_another_process_writes(store: Store) -> None:
+    writer = threading.Timer(0.02, lambda: a_rendezvous(store).set("late", b"\x00\xff"))
+    writer.start()
+    assert a_rendezvous(store).get("late") == b"\x00\xff"
+    writer.join()
+
+
+def test_rendezvous_gives_up_at_its_time_out_and_names_the_key(store: Store) -> None:
+    with pytest.raises(PeerLost, match="no process wrote missing for the group"):
+        a_rendezvous(store, timeout_s=0.01).get("missing")
+
+
+def test_rendezvous_gives_up_at_once_when_abandoned(store: Store) -> None:
+    with pytest.raises(PeerLost):
+        a_rendezvous(store, timeout_s=1e6, is_abandoned=lambda: True).wait(["missing"])
+
+
+def test_rendezvous_of_another_epoch_sees_nothing(store: Store) -> None:
+    a_rendezvous(store).set("key", "old")
+    other = RedisRendezvous(store, store.keys.group(2, 0), timeout_s=1.0, is_abandoned=bool)
+    assert not other.check(["key"])
+
+
+def test_three_gloo_processes_meet_over_redis(store: Store) -> None:
+    def reduce(rank: int) -> float:
+        group = dist.ProcessGroupGloo(a_rendezvous(store), rank, 3, timedelta(seconds=10))
+        part = torch.tensor([10.0**rank])
+        group.allreduce([part]).wait()
+        return part.item()
+
+    assert in_threads(reduce, 3) == [111.0, 111.0, 111.0]
+
+
+# -- groups of an epoch -----------------------------------------------------------------------------------------------
+
+
+def an_opening(*members: str, version: int = 1, epoch: int = 1, round: int = 1) -> Opening:
+    return Opening(version, epoch, round, members, tuple(1 for _ in members))
+
+
+@pytest.fixture
+def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, NodeBoard]]:
+    """The groups of a node that has one local rank and two lanes."""
+
+    def make(rank: int) -> tuple[LaneGroups, NodeBoard]:
+        board = NodeBoard(tmp_path / f"board{rank}", create=True)
+        ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
+        return LaneGroups(store, board, ownership, host="127.0.0.1", transfer_s=20.0), board
+
+    return make
+
+
+def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    def two_rounds(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        values = torch.full((2,), 10.0**rank)
+        for version in (1, 2):
+            opening = an_opening(*NAMES, version=version, round=version)
+            groups.connect(opening, rank)
+            groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+        return values.tolist()
+
+    assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
+
+
+def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    groups, _ = make_groups(0)
+    groups.connect(an_opening("a#1"), 0)
+    values = torch.ones(4)
+    groups.all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"))
+    assert values.tolist() == [1.0] * 4
+
+
+def test_building_a_group_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    groups, board = make_groups(0)
+    threading.Timer(0.05, board.abort, args=(4,)).start()
+    with pytest.raises(PeerLost, match="building lane 0 of epoch 1 was aborted"):
+        groups.connect(an_opening("a#1", "dead#1", version=4), 0)
+
+
+def test_transfer_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """One of two builds its lanes and never sends: the other must not wait inside gloo."""
+
+    def take_part(rank: int) -> None:
+        groups, board = make_groups(rank)
+        opening = an_opening("a#1", "b#1", version=4)
+        groups.connect(opening, rank)
+        if rank == 0:
+            threading.Timer(0.05, board.abort, args=(4,)).start()
+            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening)
+
+    first, second = in_threads(take_part, 2)
+    assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
+    assert second is None
+
+
+def test_abort_of_an_older_opening_does_not_end_a_newer_one(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    def reduce(rank: int) -> float:
+        groups, board = make_groups(rank)
+        board.abort(3)
+        opening = an_opening("a#1", "b#1", version=4)
+        groups.connect(opening, rank)
+        values = torch.ones(2)
+        groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+        return values.sum().item()
+
+    assert in_threads(reduce, 2) == [4.0, 4.0]
+
+
+def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    def two_epochs(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        sums: list[float] = []
+        for members in (NAMES, NAMES[:2]):
+            if rank < len(members):
+                opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
+                groups.connect(opening, rank)
+                values = torch.ones(2)
+                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+                sums.append(values[0].item())
+        return sums
+
+    assert in_threads(two_epochs, 3) == [[3.0, 2.0], [3.0, 2.0], [3.0]]

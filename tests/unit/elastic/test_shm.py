@@ -1,0 +1,155 @@
+"""The node's folder: one holder, freed by the kernel when that dies, swept when nobody holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroband.elastic.shm import NodeFolder, sweep
+from zeroband.errors import ConfigError
+
+HOLDER = """
+import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[[Path], subprocess.Popen[bytes]]]:
+    """Have another process hold a lock."""
+    holders: list[subprocess.Popen[bytes]] = []
+
+    def start(lock: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-I", "-S", "-c", HOLDER, str(lock)]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        holders.append(holder)
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        return holder
+
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+
+
+def left_over(shm_dir: Path, node_id: str, *, age_s: float = 0.0, has_lock: bool = True) -> Path:
+    folder = NodeFolder.path_of(shm_dir, "run", node_id)
+    folder.mkdir()
+    (folder / "params").write_bytes(b"old")
+    if has_lock:
+        (folder / "lock").touch()
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_folder_is_made_for_its_owner_only_and_removed_at_the_end(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path, "run", "a")
+    assert folder.path == tmp_path / "zeroband-run-a" and folder.path.stat().st_mode & 0o777 == 0o700
+    (folder.path / "params").touch()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_can_be_claimed_again_after_its_end(tmp_path: Path) -> None:
+    NodeFolder(tmp_path, "run", "a").close()
+    NodeFolder(tmp_path, "run", "a").close()
+
+
+def test_second_node_of_the_same_name_is_refused(tmp_path: Path, hold: Callable[[Path], object]) -> None:
+    held = left_over(tmp_path, "a")
+    hold(held / "lock")
+    with pytest.raises(ConfigError, match=r"node\.id='a' of run\.id='run' is already running"):
+        NodeFolder(tmp_path, "run", "a")
+    assert (held / "params").exists()
+
+
+def test_folder_of_a_killed_node_is_claimed_empty(tmp_path: Path, hold: Callable[[Path], object]) -> None:
+    holder = hold(left_over(tmp_path, "a") / "lock")
+    assert isinstance(holder, subprocess.Popen)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    folder = NodeFolder(tmp_path, "run", "a")
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    folder.close()
+
+
+def test_missing_shm_dir_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"node\.shm_dir"):
+        NodeFolder(tmp_path / "nowhere", "run", "a")
+
+
+def test_claiming_sweeps_the_left_overs_of_others(tmp_path: Path) -> None:
+    dead = left_over(tmp_path, "dead")
+    folder = NodeFolder(tmp_path, "run", "a")
+    assert not dead.exists() and folder.path.exists()
+    folder.close()
+
+
+def test_sweep_removes_dead_folders_only(tmp_path: Path, hold: Callable[[Path], object]) -> None:
+    dead, held = left_over(tmp_path, "dead"), left_over(tmp_path, "held")
+    stranger = tmp_path / "other-program"
+    stranger.mkdir()
+    a_file = tmp_path / "zeroband-run-file"
+    a_file.touch()
+    hold(held / "lock")
+    assert sweep(tmp_path) == [dead]
+    assert sorted(tmp_path.iterdir()) == sorted([held, stranger, a_file])
+
+
+@pytest.mark.parametrize(("age_s", "is_removed"), [(10.0, False), (3600.0, True)])
+def test_sweep_gives_a_folder_without_lock_time_to_get_one(tmp_path: Path, age_s: float, is_removed: bool) -> None:
+    folder = left_over(tmp_path, "new", age_s=age_s, has_lock=False)
+    assert sweep(tmp_path) == ([folder] if is_removed else [])
+    assert folder.exists() != is_removed
+
+
+def test_claim_survives_a_sweeper_that_removes_the_folder_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that start together after a crash sweep each other's left-overs while they are claimed."""
+    flock, swept = fcntl.flock, []
+
+    def flock_after_a_sweep(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        swept.extend(sweep(tmp_path))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr("zeroband.elastic.shm.sweep", lambda shm_dir: monkeypatch.setattr(fcntl, "flock", flock_after_a_sweep))
+    left_over(tmp_path, "a")
+    folder = NodeFolder(tmp_path, "run", "a")
+    assert len(swept) == 1, "the sweeper came between"
+    assert sweep(tmp_path) == [] and folder.path.exists()
+    folder.close()
+
+
+def test_one_of_many_claims_of_a_left_over_wins(tmp_path: Path) -> None:
+    left_over(tmp_path, "a")
+    claimed: list[NodeFolder] = []
+    start = threading.Barrier(8)
+
+    def claim() -> None:
+        start.wait()
+        try:
+            claimed.append(NodeFolder(tmp_path, "run", "a"))
+        except ConfigError:
+            return
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 1 and (claimed[0].path / "lock").exists()
+    claimed[0].close()
