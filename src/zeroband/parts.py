@@ -64,10 +64,12 @@ class NodeParts:
 
 
 def node_id_of(config: RunConfig) -> str:
+    """The name of this machine for the life of the run."""
     return config.node.id or socket.gethostname()
 
 
 def node_dir_of(config: RunConfig) -> Path:
+    """`<run.dir>/<run.id>/<node id>`, where this node writes."""
     return config.run.dir / config.run.id / node_id_of(config)
 
 

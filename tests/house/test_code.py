@@ -19,6 +19,7 @@ PICKLING_COLLECTIVES = {
     "scatter_object_list",
     "send_object_list",
 }
+INHERITED_NAMES = ("handle_error",)  # socketserver asks for it
 EMPTY_NAMES = ("handle_", "helper", "maybe_", "misc", "util")
 
 
@@ -113,4 +114,5 @@ def test_names_of_modules_and_functions_say_something(modules: Mapping[str, Any]
     names = {f"{module.path}": module.path.stem for module in modules.values()}
     for module in modules.values():
         names |= {f"{module.path}:{function.lineno}": function.name for function in _functions(module.tree)}
-    assert {place: name for place, name in names.items() if name.lstrip("_").startswith(EMPTY_NAMES)} == {}
+    ours = {place: name.lstrip("_") for place, name in names.items() if name not in INHERITED_NAMES}
+    assert {place: name for place, name in ours.items() if name.startswith(EMPTY_NAMES)} == {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,9 @@ warmup_steps = 2
 clip_norm = 0.5
 adamw = { lr = 0.01 }
 """
-PLAIN_AVERAGE = 'outer = { type = "diloco", inner_steps = 4, optimizer = { lr = 1.0, momentum = 0.0, nesterov = false } }\n'
+PLAIN_AVERAGE = (
+    'outer = { type = "diloco", inner_steps = 4, optimizer = { lr = 1.0, momentum = 0.0, nesterov = false } }\n'
+)
 NESTEROV = 'outer = { type = "diloco", inner_steps = 4, optimizer = { lr = 0.7, momentum = 0.9 } }\n'
 DDP = 'outer = { type = "ddp" }\n'
 
@@ -128,17 +129,11 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalMesh]:
-    with one_thread():
-        mesh = init_local_mesh(environ={})
-        yield mesh
-        mesh.close()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
+    torch.set_num_threads(threads)  # train.threads set it
 
 
 def reference(local: LocalMesh, tmp_path: Path, **train: Any) -> Reference:
@@ -146,6 +141,23 @@ def reference(local: LocalMesh, tmp_path: Path, **train: Any) -> Reference:
     config["train"] |= train
     config["data"]["cache_dir"] = tmp_path / "cache"
     return Reference(build_node(RunConfig.model_validate(config), local))
+
+
+def nesterov_rounds(nodes: Sequence[Reference]) -> list[str]:
+    """The whole run of NESTEROV on these nodes; the digests of the outer state after round 0, 1, ..."""
+    theta = nodes[0].flat
+    velocity = torch.zeros_like(theta)
+    digests, first = [digest_of(theta, velocity)], 0
+    for _ in range(STEPS // INNER_STEPS):
+        mean = torch.zeros_like(theta)
+        for node in nodes:
+            node.load(theta)
+            mean += (theta - node.train(first, INNER_STEPS)) / len(nodes)
+            first += INNER_STEPS * BATCH
+        velocity = velocity * 0.9 + mean
+        theta = theta - (velocity * 0.9 + mean) * 0.7
+        digests.append(digest_of(theta, velocity))
+    return digests
 
 
 # -- identities -----------------------------------------------------------------------------------------------------
@@ -156,8 +168,8 @@ def test_one_node_with_plain_average_is_the_plain_run_bit_for_bit(local: LocalMe
     plain = reference(local, tmp_path)
     momentum = torch.zeros_like(plain.flat)
     digests = [digest_of(plain.flat, momentum)]
-    for first in range(0, STEPS * BATCH, INNER_STEPS * BATCH):
-        digests.append(digest_of(plain.train(first, INNER_STEPS), momentum))
+    starts = range(0, STEPS * BATCH, INNER_STEPS * BATCH)
+    digests += [digest_of(plain.train(first, INNER_STEPS), momentum) for first in starts]
     assert seen.losses == plain.losses
     assert seen.norms == plain.norms
     assert seen.digests == digests
@@ -167,18 +179,7 @@ def test_one_node_with_plain_average_is_the_plain_run_bit_for_bit(local: LocalMe
 def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(local: LocalMesh, tmp_path: Path) -> None:
     nodes = train_nodes(tmp_path, NESTEROV, [1, 1])
     references = [reference(local, tmp_path) for _ in nodes]
-    theta = references[0].flat
-    velocity = torch.zeros_like(theta)
-    digests, first = [digest_of(theta, velocity)], 0
-    for _ in range(STEPS // INNER_STEPS):
-        mean = torch.zeros_like(theta)
-        for node in references:
-            node.load(theta)
-            mean += (theta - node.train(first, INNER_STEPS)) * 0.5
-            first += INNER_STEPS * BATCH
-        velocity = velocity * 0.9 + mean
-        theta = theta - (velocity * 0.9 + mean) * 0.7
-        digests.append(digest_of(theta, velocity))
+    digests = nesterov_rounds(references)
     for seen, node in zip(nodes, references, strict=True):
         assert seen.digests == digests
         assert seen.losses == node.losses
@@ -209,24 +210,15 @@ def test_two_ranks_and_one_learn_what_one_and_one_learn_within_rounding(
     local: LocalMesh, tmp_path: Path, two_and_one: list[Seen]
 ) -> None:
     ones = [reference(local, tmp_path) for _ in two_and_one]
-    theta = ones[0].flat
-    velocity = torch.zeros_like(theta)
-    for round in range(STEPS // INNER_STEPS):
-        mean = torch.zeros_like(theta)
-        for number, node in enumerate(ones):
-            node.load(theta)
-            mean += (theta - node.train((2 * round + number) * INNER_STEPS * BATCH, INNER_STEPS)) * 0.5
-        velocity = velocity * 0.9 + mean
-        theta = theta - (velocity * 0.9 + mean) * 0.7
+    nesterov_rounds(ones)
     for seen, node in zip(two_and_one, ones, strict=True):
         assert seen.losses == pytest.approx(node.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [[1, 1], [2, 1]], ids=["1+1 ranks", "2+1 ranks"])
-def test_data_parallel_nodes_learn_what_one_learns_from_their_batches_together(
-    local: LocalMesh, tmp_path: Path, ranks: list[int]
+def test_two_data_parallel_nodes_learn_what_one_learns_from_their_batches_together(
+    local: LocalMesh, tmp_path: Path
 ) -> None:
-    nodes = train_nodes(tmp_path, DDP, ranks)
+    nodes = train_nodes(tmp_path, DDP, [2, 1])
     one = reference(local, tmp_path, batch_size=2 * BATCH)
     one.train(0, STEPS)
     assert nodes[0].digests == nodes[1].digests

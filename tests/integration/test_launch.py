@@ -194,7 +194,10 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (("--outer.type=ddp",), "needs store.url"),
         (("--store.url=redis://localhost",), "there is no [outer] section: every node would train alone"),
         (("--data.source.type=text", "--data.source.paths=/nowhere/*.txt"), "/nowhere/*.txt"),
-        (("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url={redis}"), "node.shm_dir='/nowhere'"),
+        pytest.param(
+            *(("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url={redis}"), "node.shm_dir='/nowhere'"),
+            marks=pytest.mark.slow,
+        ),
         (("--fault.inject=lunch@3=SIGKILL",), "lunch@3=SIGKILL"),
     ],
 )

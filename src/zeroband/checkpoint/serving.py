@@ -65,6 +65,7 @@ def access_key(token: str | None, run_id: str) -> str:
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
+    """Hash of what crosses the wire, against a cut or a flipped bit."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

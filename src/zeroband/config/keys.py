@@ -124,6 +124,7 @@ def schema_keys() -> SchemaKeys:
 
 
 def dotted(path: Path) -> str:
+    """A path as the user writes it."""
     return ".".join(path)
 
 

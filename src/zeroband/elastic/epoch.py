@@ -181,12 +181,14 @@ def to_record(value: Ready | Opening | Verdict) -> dict[str, Any]:
 
 
 def opening_from(record: Mapping[str, Any]) -> Opening:
+    """The inverse of `to_record`."""
     return Opening(
         record["version"], record["epoch"], record["round"], tuple(record["members"]), tuple(record["weights"])
     )
 
 
 def verdict_from(record: Mapping[str, Any]) -> Verdict:
+    """The inverse of `to_record`."""
     return Verdict(
         record["round"],
         record["version"],
@@ -199,4 +201,5 @@ def verdict_from(record: Mapping[str, Any]) -> Verdict:
 
 
 def ready_from(record: Mapping[str, Any]) -> Ready:
+    """The inverse of `to_record`."""
     return Ready(record["round"], record["weight"], record["state"])

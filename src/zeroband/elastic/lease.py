@@ -157,6 +157,7 @@ def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> 
 
 
 def main() -> None:
+    """The guardian process: takes its order from standard input and stands guard."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)

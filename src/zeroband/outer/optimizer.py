@@ -71,4 +71,5 @@ class PlainAverage:
 
 
 def build_outer_optimizer(config: OuterSGDConfig) -> OuterOptimizer:
+    """The outer optimizer that a configuration asks for."""
     return PlainAverage() if config.lr == 1 and config.momentum == 0 else OuterSGD(config)

@@ -177,9 +177,10 @@ def test_transfer_ends_when_its_opening_is_aborted(
     make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
 ) -> None:
     """One of two builds its lanes and never sends: the other must not wait inside gloo."""
+    nodes = [make_groups(rank) for rank in range(2)]
 
     def take_part(rank: int) -> None:
-        groups, board = make_groups(rank)
+        groups, board = nodes[rank]
         opening = an_opening("a#1", "b#1", version=4)
         groups.connect(opening, rank)
         if rank == 0:

@@ -40,19 +40,35 @@ def hashed(*parts: object) -> str:
 
 
 class RecordingStore(Store):
-    """Keeps what was proposed, so that it can be proposed again."""
+    """Keeps what was proposed, so that it can be proposed again, and delays it while it is told to."""
 
     def __init__(self, url: str, run_id: str) -> None:
         super().__init__(url, run_id, patience_s=5.0)
         self.proposed: list[Opening | Verdict] = []
+        self.on_the_way: list[Opening | Verdict] = []
+        self.is_slow = False
 
     def propose_opening(self, opening: Opening) -> bool:
+        if self.is_slow:
+            self.on_the_way.append(opening)
+            return False
         self.proposed.append(opening)
         return super().propose_opening(opening)
 
     def propose_verdict(self, verdict: Verdict) -> bool:
+        if self.is_slow:
+            self.on_the_way.append(verdict)
+            return False
         self.proposed.append(verdict)
         return super().propose_verdict(verdict)
+
+    def deliver(self) -> None:
+        for proposal in self.on_the_way:
+            if isinstance(proposal, Opening):
+                self.propose_opening(proposal)
+            else:
+                self.propose_verdict(proposal)
+        self.on_the_way = []
 
 
 class StepMember(Member):
@@ -147,7 +163,7 @@ class Rounds(RuleBasedStateMachine):
         if node is not None and is_lease_released:
             self.store.release_lease(node.member.member_id)
 
-    @rule(order=ORDER, slot=SLOT, later=ORDER)
+    @rule(order=ORDER, slot=SLOT, later=st.lists(SLOT, max_size=5))
     def lease_runs_out_and_is_renewed(self, order: list[int], slot: int, later: list[int]) -> None:
         self.act_in(order)
         if slot in self.nodes:
@@ -170,6 +186,16 @@ class Rounds(RuleBasedStateMachine):
             node.seen = self.store.view(node.next_round)
             self.act_in([other for other in later if other != slot])
             self.step(node)
+
+    @rule(order=ORDER, slot=SLOT, later=ORDER)
+    def proposal_comes_late(self, order: list[int], slot: int, later: list[int]) -> None:
+        self.act_in(order)
+        if slot in self.nodes:
+            self.store.is_slow = True
+            self.step(self.nodes[slot])
+            self.store.is_slow = False
+            self.act_in(later)
+            self.store.deliver()
 
     @rule(order=ORDER, slot=SLOT)
     def transfer_breaks(self, order: list[int], slot: int) -> None:

@@ -126,7 +126,10 @@ def test_claim_survives_a_sweeper_that_removes_the_folder_at_that_moment(
         swept.extend(sweep(tmp_path))
         flock(descriptor, operation)
 
-    monkeypatch.setattr("zeroband.elastic.shm.sweep", lambda shm_dir: monkeypatch.setattr(fcntl, "flock", flock_after_a_sweep))
+    def sweep_later(shm_dir: Path) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock_after_a_sweep)
+
+    monkeypatch.setattr("zeroband.elastic.shm.sweep", sweep_later)
     left_over(tmp_path, "a")
     folder = NodeFolder(tmp_path, "run", "a")
     assert len(swept) == 1, "the sweeper came between"

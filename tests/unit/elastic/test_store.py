@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from zeroband.cluster import RedisServer
-from zeroband.elastic.epoch import Opening, Ready, Verdict
+from zeroband.elastic.epoch import Opening, Ready, Verdict, View
 from zeroband.elastic.store import HISTORY_LENGTH, Store, token_digest
 from zeroband.errors import JoinRefused, StoreLost
 
@@ -353,12 +353,13 @@ def test_repeated_proposal_after_a_lost_reply_changes_nothing(store: Store) -> N
 
 
 def test_call_waits_for_a_server_that_restarts() -> None:
+    seen: list[View] = []
     with RedisServer() as server:
-        store = Store(server.url, "run", patience_s=5.0)
+        store = Store(server.url, "run", patience_s=30.0)
         hold(store, A)
         server.stop()
-        restart = threading.Timer(0.05, server.start)
-        restart.start()
-        view = store.view(0)
-        restart.join()
-        assert view.alive == frozenset(), "the server came back empty"
+        looking = threading.Thread(target=lambda: seen.append(store.view(0)))
+        looking.start()
+        server.start()
+        looking.join(timeout=30)
+        assert [view.alive for view in seen] == [frozenset()], "the server came back empty"

@@ -1,0 +1,110 @@
+"""One of three ranks of tests/integration/test_flat.py: says whether the canonical flat state is what FSDP2 shards.
+
+Usage: flat_worker OUT_DIR
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zeroband.config.schema import ModelConfig, TrainConfig
+from zeroband.errors import ConfigError
+from zeroband.model import Transformer, init_weights
+from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, gradient_shards, parameter_shards
+from zeroband.parallel import LocalMesh, barrier, init_local_mesh, parallelize
+
+VOCAB = 61  # 61 rows divide by neither two nor three
+
+
+def build() -> Transformer:
+    model = Transformer(ModelConfig(d_model=24, n_layers=2, n_heads=2, d_ff=50), VOCAB)
+    init_weights(model, seed=3)
+    return model
+
+
+def whole(tensors: dict[str, Tensor]) -> Tensor:
+    parts = [tensors[name] for name in sorted(tensors)]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().reshape(-1) for p in parts])
+
+
+def shards_of(model: nn.Module, local: LocalMesh, folder: Path) -> dict[str, bool]:
+    """What holds of `model`, sharded over all ranks of `local`."""
+    expected, layout = whole(dict(model.named_parameters())), FlatLayout.of(model)
+    parallelize(model, TrainConfig(dtype="float32"), local)
+    shards, buffers = ShardMap(layout, local.rank, local.world_size), SharedBuffers(folder, layout.numel, local)
+    buffers.open("params", "gradient")
+    shards.store(parameter_shards(model), buffers["params"])
+    tokens = torch.arange(2 * 12).view(2, 12)
+    model(tokens + local.rank).square().mean().backward()
+    shards.store(gradient_shards(model), buffers["gradient"])
+    barrier(local)
+    gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    seen = {
+        "layout survives sharding": FlatLayout.of(model) == layout,
+        "parameters stored": torch.equal(buffers["params"], expected),
+        "gradients stored": torch.equal(buffers["gradient"], gradients) and bool(gradients.any()),
+    }
+    numbers = torch.arange(float(layout.numel))
+    shards.load(parameter_shards(model), numbers)
+    seen["parameters loaded"] = torch.equal(whole(dict(model.named_parameters())), numbers)
+    return seen | renewal_of(buffers, local)
+
+
+def renewal_of(buffers: SharedBuffers, local: LocalMesh) -> dict[str, bool]:
+    old = buffers["params"]
+    buffers.renew("params")
+    barrier(local)
+    old.fill_(float("nan"))
+    if local.rank == local.world_size - 1:
+        buffers["params"].fill_(5)
+    barrier(local)
+    return {"renewed buffer is shared and apart from the old one": bool((buffers["params"] == 5).all())}
+
+
+def refusal_of_small_memory(local: LocalMesh, folder: Path) -> str:
+    """Memory is full on rank 0, which is the only one that makes buffers."""
+
+    def full(_descriptor: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if local.rank == 0:
+        os.posix_fallocate = full
+    try:
+        SharedBuffers(folder, 1000, local).open("params")
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    local = init_local_mesh()
+    three, pair, full = out / "three", out / "pair", out / "full"
+    if local.rank == 0:
+        for folder in (three, pair, full):
+            folder.mkdir()
+    barrier(local)
+    seen = {"three": shards_of(build(), local, three)}
+    pair_group = dist.new_group([0, 1], backend="gloo")
+    if local.rank < 2:
+        two = replace(local, world_size=2, mesh=DeviceMesh.from_group(pair_group, "cpu"), control=pair_group)
+        seen["two"] = shards_of(build(), two, pair)
+    barrier(local)
+    seen["refusal"] = refusal_of_small_memory(local, full)
+    (out / f"rank{local.rank}.json").write_text(json.dumps(seen))
+    local.close()
+
+
+if __name__ == "__main__":
+    main()

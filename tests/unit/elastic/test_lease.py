@@ -1,0 +1,242 @@
+"""The guardian's judgement on fake time, and its life in a thread of this process; real processes are in tests/faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.lease import GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
+from zeroband.elastic.store import Store
+
+MEMBER = "a#1"
+
+
+# -- what deserves a lease --------------------------------------------------------------------------------------------
+
+
+def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=100.0)
+    verdicts = [vigil.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
+    assert verdicts == [True, True, False]
+
+
+def test_any_progress_starts_the_time_again() -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    assert vigil.deserves_lease(9.0, progress=1, states="R")
+    assert vigil.deserves_lease(19.0, progress=1, states="R")
+    assert not vigil.deserves_lease(19.1, progress=1, states="R")
+    assert vigil.deserves_lease(19.2, progress=2, states="R"), "it moves again"
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "I"])
+def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -> None:
+    assert Vigil(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
+
+
+@pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
+def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    assert not vigil.deserves_lease(1.0, progress=1, states=["S", state])
+    assert vigil.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
+
+
+# -- states of processes ----------------------------------------------------------------------------------------------
+
+
+def test_state_of_a_living_process() -> None:
+    assert process_state(os.getpid()) in "RS"
+
+
+@pytest.fixture
+def ended() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended and that nobody has waited for yet."""
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process
+    process.communicate()
+
+
+def test_state_of_an_ended_process_is_z_until_it_is_waited_for(ended: subprocess.Popen[bytes]) -> None:
+    assert process_state(ended.pid) == "Z"
+    ended.wait()
+    assert process_state(ended.pid) == "X"
+
+
+def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> None:
+    program = tmp_path / "odd ) R name"
+    program.symlink_to(sys.executable)
+    process = subprocess.Popen([program, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process_state(process.pid) in "RSD"
+    finally:
+        process.communicate(b"\n")
+
+
+# -- the guardian's life ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Guarded:
+    """A guardian that runs in a thread, and the trainer's ends of its pipes."""
+
+    store: Store
+    board: NodeBoard
+    order: GuardianOrder
+    thread: threading.Thread
+    trainer: int
+    output: int
+
+    def leave(self, *, cleanly: bool) -> None:
+        if cleanly:
+            os.write(self.trainer, b"leave\n")
+        os.close(self.trainer)
+        self.trainer = -1
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+    def is_alive(self) -> bool:
+        return self.order.member_id in self.store.view(0).alive
+
+    def close(self) -> None:
+        if self.trainer >= 0:
+            self.leave(cleanly=True)
+        os.close(self.output)
+        self.board.close()
+
+
+StartGuard = Callable[..., Guarded]
+
+
+@pytest.fixture
+def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> GuardianOrder:
+    """Of a trainer that is this process, whose launcher is dead."""
+    shm_dir = tmp_path / "shm"
+    shm_dir.mkdir()
+    return GuardianOrder(
+        store_url=redis_url,
+        run_id="run",
+        member_id=MEMBER,
+        board=str(tmp_path / "board"),
+        shm_dir=str(shm_dir),
+        rank_pids=(os.getpid(),),
+        launcher_pid=ended.pid,
+        lease_s=1000.0,
+        renew_s=0.005,
+        hung_s=1000.0,
+        is_first=True,
+    )
+
+
+@pytest.fixture
+def start_guard(store: Store, order: GuardianOrder) -> Iterator[StartGuard]:
+    started: list[Guarded] = []
+
+    def start(**changes: object) -> Guarded:
+        changed = replace(order, **changes)  # type: ignore[arg-type]
+        board = NodeBoard(Path(order.board), create=True)
+        (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
+
+        def run() -> None:
+            with os.fdopen(trainer_read, "rb", buffering=0) as trainer_end, os.fdopen(say, "wb") as say_end:
+                stand_guard(changed, trainer_end, say_end)
+
+        guarded = Guarded(store, board, changed, threading.Thread(target=run), trainer, output)
+        started.append(guarded)
+        guarded.thread.start()
+        assert os.read(output, 100) == b"holding\n"
+        return guarded
+
+    yield start
+    for guarded in started:
+        guarded.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    pause, tries = threading.Event(), 0
+    while not condition():
+        assert tries < 2000, "not within 10 s"
+        tries += 1
+        pause.wait(0.005)
+
+
+def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> None:
+    assert start_guard().is_alive()
+
+
+def test_guardian_renews_with_the_progress_that_it_reads(start_guard: StartGuard, redis_client: redis.Redis) -> None:
+    guarded = start_guard()
+    for _ in range(3):
+        guarded.board.advance()
+    _until(lambda: redis_client.get(guarded.store.keys.lease(MEMBER)) == b"3")
+
+
+def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
+    guarded = start_guard(lease_s=0.05, hung_s=0.02)
+    _until(lambda: not guarded.is_alive())
+    guarded.board.advance()
+    _until(guarded.is_alive)
+
+
+def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
+    start_guard: StartGuard, ended: subprocess.Popen[bytes]
+) -> None:
+    guarded = start_guard(lease_s=0.05, rank_pids=(os.getpid(), ended.pid))
+    _until(lambda: not guarded.is_alive())
+
+
+def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard, redis_client: redis.Redis) -> None:
+    guarded = start_guard(renew_s=0.02)
+    guarded.store.propose_opening(Opening(1, 1, 0, ("other#1",), (0,)))
+    redis_client.delete(guarded.store.keys.lease(MEMBER))
+    _until(lambda: guarded.board.is_fenced)
+    assert not guarded.is_alive()
+
+
+def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: Store) -> None:
+    store.propose_opening(Opening(1, 1, 0, ("other#1",), (0,)))
+    guarded = start_guard(is_first=False)
+    assert guarded.board.is_fenced and not guarded.is_alive()
+
+
+@pytest.mark.parametrize("cleanly", [True, False])
+def test_lease_ends_with_the_pipe_to_the_trainer(start_guard: StartGuard, cleanly: bool) -> None:
+    guarded = start_guard(rank_pids=())
+    guarded.leave(cleanly=cleanly)
+    assert not guarded.is_alive()
+
+
+@pytest.mark.parametrize(("cleanly", "is_removed"), [(True, False), (False, True)])
+def test_shared_memory_of_a_killed_trainer_is_removed(
+    start_guard: StartGuard, cleanly: bool, is_removed: bool
+) -> None:
+    """A trainer that leaves cleanly removes it by itself."""
+    guarded = start_guard(rank_pids=())
+    guarded.leave(cleanly=cleanly)
+    assert Path(guarded.order.shm_dir).exists() != is_removed
+
+
+@pytest.mark.parametrize("living", ["rank", "launcher"])
+def test_shared_memory_stays_while_a_rank_or_the_launcher_lives(order: GuardianOrder, living: str) -> None:
+    pids = {"rank_pids": (os.getpid(),)} if living == "rank" else {"rank_pids": (), "launcher_pid": os.getpid()}
+    remove_when_abandoned(replace(order, **pids), deadline_s=0.01)  # type: ignore[arg-type]
+    assert Path(order.shm_dir).exists()
+
+
+def test_guardian_takes_the_lease_again_from_a_store_that_lost_everything(
+    start_guard: StartGuard, redis_client: redis.Redis
+) -> None:
+    guarded = start_guard()
+    redis_client.flushall()
+    _until(guarded.is_alive)
