@@ -36,7 +36,7 @@ def kill(point: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def diloco(record_run: RecordRun) -> Recorded:
-    """Of four nodes, one is killed in an inner step, then in the reduce; one is frozen, two are lost at once, one is left."""
+    """Of four nodes one is killed in an inner step, then in the reduce, one frozen, two lost at once, one left over."""
 
     def tell(story: Story) -> None:
         story.until_struck("node3")

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from zeroband.observe.view import EventView, RunView, node_id_of
+from zeroband.observe.view import EventView, NodeView, RunView, node_id_of
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -42,6 +42,11 @@ class Scene:
     def step(self) -> int:
         """Inner steps of the node that is furthest."""
         return max((node.step for node in self.run.nodes), default=0)
+
+    @property
+    def undisturbed(self) -> list[NodeView]:
+        """The nodes that trained from the beginning without a break: their losses belong to the same steps."""
+        return [node for node in self.run.nodes if node.starts == 1 and node.node_id not in self.down]
 
 
 class Chronicle:
@@ -97,7 +102,7 @@ def _joined(node_id: str, fields: Mapping[str, Any]) -> _Told:
 
 def _recovered(node_id: str, fields: Mapping[str, Any]) -> _Told:
     digest = str(fields["digest"])[:8]
-    text = f"{node_id} holds the outer state of outer step {fields['round']}, verified: digest {digest}"
+    text = f"{node_id} fetched the state of outer step {fields['round']} and verified it: {digest}"
     return (node_id, fields["round"]), text
 
 

@@ -18,7 +18,10 @@ from zeroband.observe.status import human_bytes, human_count
 from zeroband.observe.view import NodeView
 
 _SHOWN_NOTES = 7
-_CURVE_WIDTH, _CURVE_HEIGHT = 40, 5
+_CURVE_HEIGHT = 5
+_CURVE_MAX_WIDTH = 60
+_BESIDE_CURVE = 53
+"""Columns that everything beside the curve needs: then nothing wraps on a terminal of 80."""
 _DIGEST_CHARS = 8
 
 _STATE_STYLES = {
@@ -60,7 +63,7 @@ class LiveScreen:
 
     def show(self, scene: Scene) -> None:
         """Draw a scene over the last one."""
-        self._live.update(draw(scene), refresh=True)
+        self._live.update(draw(scene, self._live.console.width), refresh=True)
 
     def __enter__(self) -> LiveScreen:
         self._live.start()
@@ -130,9 +133,12 @@ def progress_line(scene: Scene) -> str:
     )
 
 
-def draw(scene: Scene) -> RenderableType:
-    """A scene as one panel."""
-    body = Group(_nodes(scene), "", _middle(scene), "", _notes(scene), "", Text(scene.next_act, style="bold cyan"))
+def draw(scene: Scene, width: int) -> RenderableType:
+    """A scene as one panel of `width` columns."""
+    curve_width = max(10, min(_CURVE_MAX_WIDTH, width - _BESIDE_CURVE))
+    body = Group(
+        _nodes(scene), "", _middle(scene, curve_width), "", _notes(scene), "", Text(scene.next_act, style="bold cyan")
+    )
     return Panel(body, title="zeroband demo", subtitle=clock(scene.elapsed_s), box=box.ROUNDED, padding=(1, 2))
 
 
@@ -169,26 +175,26 @@ def _node_row(node: NodeView, scene: Scene) -> list[RenderableType]:
     ]
 
 
-def _middle(scene: Scene) -> Table:
+def _middle(scene: Scene, curve_width: int) -> Table:
     table = Table.grid(padding=(0, 3))
     table.add_column(no_wrap=True)
     table.add_column()
-    table.add_row(_loss(scene), _facts(scene))
+    table.add_row(_loss(scene, curve_width), _facts(scene))
     return table
 
 
-def _loss(scene: Scene) -> Table:
-    curve = mean_curve([node.loss_curve for node in scene.run.nodes if node.loss_curve], _CURVE_WIDTH)
+def _loss(scene: Scene, width: int) -> Table:
+    curve = mean_curve([node.loss_curve for node in scene.undisturbed], width)
     rows = bars(curve, _CURVE_HEIGHT)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", width=5)
-    table.add_column(width=_CURVE_WIDTH)
+    table.add_column(width=width, no_wrap=True)
     for number, row in enumerate(rows):
         label = ""
         if curve and number in (0, _CURVE_HEIGHT - 1):
             label = f"{max(curve) if number == 0 else min(curve):.2f}"
         table.add_row(Text(label, style="dim"), Text(row, style="cyan"))
-    table.add_row("", Text("loss, nats per token, over the steps", style="dim"))
+    table.add_row("", Text("loss over the steps", style="dim"))
     return table
 
 
@@ -199,14 +205,14 @@ def _facts(scene: Scene) -> Table:
     table.add_column()
     table.add_row("outer step", f"{run.round or 0} of {scene.total_rounds}")
     table.add_row("epoch", "-" if run.epoch is None else f"{run.epoch}")
-    table.add_row("who is in", ", ".join(run.members) or "-")
+    table.add_row("who is in", " ".join(run.members) or "-")
     table.add_row("sent", human_bytes(run.sent_bytes))
-    table.add_row("as per-step DDP", human_bytes(run.ddp_bytes))
+    table.add_row("per-step DDP", human_bytes(run.ddp_bytes))
     if run.disagreements:
         table.add_row("DIVERGED", Text(f"after outer steps {run.disagreements}", style="bold red"))
     elif run.newest and run.newest.digest:
         digest = run.newest.digest[:_DIGEST_CHARS]
-        table.add_row("outer state", Text(f"{digest}, equal on all members", style="magenta"))
+        table.add_row("outer state", Text(f"{digest}, equal on all", style="magenta"))
     return table
 
 

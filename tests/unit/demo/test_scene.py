@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ def _event(kind: str, node_id: str = "node0", at_s: float = 110.0, **fields: obj
         ("epoch_changed", "epoch 2: node0, node1 are in"),
         ("peer_lost", "outer step 5 goes on without node2"),
         ("joined", "node0 is back: outer step 7"),
-        ("recovered", "node0 holds the outer state of outer step 6, verified: digest 01234567"),
+        ("recovered", "node0 fetched the state of outer step 6 and verified it: 01234567"),
         ("fenced", "node0 was away too long"),
         ("run_failed", "node0 failed: ValueError: no"),
     ],
@@ -87,6 +88,15 @@ def test_names_are_nodes_in_order_without_their_incarnation() -> None:
 def test_scene_step_is_that_of_the_node_that_is_furthest(make_scene: Callable[..., Scene]) -> None:
     assert make_scene().step == 40
     assert make_scene(run=RunView("demo")).step == 0
+
+
+def test_scene_undisturbed_leaves_out_who_is_down_and_who_came_back(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene()
+    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
+    back = replace(scene.run.nodes[2], starts=2)
+    nodes = (*scene.run.nodes[:2], back, scene.run.nodes[3])
+    scene = make_scene(run=replace(scene.run, nodes=nodes), down=frozenset())
+    assert [node.node_id for node in scene.undisturbed] == ["node0", "node1", "node3"]
 
 
 @pytest.mark.parametrize(

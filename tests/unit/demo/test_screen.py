@@ -15,7 +15,7 @@ from zeroband.observe.view import RunView
 def _drawn(scene: Scene, width: int = 110) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     with console.capture() as capture:
-        console.print(draw(scene))
+        console.print(draw(scene, width))
     return capture.get()
 
 
@@ -41,10 +41,10 @@ def test_draw_shows_each_node_with_its_progress(
     "shown",
     [
         "4 of 12",
-        "node0, node1, node3",
+        "node0 node1 node3",
         "4 MB",
         "80 MB",
-        "01234567, equal on all members",
+        "01234567, equal on all",
         "5.50",
         "2.50",
         "01:00  node2 is gone",
@@ -60,7 +60,7 @@ def test_draw_shows_the_bar_as_long_as_the_share_that_is_done(make_scene: Callab
     def done(scene: Scene) -> int:
         console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="truecolor")
         with console.capture() as capture:
-            console.print(draw(scene))
+            console.print(draw(scene, 140))
         line = _line(capture.get(), "\x1b[1mnode0")
         return line.split("━\x1b")[0].count("━") + 1
 
@@ -68,6 +68,14 @@ def test_draw_shows_the_bar_as_long_as_the_share_that_is_done(make_scene: Callab
     ahead = replace(scene.run.nodes[0], step=80)
     further = replace(scene, run=replace(scene.run, nodes=(ahead, *scene.run.nodes[1:])))
     assert done(further) == pytest.approx(2 * done(scene), abs=2)
+
+
+def test_draw_wraps_nothing_on_a_terminal_of_80_columns(make_scene: Callable[..., Scene], run: RunView) -> None:
+    members = tuple(f"node{number}#a" for number in range(4))
+    full = replace(run, nodes=tuple(replace(node, members=members) for node in run.nodes))
+    scene = make_scene(run=full, down=frozenset())
+    assert len(_drawn(scene, 80).splitlines()) == len(_drawn(scene, 140).splitlines())
+    assert "node0 node1 node2 node3" in _drawn(scene, 80)
 
 
 def test_draw_calls_a_divergence_by_its_name(make_scene: Callable[..., Scene], run: RunView) -> None:

@@ -1,4 +1,4 @@
-"""The guardian's judgement on fake time, and its life in a thread of this process; real processes are in tests/faults."""
+"""The guardian's judgement on fake time, and its life in a thread; real processes are in tests/faults."""
 
 from __future__ import annotations
 
