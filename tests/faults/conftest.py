@@ -83,6 +83,7 @@ class Story:
     store: Store
     arguments: Sequence[str]
     history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
+    strangers: dict[str, subprocess.Popen[str]] = field(default_factory=dict[str, "subprocess.Popen[str]"])
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
     def node(self, node_id: str) -> NodeProcess:
@@ -122,14 +123,18 @@ class Story:
         self.until(lambda: not node.pids and not node.spec.memory.exists(), f"nothing is left of {node_id}")
 
     def refuse(self, key: str, *arguments: str, patch: str = "pass", token: str | None = None) -> None:
-        """Have a stranger try to join whose `key` differs."""
+        """Have a stranger try to join whose `key` differs; several do at once, and their fate shows at the end."""
         command = [sys.executable, "-c", INTRUDER.format(patch=patch), *self.arguments, *arguments]
         env = self.cluster.environment("stranger", 1) | ({} if token is None else {"ZERO_BAND_RUN__TOKEN": token})
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
-        self.refusals[key] = (ended.returncode, ended.stderr)
+        self.strangers[key] = subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
 
     def end(self) -> None:
         """Ask the nodes that still run to end; they must leave nothing by themselves."""
+        for key, stranger in self.strangers.items():
+            _, said = stranger.communicate(timeout=DEADLINE_S)
+            self.refusals[key] = (stranger.returncode, said)
         for node in self.cluster.running:
             node.terminate()
         self.cluster.wait(timeout_s=DEADLINE_S)

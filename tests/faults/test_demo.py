@@ -1,4 +1,4 @@
-"""The demo as users run it, only shorter: real training, a real SIGKILL, a real return."""
+"""The demo as users run it: real training, a real SIGKILL, a real return."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import zeroband
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-SHORTER = ["--train.total_steps", "160", "--outer.inner_steps", "10"]
-"""Long enough that a node's start fits into the half that is left when it is started again."""
-
 
 @pytest.mark.timeout(600)
 def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) -> None:
@@ -28,7 +25,7 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
         "ZERO_BAND_RUN__DIR": str(tmp_path / "runs"),
         "ZERO_BAND_DATA__CACHE_DIR": str(tmp_path / "cache"),
     }
-    command = [sys.executable, "-m", "zeroband.demo", *SHORTER]
+    command = [sys.executable, "-m", "zeroband.demo"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
@@ -38,6 +35,6 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
     assert "equal on all 4 nodes" in said
     assert len(set(re.findall(r"^ +node\d  ([0-9a-f]{32})$", said, re.MULTILINE))) == 1
     first, last = map(float, re.findall(r"loss +([\d.]+) -> ([\d.]+)", said)[0])
-    assert first > 5 and last < 2.5
+    assert first > 5 and last < 2.2
     assert (tmp_path / "runs" / "demo-test" / "node0" / "sample.txt").read_text().startswith("def ")
     assert list(Path("/dev/shm").glob("zeroband-demo-test-*")) == []

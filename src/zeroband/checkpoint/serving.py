@@ -161,9 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the trainer's log is the one log."""
 
-    def serve(
-        self, key: str, copies: _Copies, journal_entry: Callable[[int], ServedEntry | None]
-    ) -> None:
+    def serve(self, key: str, copies: _Copies, journal_entry: Callable[[int], ServedEntry | None]) -> None:
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(shown.encode(), key.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from zeroband.observe.status import human_bytes
-from zeroband.observe.view import NodeView, RunView
+from zeroband.observe.view import RunView
 
 _LAST_POINTS = 5
 """Points at the end of a loss curve whose mean is shown as the last loss: one batch alone is noisy."""
@@ -23,10 +23,9 @@ A machine that comes later joins, one that dies is left behind. Other texts and 
 
 
 def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
-    """Each node's digest of the outer state after the newest round; None where a node does not hold that state."""
-    held: Mapping[str, NodeView] = {node.node_id: node for node in run.nodes}
-    newest = run.round if run.round is not None else -1
-    return {node_id: held[node_id].digests.get(newest) if node_id in held else None for node_id in node_ids}
+    """Digest of the outer state that each node held at last; None for a node that never held one."""
+    held = {node.node_id: node.digest for node in run.nodes}
+    return {node_id: held.get(node_id) for node_id in node_ids}
 
 
 def is_one_state(digests: Mapping[str, str | None]) -> bool:
@@ -53,8 +52,8 @@ def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: st
         f"loss         {first:.2f} -> {last:.2f} nats per token",
         f"sent         {human_bytes(run.sent_bytes)}; per-step data parallel would have sent "
         f"{human_bytes(run.ddp_bytes)}, {ratio:.0f} times as much",
-        f"outer state  after outer step {run.round}, {verdict}:",
-        *(f"             {node_id}  {digest or 'does not hold it'}" for node_id, digest in digests.items()),
+        f"outer state  at the end, {verdict}:",
+        *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
         f"             look at them again: uv run zeroband status {run_dir}",
     ]

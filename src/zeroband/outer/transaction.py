@@ -91,9 +91,7 @@ def commit_round(
         )
 
 
-def found_run(
-    mesh: ElasticDeviceMesh, state: str, payload: Callable[[Opening], Mapping[str, Any]]
-) -> Committed:
+def found_run(mesh: ElasticDeviceMesh, state: str, payload: Callable[[Opening], Mapping[str, Any]]) -> Committed:
     """Start the run: nothing is reduced, the founders vote for the state that all of them hold."""
     started_at_s = time.monotonic()
     failures: list[str] = []

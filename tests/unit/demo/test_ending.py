@@ -15,17 +15,18 @@ NODE_IDS = ("node0", "node1", "node2", "node3")
 @pytest.fixture
 def ended(run: RunView) -> RunView:
     """The run when node2 has come back and holds the same state."""
-    back = replace(run.nodes[2], state="finished", digests=run.nodes[0].digests, loss_curve=(5.5, 2.9))
+    back = replace(run.nodes[2], state="finished", digest=run.nodes[0].digest, loss_curve=(5.5, 2.9))
     return replace(run, nodes=(*run.nodes[:2], back, run.nodes[3]))
 
 
-def test_final_digests_are_those_of_the_newest_round(ended: RunView) -> None:
+def test_final_digests_are_those_that_the_nodes_held_at_last(ended: RunView) -> None:
     assert final_digests(ended, NODE_IDS) == dict.fromkeys(NODE_IDS, "0123456789abcdef")
 
 
-def test_final_digests_are_missing_for_a_node_that_stayed_behind_or_never_wrote(run: RunView) -> None:
+def test_final_digests_show_who_stayed_behind_and_who_never_wrote(run: RunView) -> None:
     digests = final_digests(run, (*NODE_IDS, "node4"))
-    assert [node_id for node_id, digest in digests.items() if digest is None] == ["node2", "node4"]
+    assert (digests["node2"], digests["node4"]) == ("d3", None)
+    assert not is_one_state(digests)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_first_and_last_loss_are_no_numbers_where_nobody_trained() -> None:
         "Done in 83 s.",
         "5.50 -> ",
         "sent         4 MB; per-step data parallel would have sent 80 MB, 20 times as much",
-        "after outer step 4, equal on all 4 nodes",
+        "at the end, equal on all 4 nodes",
         "node2  0123456789abcdef",
         "zeroband status runs/demo",
         "  | def main():\n  | \n  |     pass",
@@ -66,7 +67,8 @@ def test_epilogue_says_what_was_shown(ended: RunView, said: str) -> None:
 
 
 def test_epilogue_does_not_call_different_states_equal(run: RunView) -> None:
-    text = epilogue(run, NODE_IDS, run_dir=Path("runs/demo"), sample=None, took_s=83.2)
+    text = epilogue(run, (*NODE_IDS, "node4"), run_dir=Path("runs/demo"), sample=None, took_s=83.2)
     assert "DIFFERENT" in text
-    assert "node2  does not hold it" in text
+    assert "node2  d3" in text
+    assert "node4  never held one" in text
     assert "writes" not in text

@@ -3,15 +3,12 @@ from __future__ import annotations
 import pytest
 
 from zeroband.config import load_config
-from zeroband.demo.story import NODES, VICTIM, Act, act_at, main, open_cluster
+from zeroband.demo.story import NODES, VICTIM, main, open_cluster, turning_points
 
 
-@pytest.mark.parametrize(
-    ("step", "act"),
-    [(0, Act.TOGETHER), (39, Act.TOGETHER), (40, Act.WITHOUT), (59, Act.WITHOUT), (60, Act.BACK), (120, Act.BACK)],
-)
-def test_act_at_changes_at_a_third_and_at_half(step: int, act: Act) -> None:
-    assert act_at(step, 120) is act
+def test_turning_points_are_at_about_a_third_and_half_and_leave_time_to_come_back() -> None:
+    kill_step, restart_step = turning_points(1000)
+    assert 250 <= kill_step <= 350 < 400 <= restart_step <= 500
 
 
 def test_demo_settings_load_with_overrides_behind_them() -> None:

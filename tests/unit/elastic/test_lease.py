@@ -218,9 +218,7 @@ def test_lease_ends_with_the_pipe_to_the_trainer(start_guard: StartGuard, cleanl
 
 
 @pytest.mark.parametrize(("cleanly", "is_removed"), [(True, False), (False, True)])
-def test_shared_memory_of_a_killed_trainer_is_removed(
-    start_guard: StartGuard, cleanly: bool, is_removed: bool
-) -> None:
+def test_shared_memory_of_a_killed_trainer_is_removed(start_guard: StartGuard, cleanly: bool, is_removed: bool) -> None:
     """A trainer that leaves cleanly removes it by itself."""
     guarded = start_guard(rank_pids=())
     guarded.leave(cleanly=cleanly)
