@@ -17,6 +17,7 @@ from zeroband.config.schema import AdamWConfig, CosineSchedule, LinearSchedule, 
 from zeroband.errors import ConfigError
 
 _FUSED_DEVICES = ("cpu", "cuda")
+_SLICE_EXACT_DEVICES = ("cuda",)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,17 +48,19 @@ def _progress(step: int, start: float, stop: float) -> float:
     return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
 
 
-def build_adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+def build_adamw(model: nn.Module, config: AdamWConfig, *, slice_exact: bool = False) -> torch.optim.AdamW:
     """AdamW with decoupled decay of matrices and embeddings; vectors (norms) are not decayed.
 
-    Uses torch's fused kernel where the device has one.
+    Uses torch's fused kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is
+    cut into shards, which those of the fused CPU kernel do; slower.
     """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(p.device.type in _FUSED_DEVICES for p in parameters)
+    devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
+    fused = all(p.device.type in devices for p in parameters)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
@@ -65,14 +68,14 @@ class InnerOptimizer:
     """AdamW and its learning-rate schedule as one stateful part.
 
     The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
-    can be written into them before the first step.
+    can be written into them before the first step. `slice_exact`: see `build_adamw`.
     """
 
-    def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int) -> None:
+    def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int, slice_exact: bool = False) -> None:
         self._names = dict(model.named_parameters())
         self._optim = optim
         self._total_steps = total_steps
-        self._adamw = build_adamw(model, optim.adamw)
+        self._adamw = build_adamw(model, optim.adamw, slice_exact=slice_exact)
         self._step_count = 0
         for parameter in self._names.values():
             self._adamw.state[parameter] = {

@@ -94,7 +94,8 @@ def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
     parallelize(model, config.train, local)
     model.to_empty(device=local.device)
     init_weights(model, config.run.seed)
-    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps)
+    is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
+    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp)
     return NodeParts(
         config=config,
         node_id=node_id_of(config),

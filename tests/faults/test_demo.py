@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,26 +17,66 @@ import zeroband
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
-@pytest.mark.timeout(600)
+class Demo:
+    """The command as a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        source = str(Path(zeroband.__file__).parents[1])
+        self.run_id = f"demo-{secrets.token_hex(4)}"
+        self.run_dir = folder / "runs" / self.run_id
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONUNBUFFERED": "1",
+            "ZERO_BAND_RUN__ID": self.run_id,
+            "ZERO_BAND_RUN__DIR": str(folder / "runs"),
+        }
+        command = [sys.executable, "-m", "zeroband.demo"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def read_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def left_behind(self) -> list[object]:
+        """Processes and folders in shared memory that belong to the run."""
+        return [*_pids_with(f"ZERO_BAND_RUN__ID={self.run_id}"), *Path("/dev/shm").glob(f"zeroband-{self.run_id}-*")]
+
+
+def _pids_with(variable: str) -> list[int]:
+    found: list[int] = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if variable.encode() in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(900)
 def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) -> None:
-    source = str(Path(zeroband.__file__).parents[1])
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "ZERO_BAND_RUN__ID": "demo-test",
-        "ZERO_BAND_RUN__DIR": str(tmp_path / "runs"),
-        "ZERO_BAND_DATA__CACHE_DIR": str(tmp_path / "cache"),
-    }
-    command = [sys.executable, "-m", "zeroband.demo"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
-    said = done.stdout
-    assert done.returncode == 0, said + done.stderr
+    demo = Demo(tmp_path)
+    said, _ = demo.process.communicate()
+    assert demo.process.returncode == 0, said
     acts = ["found the run", "SIGKILL: every process of node2", "goes on without node2", "node2 is back", "Done in"]
     places = [said.find(act) for act in acts]
     assert -1 not in places and places == sorted(places), said
     assert "equal on all 4 nodes" in said
-    assert len(set(re.findall(r"^ +node\d  ([0-9a-f]{32})$", said, re.MULTILINE))) == 1
+    digests = re.findall(r"^ +node\d  ([0-9a-f]+)$", said, re.MULTILINE)
+    assert len(digests) == 4 and len(set(digests)) == 1
     first, last = map(float, re.findall(r"loss +([\d.]+) -> ([\d.]+)", said)[0])
     assert first > 5 and last < 2.2
-    assert (tmp_path / "runs" / "demo-test" / "node0" / "sample.txt").read_text().startswith("def ")
-    assert list(Path("/dev/shm").glob("zeroband-demo-test-*")) == []
+    assert (demo.run_dir / "node0" / "sample.txt").read_text().startswith("def ")
+    assert demo.left_behind() == []
+
+
+def test_demo_interrupted_while_its_nodes_start_leaves_nothing(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    assert "starting 4 nodes" in demo.read_line()
+    assert "Next" in demo.read_line()
+    demo.process.send_signal(signal.SIGINT)
+    demo.process.communicate()
+    assert demo.process.returncode == 130
+    assert demo.left_behind() == []

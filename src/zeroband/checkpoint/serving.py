@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -114,7 +115,10 @@ class StateServer:
             def answer(self) -> None:
                 self.serve(key, copies, journal_entry)
 
-        self._server = _Server((host, 0), Handler)
+        class Server(_Server):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        self._server = Server((host, 0), Handler)
         self.port: int = self._server.server_address[1]
         serve: Callable[[], None] = lambda: self._server.serve_forever(poll_interval=_CLOSE_POLL_S)  # noqa: E731
         self._thread = threading.Thread(target=serve, name="state-server", daemon=True)

@@ -100,9 +100,7 @@ class Excluded:
     reason: str
 
 
-def next_opening(
-    view: View, round: int, *, min_nodes: int, start_nodes: int, start_timed_out: bool
-) -> Opening | Wait:
+def next_opening(view: View, round: int, *, min_nodes: int, start_nodes: int, start_timed_out: bool) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished.

@@ -72,9 +72,7 @@ class LaneGroups:
 
         def build() -> dist.ProcessGroup:
             prefix = self._store.keys.group(opening.epoch, lane)
-            rendezvous = RedisRendezvous(
-                self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted
-            )
+            rendezvous = RedisRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
             options._timeout = timedelta(seconds=self._transfer_s)

@@ -210,9 +210,7 @@ class Member:
 class _Watcher:
     """One daemon thread that looks at the members' leases while a transfer runs, and after its guardian always."""
 
-    def __init__(
-        self, store: Store, board: NodeBoard, *, watch_s: float, replace_guardian: Callable[[], None]
-    ) -> None:
+    def __init__(self, store: Store, board: NodeBoard, *, watch_s: float, replace_guardian: Callable[[], None]) -> None:
         self._store = store
         self._board = board
         self._watch_s = watch_s

@@ -99,9 +99,7 @@ class ElasticDeviceMesh:
         """Wait until the round is open to this node. Raises Fenced."""
 
         def wait() -> dict[str, Any]:
-            return to_record(
-                self.member.await_opening(round, self._elastic, start_deadline_s=self._start_deadline_s)
-            )
+            return to_record(self.member.await_opening(round, self._elastic, start_deadline_s=self._start_deadline_s))
 
         return opening_from(on_first_rank(self.local, wait))
 

@@ -1,12 +1,12 @@
 """DDP: the nodes' gradients are averaged before every inner optimizer step, so all nodes hold one model at every step.
 
 The outer state is the whole training state: parameters and both AdamW moments. The baseline that others are measured
-against; for links that carry 8 bytes of each parameter at every step.
+against; for links that carry 8 bytes of each parameter at every step. The state, 12 bytes of each parameter, is written
+out after every step, so that a joiner can fetch it at any time.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.epoch import Opening
-from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.progress import Progress
-from zeroband.errors import RecoveryFailed
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
 from zeroband.outer.journal import JournalEntry
@@ -25,8 +23,6 @@ from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
 from zeroband.parallel import all_ok, barrier
 
 PARAMS, FIRST_MOMENT, SECOND_MOMENT = "params", "exp_avg", "exp_avg_sq"
-
-_COPY_DEADLINE_S = 600.0
 
 
 class Ddp:
@@ -41,9 +37,8 @@ class Ddp:
         self._clip_norm = clip_norm
         self._keeper = RoundKeeper(parts)
         self._committed: Committed | None = None
-        self._desk = _CopyDesk()
         open_buffers(parts.buffers, self.sections)
-        self._keeper.state = self._store_params()
+        self._keeper.state = self._store_state()
 
     @property
     def round(self) -> int:
@@ -94,16 +89,22 @@ class Ddp:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
-        self._keeper.advance(committed.verdict, self._store_params())
+        with self._keeper.state_lock:
+            self._keeper.advance(committed.verdict, self._store_state())
         self._keeper.record(committed)
-        self._serve_copies()
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
 
-    def _store_params(self) -> str:
-        self._parts.shards.store(parameter_shards(self._parts.model), self._buffers[PARAMS])
+    def _store_state(self) -> str:
+        """Write this rank's shards of model and moments into the outer state; the digest of it, on local rank 0."""
+        barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
+        moments = self._parts.inner.moments()
+        shards = self._parts.shards
+        shards.store(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        shards.store({name: first for name, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
+        shards.store({name: second for name, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
         barrier(self._local)
-        return digest_of(self._buffers[PARAMS]) if self._local.rank == 0 else ""
+        return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
     def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
         self._committed = self._keeper.commit(weighted=False, await_opening=await_opening, extra=self._describe)
@@ -126,7 +127,7 @@ class Ddp:
         moments = inner.moments()
         shards.load({name: first for name, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
         shards.load({name: second for name, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
-        self._keeper.settle(round, payload, self._store_params())
+        self._keeper.settle(round, payload, self._store_state())
         return self._keeper.state
 
     def replay(self, entry: JournalEntry) -> str:
@@ -134,48 +135,10 @@ class Ddp:
             self._buffers[RESULT].copy_(entry.result)
         barrier(self._local)
         self._step(self._buffers[RESULT], entry.payload)
-        self._keeper.settle(entry.round, entry.payload, self._store_params())
+        self._keeper.settle(entry.round, entry.payload, self._store_state())
         return self._keeper.state
 
-    # -- copies for joiners: the moments live in the optimizer, so the main thread writes them out between two steps --
-
     def copy_state(self) -> StateCopy:
-        return self._desk.order()
-
-    def _serve_copies(self) -> None:
-        if not on_first_rank(self._local, self._desk.is_ordered):
-            return
-        moments = self._parts.inner.moments()
-        self._parts.shards.store({n: first for n, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
-        self._parts.shards.store({n: second for n, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
-        barrier(self._local)
-        if self._local.rank == 0:
+        with self._keeper.state_lock:
             sections = {name: self._buffers[name].clone() for name in self.sections}
-            self._desk.deliver(StateCopy(self.round, sections, self._keeper.payload, self._keeper.state))
-
-
-class _CopyDesk:
-    """Hands an order from a serving thread to the main thread, and the copy back."""
-
-    def __init__(self) -> None:
-        self._ordered = threading.Event()
-        self._delivered = threading.Condition()
-        self._copy: StateCopy | None = None
-
-    def is_ordered(self) -> bool:
-        return self._ordered.is_set()
-
-    def order(self) -> StateCopy:
-        with self._delivered:
-            self._copy = None
-            self._ordered.set()
-            if not self._delivered.wait_for(lambda: self._copy is not None, timeout=_COPY_DEADLINE_S):
-                raise RecoveryFailed(f"no step ended within {_COPY_DEADLINE_S:g} s, so no state could be copied")
-            assert self._copy is not None
-            return self._copy
-
-    def deliver(self, copy: StateCopy) -> None:
-        with self._delivered:
-            self._copy = copy
-            self._ordered.clear()
-            self._delivered.notify_all()
+            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

@@ -26,7 +26,7 @@ from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost
 from zeroband.faults import FaultPoints
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport, StateCopy
+from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
@@ -388,16 +388,6 @@ class FakeRun:
         }
         outcomes = self.together(**works)
         return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RoundReport)}
-
-    def copy_at_step(self, name: str, update: Tensor) -> StateCopy:
-        """Order a copy of a node's state, then make the step that delivers it (DDP)."""
-        node = self[name]
-        assert isinstance(node.outer, Ddp)
-        with ThreadPoolExecutor(1) as pool:
-            copy = pool.submit(node.outer.copy_state)
-            assert node.outer._desk._ordered.wait(DEADLINE_S)
-            node.take_step(update, 10)
-            return copy.result(DEADLINE_S)
 
 
 StartRun = Callable[..., FakeRun]

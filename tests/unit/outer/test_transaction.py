@@ -229,7 +229,7 @@ def test_node_that_receives_the_state_holds_what_its_members_hold(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a")
-    serve_copies_of(run, "a", noise)
+    make_rounds(run, "a", noise)
     joiner = run.add("b")
     assert joiner.receive(run["a"]) == run["a"].outer.state == joiner.outer.state
     assert (joiner.outer.round, joiner.outer.progress) == (run["a"].outer.round, run["a"].outer.progress)
@@ -237,13 +237,10 @@ def test_node_that_receives_the_state_holds_what_its_members_hold(
     assert joiner.inner.step_count == run["a"].inner.step_count
 
 
-def serve_copies_of(run: Any, name: str, noise: Noise) -> None:
-    """Make a few rounds. From then on copies of the node's state are there without another round."""
+def make_rounds(run: Any, name: str, noise: Noise) -> None:
+    """Make a few rounds."""
     for seed in range(3):
         run.round(**{name: noise(seed)})
-    if run.algorithm is DDP:
-        copy = run.copy_at_step(name, noise(9))
-        run[name].outer.copy_state = lambda: copy
 
 
 @ALGORITHMS
@@ -251,7 +248,7 @@ def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a")
-    serve_copies_of(run, "a", noise)
+    make_rounds(run, "a", noise)
     joiner = run.add("b")
     joiner.receive(run["a"])
     before, update = run["a"].params, noise(20)
@@ -273,7 +270,7 @@ def test_journal_replayed_gives_the_state_of_those_who_were_there(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a")
-    serve_copies_of(run, "a", noise)
+    make_rounds(run, "a", noise)
     joiner, fetched = run.add("b"), run["a"].outer.round
     joiner.receive(run["a"])
     for seed in range(50, 54):
@@ -292,7 +289,7 @@ def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a")
-    serve_copies_of(run, "a", noise)
+    make_rounds(run, "a", noise)
     joiner = run.add("b")
     joiner.receive(run["a"])
     for update in (noise(1) * float("nan"), noise(2)):
@@ -306,7 +303,7 @@ def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(
 ) -> None:
     run = start_run(algorithm, "a")
     run.round(a=noise(1) * float("nan"))
-    serve_copies_of(run, "a", noise)
+    make_rounds(run, "a", noise)
     joiner = run.add("b")
     joiner.receive(run["a"])
     run.round(a=noise(3))
