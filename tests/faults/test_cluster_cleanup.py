@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,8 +127,7 @@ class Command:
     def __init__(self, folder: Path, script: Path, *arguments: str) -> None:
         self.mark = f"test-{os.urandom(8).hex()}"
         self.run_id = self.mark
-        self._tmp = folder / "tmp"
-        self._tmp.mkdir()
+        self._tmp = Path(tempfile.mkdtemp(prefix="test-", dir="/tmp"))  # short enough for a socket
         source = str(Path(zeroband.__file__).parents[1])
         env = {
             **os.environ,
@@ -155,6 +155,9 @@ class Command:
         others = [pid for pid in _pids() if pid != self.process.pid]
         return [pid for pid in others if run in _environment(pid) or tmp in _command_line(pid)]
 
+    def remove_tmp(self) -> None:
+        shutil.rmtree(self._tmp)
+
     def left_behind(self) -> list[object]:
         return [*self.nodes(), *marked_pids(self.mark), *_shared(self.run_id), *self._tmp.glob("zeroband-*")]
 
@@ -180,6 +183,7 @@ def commands() -> Iterator[list[Command]]:
         signal_all(command.nodes(), signal.SIGKILL)
         for folder in _shared(command.run_id):
             shutil.rmtree(folder)
+        command.remove_tmp()
 
 
 def test_simulate_returns_the_exit_code_of_the_worst_node(

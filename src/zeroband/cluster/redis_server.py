@@ -18,8 +18,10 @@ from zeroband.cluster.processes import start_leashed
 from zeroband.errors import ConfigError
 
 _START_DEADLINE_S = 10.0
-_SOCKET_PATH_BYTES = 100
-"""A little less than the kernel takes in sockaddr_un."""
+_PREFIX, _SOCKET = "zeroband-redis-", "redis.sock"
+_SOCKET_PATH_BYTES = 107
+"""What the kernel takes in sockaddr_un, without the final zero."""
+_YOUNG_S = 60.0
 
 
 def find_redis_server() -> Path:
@@ -41,6 +43,25 @@ def find_redis_server() -> Path:
     )
 
 
+def answers(path: Path) -> bool:
+    """Whether a server listens on a Unix socket and answers."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(str(path))
+        connection.sendall(b"PING\r\n")
+        return connection.recv(16).startswith(b"+PONG")
+    return False
+
+
+def sweep(folder: Path) -> None:
+    """Remove what servers left in `folder` whose owners were killed; a young one may be about to start."""
+    for left_over in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            is_young = time.time() - left_over.stat().st_mtime < _YOUNG_S
+            if not is_young and not answers(left_over / _SOCKET):
+                shutil.rmtree(left_over)
+
+
 class RedisServer:
     """An empty server, running while the context lasts. `url` stays the same over `stop` and `start`.
 
@@ -49,12 +70,12 @@ class RedisServer:
 
     def __init__(self) -> None:
         self._program = find_redis_server()
-        folder = tempfile.mkdtemp(prefix="zeroband-redis-")
-        if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - len("/redis.sock"):
-            Path(folder).rmdir()
-            folder = tempfile.mkdtemp(prefix="zeroband-redis-", dir="/tmp")
-        self._folder = Path(folder)
-        self._socket = self._folder / "redis.sock"
+        sweep(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        if len(os.fsencode(self._folder / _SOCKET)) > _SOCKET_PATH_BYTES:
+            self._folder.rmdir()
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+        self._socket = self._folder / _SOCKET
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"unix://{self._socket}"
 
@@ -80,21 +101,13 @@ class RedisServer:
         command = [str(self._program), *(part for item in settings.items() for part in item)]
         self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
         end_s = time.monotonic() + _START_DEADLINE_S
-        while not self._answers():
+        while not answers(self._socket):
             if self._process.poll() is not None or time.monotonic() > end_s:
                 said = log.read_text(errors="replace").strip()
                 self.close()
                 raise ConfigError(f"{self._program} does not answer on its socket; it said: {said or 'nothing'}")
             time.sleep(0.005)
         return self
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(1.0)
-            connection.connect(str(self._socket))
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
-        return False
 
     def stop(self) -> None:
         """End it at once; all that it held is lost. Stopping again does nothing."""

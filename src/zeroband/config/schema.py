@@ -290,7 +290,7 @@ class FaultConfig(Section):
     detect_s: float = Field(default=5.0, ge=0.5, le=600)
     """Longest silence of a node before the others go on without it; every other time-out follows from it."""
     inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """Faults that this node shall have on purpose, for tests: `POINT@ROUND=SIGNAL`, for example `opened@3=SIGKILL`."""
+    """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...` counts from its first."""
 
     @property
     def lease_s(self) -> float:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
 from zeroband.errors import StoreLost
 
@@ -151,7 +151,7 @@ def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> 
     while time.monotonic() < end:
         pids = (*order.rank_pids, order.launcher_pid)
         if all(process_state(pid) in "ZX" for pid in pids):
-            shutil.rmtree(order.shm_dir, ignore_errors=True)
+            remove_abandoned(Path(order.shm_dir))
             return
         time.sleep(0.1)
 

@@ -75,10 +75,10 @@ def _lock(path: Path, *, create: bool) -> int | None:
 
 def sweep(shm_dir: Path) -> list[Path]:
     """Remove the folders whose owners are dead. Returns what was removed."""
-    return [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and _remove_abandoned(folder)]
+    return [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and remove_abandoned(folder)]
 
 
-def _remove_abandoned(folder: Path) -> bool:
+def remove_abandoned(folder: Path) -> bool:
     """Remove a folder unless it is held, or so young that it may be held in a moment. Holds its lock meanwhile."""
     try:
         descriptor = _lock(folder / _LOCK, create=False)

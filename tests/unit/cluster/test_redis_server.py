@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,20 @@ def test_redis_server_finds_a_shorter_folder_when_the_socket_path_is_too_long(
     with RedisServer() as server, redis.Redis.from_url(server.url) as client:
         assert client.ping()
     assert _folders(deep) == []
+
+
+def test_redis_server_sweeps_what_killed_ones_left_but_no_young_or_running_one(tmp: Path) -> None:
+    for name, age_s in (("dead", 100), ("young", 0)):
+        folder = tmp / f"zeroband-redis-{name}"
+        folder.mkdir()
+        (folder / "redis.log").touch()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    with RedisServer() as running:
+        (folder,) = [folder for folder in _folders(tmp) if folder.name not in ("zeroband-redis-young",)]
+        os.utime(folder, (time.time() - 100,) * 2)
+        with RedisServer(), redis.Redis.from_url(running.url) as client:
+            assert client.ping()
+    assert [folder.name for folder in _folders(tmp)] == ["zeroband-redis-young"]
 
 
 def test_redis_server_says_what_the_program_said_when_it_ends(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
     """Of a trainer that is this process, whose launcher is dead."""
     shm_dir = tmp_path / "shm"
     shm_dir.mkdir()
+    (shm_dir / "lock").touch()  # the dead trainer held it
     return GuardianOrder(
         store_url=redis_url,
         run_id="run",
