@@ -218,7 +218,7 @@ def test_simulate_kills_stubborn_nodes_at_the_second_interrupt(
     for _ in range(5):
         command.process.send_signal(signal.SIGINT)
     assert command.process.wait(DEADLINE_S) == 130
-    assert time.monotonic() - asked_at_s < 5
+    assert time.monotonic() - asked_at_s < 9  # the grace is 10 s
     assert command.left_behind() == []
 
 
