@@ -58,11 +58,18 @@ find_uv() {
     fetch_uv
 }
 
-# uv does not read pip's configuration, and behind a mirror that is where the only reachable index is named.
-honour_pip_index() {
+pip_setting() { "$python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
+
+# uv does not read pip's configuration, and behind a proxy or a mirror that is where the certificates and the only
+# reachable index are named.
+honour_pip_settings() {
+    local cert index
+    if [[ -z ${SSL_CERT_FILE-} ]]; then
+        cert=$(pip_setting cert)
+        if [[ -f $cert ]]; then export SSL_CERT_FILE=$cert; fi
+    fi
     [[ -z ${UV_DEFAULT_INDEX-}${UV_INDEX_URL-} ]] || return 0
-    local index
-    index=$("$python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.index-url='\(.*\)'$/\1/p" | head -n 1)
+    index=$(pip_setting index-url)
     [[ -n $index ]] || return 0
     export UV_DEFAULT_INDEX=$index
     say "using pip's index-url; uv commands of your own need it too: export UV_DEFAULT_INDEX=<that address>"
@@ -86,7 +93,8 @@ choose_torch() {
         cuda) rm -f wheelhouse/torch-*+cpu-*.whl ;;
         cpu) fetch_cpu_torch || die "pip's sources offer no CPU-only torch; put its wheel into wheelhouse/" ;;
         auto)
-            if compgen -G '.venv/lib/python*/site-packages/torch-*.dist-info' >/dev/null; then return; fi
+            if compgen -G '.venv/lib/python*/site-packages/torch-*.dist-info' >/dev/null &&
+                ! compgen -G '.venv/lib/python*/site-packages/torch-*+cpu.dist-info' >/dev/null; then return; fi
             if has_gpu || [[ $(uname -s) != Linux ]]; then return; fi
             fetch_cpu_torch || say "they offer none: taking the registry's torch with its CUDA libraries"
             ;;
@@ -121,7 +129,7 @@ done
 
 python=$(find_python)
 find_uv
-honour_pip_index
+honour_pip_settings
 choose_torch
 works .venv/bin/python || "$uv" venv --quiet --clear --python "$python" .venv
 lock .venv/bin/python
