@@ -139,7 +139,7 @@ class Entry:
     def _be_admitted(self) -> RoundReport:
         """Stand at the boundary of the next round until it is open to this node; catch up with rounds it misses."""
         mesh, outer = self._run.mesh, self._run.outer
-        while True:
+        while not outer.progress.is_complete:
             round = outer.round + 1
             mesh.announce_ready(Ready(round, 0, outer.state))
             outcome = mesh.await_admission(round)
@@ -152,6 +152,7 @@ class Entry:
                 if self._run.mesh.board.is_fenced:
                     raise
                 _log.info("missed a round; catching up", extra={"fields": {"why": str(fence)}})
+        raise RunOver(f"the run ended with round {outer.round}, before this node was a member")
 
     def _catch_up(self, round: int) -> None:
         """Replay the journal up to a round. Raises RecoveryFailed where the members do not keep it any more."""

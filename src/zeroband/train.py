@@ -183,6 +183,8 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it died before the call
+            raise SystemExit(_EXIT_FAILED)
 
 
 def _local_rank() -> int:

@@ -17,6 +17,7 @@ import pytest
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.lease import process_state
+from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -33,9 +34,11 @@ import ctypes, json, os, sys, time
 from pathlib import Path
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.lease import Guardian, GuardianOrder
+from zeroband.elastic.shm import NodeFolder
 
 shm_dir, url, detect_s, hung_s, stall_s = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
-board = NodeBoard(Path(shm_dir) / "board", create=True)
+folder = NodeFolder(Path(shm_dir).parent, "run", "a")
+board = NodeBoard(folder.path / "board", create=True)
 guardian = Guardian(GuardianOrder(
     store_url=url, run_id="run", member_id="a#1", board=str(board.path), shm_dir=shm_dir, rank_pids=(os.getpid(),),
     launcher_pid=os.getpid(), lease_s=detect_s, renew_s=detect_s / 5, hung_s=hung_s, is_first=True,
@@ -85,8 +88,7 @@ def start_trainer(tmp_path: Path, store: Store, redis_url: str) -> Iterator[Call
     trainers: list[Trainer] = []
 
     def start(*, hung_s: float = 1000.0) -> Trainer:
-        shm_dir = tmp_path / "zeroband-run-a"
-        shm_dir.mkdir()
+        shm_dir = NodeFolder.path_of(tmp_path, "run", "a")
         arguments = [shm_dir, redis_url, DETECT_S, hung_s, STALL_S]
         process = subprocess.Popen(
             [sys.executable, "-c", TRAINER, *map(str, arguments)],

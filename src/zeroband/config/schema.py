@@ -310,7 +310,7 @@ class FaultConfig(Section):
     @property
     def hung_s(self) -> float:
         """A trainer without progress for so long loses its lease; above any stall that a healthy one has."""
-        return max(120.0, 24 * self.detect_s)
+        return max(300.0, 24 * self.detect_s)
 
     @property
     def transfer_s(self) -> float:

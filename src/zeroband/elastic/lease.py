@@ -147,11 +147,11 @@ def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> Non
 
 def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:
     """Remove the node's shared memory if its launcher is gone too; a living launcher restarts the trainer on it."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
+    folder, end = Path(order.shm_dir), time.monotonic() + deadline_s
+    while time.monotonic() < end and folder.exists():
         pids = (*order.rank_pids, order.launcher_pid)
-        if all(process_state(pid) in "ZX" for pid in pids):
-            remove_abandoned(Path(order.shm_dir))
+        is_gone = all(process_state(pid) in "ZX" for pid in pids)
+        if is_gone and remove_abandoned(folder):  # its threads may hold the lock for a moment more
             return
         time.sleep(0.1)
 

@@ -147,8 +147,10 @@ class RoundKeeper:
         self._is_left_out = False
 
     def count(self, tokens: int) -> None:
-        """Add to the tokens of the round in progress."""
+        """Add to the tokens of the round in progress, and show the guardian that this node trains."""
         self._tokens += tokens
+        if self.parts.mesh.local.rank == 0:
+            self.parts.mesh.board.advance()
 
     def ends_round(self, step: int) -> bool:
         """Whether the inner step with this number (from 0) is the last one of its round."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,18 @@ def test_claim_survives_a_sweeper_that_removes_the_folder_at_that_moment(
     assert len(swept) == 1, "the sweeper came between"
     assert sweep(tmp_path) == [] and folder.path.exists()
     folder.close()
+
+
+def test_sweep_holds_the_lock_while_it_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, rmtree = left_over(tmp_path, "dead"), shutil.rmtree
+
+    def rmtree_beside_a_claim(folder: Path, **options: bool) -> None:
+        with (folder / "lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_beside_a_claim)
+    assert sweep(tmp_path) == [dead]
 
 
 def test_one_of_many_claims_of_a_left_over_wins(tmp_path: Path) -> None:
