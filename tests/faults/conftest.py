@@ -125,7 +125,8 @@ class Story:
     def refuse(self, key: str, *arguments: str, patch: str = "pass", token: str | None = None) -> None:
         """Have a stranger try to join whose `key` differs; several do at once, and their fate shows at the end."""
         command = [sys.executable, "-c", INTRUDER.format(patch=patch), *self.arguments, *arguments]
-        env = self.cluster.environment("stranger", 1) | ({} if token is None else {"ZERO_BAND_RUN__TOKEN": token})
+        env = self.cluster.environment(f"stranger{len(self.strangers)}", 1)
+        env |= {} if token is None else {"ZERO_BAND_RUN__TOKEN": token}
         self.strangers[key] = subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from zeroband.observe.events import EVENTS
+
 NodeState = Literal["starting", "training", "recovering", "fenced", "lost", "left", "finished", "failed"]
 
 KEPT_EVENTS = 50
@@ -206,7 +208,9 @@ class NodeHistory:
             self._view = replace(self._view, epoch=fields["epoch"], members=tuple(fields["members"]))
         if kind in ("round_committed", "recovered"):
             self._note_round(int(fields["round"]), fields["digest"])
-        self._events.append(EventView(at_s, self._view.node_id, kind, fields))
+        usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
+        shown = {name: fields[name] for name in usual if name in fields}
+        self._events.append(EventView(at_s, self._view.node_id, kind, shown))
 
     def _state_after(self, kind: str) -> NodeState:
         if kind == "left" and self._view.state in ("finished", "failed"):
