@@ -107,7 +107,8 @@ def test_all_members_hold_the_same_state_after_every_round(run: Recorded) -> Non
     for number, verdict in run.history.items():
         reported = run.of_round("round_committed", number)
         assert set(reported) <= {node_id_of(m) for m in verdict.members}
-        assert len({event["digest"] for event in reported.values()}) == 1, number
+        is_newest = number == len(run.history) - 1  # the nodes may have been ended before they reported it
+        assert len({event["digest"] for event in reported.values()}) in ((0, 1) if is_newest else (1,)), number
 
 
 @every_run
