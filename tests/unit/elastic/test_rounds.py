@@ -459,7 +459,7 @@ def test_members_commit_one_line_of_rounds_whatever_happens(redis_url: str) -> N
     run_state_machine_as_test(
         Rounds,
         settings=settings(
-            max_examples=100,
+            max_examples=60,
             stateful_step_count=25,
             phases=[Phase.generate],  # add Phase.shrink to understand a failure; it takes minutes
             deadline=None,
