@@ -110,8 +110,8 @@ def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
     )
 
 
-def _log_progress(done: float) -> None:
-    _log.info("preparing data", extra={"fields": {"done": done}})
+def _log_progress(tokens: int) -> None:
+    _log.info("preparing data", extra={"fields": {"tokens": tokens}})
 
 
 def shape_of(config: RunConfig) -> RunShape:
@@ -173,8 +173,6 @@ class RunParts:
         config = self._node.config
         identity = NodeIdentity(
             node_id=self._node.node_id,
-            host=self._host,
-            local_world_size=self._node.local.world_size,
             rank_pids=self._pids,
             launcher_pid=os.getppid(),
             shm_dir=self._folder,

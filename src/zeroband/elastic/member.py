@@ -37,11 +37,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """What a node is, for its life and for the others."""
+    """What a node is, for its life: its name, its processes, its shared memory."""
 
     node_id: str
-    host: str
-    local_world_size: int
     rank_pids: tuple[int, ...]
     launcher_pid: int
     shm_dir: Path
