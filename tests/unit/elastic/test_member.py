@@ -60,7 +60,7 @@ def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) ->
 
     def make(node_id: str) -> Member:
         boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
-        identity = NodeIdentity(node_id, "127.0.0.1", 1, (), 0, tmp_path)
+        identity = NodeIdentity(node_id, (), 0, tmp_path)
         members.append(Member(store, "unused", identity, boards[-1], FaultConfig(detect_s=0.5), "run"))
         return members[-1]
 
