@@ -4,6 +4,7 @@
 #         (or lay a CPU wheel for this Python into wheelhouse/ first)
 #   run:  docker run --rm --init --gpus all --network host --shm-size 64g -e ZERO_BAND_STORE__URL=redis://HOST:6379 \
 #             zeroband --nproc_per_node=8 src/zeroband/train.py @configs/10B.toml
+# `docker stop --time 40` lets the node hand over its work (fault.grace_s); after the 10 s of the default it is killed.
 # --shm-size: the node's canonical state lives in /dev/shm, 16 bytes for each parameter.
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH=cuda
@@ -25,5 +26,5 @@ COPY --from=build /app /app
 COPY configs configs
 ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
 USER 1000
-ENTRYPOINT ["torchrun"]
+ENTRYPOINT ["zeroband", "launch"]
 CMD ["--nproc_per_node=1", "src/zeroband/train.py", "@configs/debug/normal.toml"]

@@ -6,6 +6,7 @@ ZerobandError
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
 ├── StoreLost          Redis did not answer within its deadline
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
+├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── RunOver            the run that this node wanted to join is complete
 └── RecoveryFailed     no member could give this node a state that verifies
 """
@@ -48,6 +49,10 @@ class StoreLost(ZerobandError):
 
 class Fenced(ZerobandError):
     """The run went on without this node; its votes no longer count."""
+
+
+class Leaving(ZerobandError):
+    """This node was asked to leave, and the others did not come for what it learned in time."""
 
 
 class RunOver(ZerobandError):

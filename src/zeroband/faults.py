@@ -10,59 +10,114 @@ from dataclasses import dataclass
 
 from zeroband.errors import ConfigError
 
-POINTS = ("inner", "ready", "opened", "reduced", "committed", "applied")
-"""In the order of a round: in its first inner step, at its boundary, before the transfer, between the transfer and the
-vote, between the verdict and the apply, after the apply."""
+POINTS = (
+    *("joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
+    *("reduced", "voted", "committed", "applied", "leaving"),
+)
+"""In the order of a node's life: while it fetches the state; in the first inner step of a round, at its boundary, while
+it waits for the others, before the transfer, at 50 and 99 % of its bytes, before the vote, between vote and verdict,
+before and after the apply; and when it was asked to leave. `joining` and `leaving` belong to no round: theirs is 0."""
 
-_SPEC = re.compile(r"^(?P<point>[a-z]+)@(?P<relative>\+?)(?P<round>\d+)=(?P<signal>SIG[A-Z]+)$")
+_WITHOUT_ROUND = ("joining", "leaving")
+
+OUT_OF_MEMORY, SLOW, TAKES = "OOM", "SLOW", "TAKES"
+
+_SPEC = re.compile(
+    rf"^(?P<point>[a-z0-9]+)@(?P<relative>\+?)(?P<round>\d+)="
+    rf"(?P<action>SIG[A-Z]+|{OUT_OF_MEMORY}|(?P<pace>{SLOW}|{TAKES})(?P<number>\d+(\.\d+)?))$"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `point` of `round`, the signal goes to this node."""
+    """At `point` of `round`, something happens to this node."""
 
     point: str
     round: int
-    signal: signal.Signals
+    action: str
+    """A signal's name: for the whole node. OOM: the kernel kills its last rank. From here on the inner steps take SLOW
+    times as long, or TAKES seconds at least: a machine that computes without using this one's processor."""
+    number: float = 0.0
+    """Of SLOW and TAKES."""
     is_relative: bool = False
     """Rounds are counted from the first one whose points this node passes: its first one, or the one it joins in."""
 
 
 def parse_fault(spec: str) -> Fault:
-    """`POINT@ROUND=SIGNAL`, for example `opened@3=SIGKILL`, or `opened@+2=SIGKILL` two rounds after the node's first.
+    """`POINT@ROUND=ACTION`, for example `opened@3=SIGKILL`, or `opened@+2=SIGKILL` two rounds after the node's first.
 
     Raises ConfigError.
     """
     match = _SPEC.match(spec)
-    if match is None or match["point"] not in POINTS or match["signal"] not in signal.Signals.__members__:
+    is_known = match is not None and (
+        not match["action"].startswith("SIG") or match["action"] in signal.Signals.__members__
+    )
+    if match is None or not is_known or match["point"] not in POINTS:
         raise ConfigError(
-            f"fault.inject={spec!r} is not POINT@ROUND=SIGNAL with POINT one of {', '.join(POINTS)}, "
-            "for example opened@3=SIGKILL, or opened@+3=SIGKILL for three rounds after this node's first"
+            f"fault.inject={spec!r} is not POINT@ROUND=ACTION with POINT one of {', '.join(POINTS)} and ACTION a "
+            "signal, OOM, SLOW with a factor or TAKES with seconds, for example opened@3=SIGKILL, inner@2=SLOW10, or "
+            "opened@+3=SIGKILL for three rounds after this node's first"
         )
-    return Fault(match["point"], int(match["round"]), signal.Signals[match["signal"]], bool(match["relative"]))
+    action, number = match["pace"] or match["action"], float(match["number"] or 0.0)
+    return Fault(match["point"], int(match["round"]), action, number, bool(match["relative"]))
 
 
-def signal_node(number: signal.Signals) -> None:
+def signal_node(action: str) -> None:
     """Send a signal to this rank and to its launcher, which stands for losing the machine when it is SIGKILL."""
+    if action == OUT_OF_MEMORY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    number = signal.Signals[action]
     if number == signal.SIGKILL:
         os.kill(os.getppid(), number)
     os.kill(os.getpid(), number)
 
 
 class FaultPoints:
-    """The faults that this node was asked to have; each strikes once."""
+    """The faults that this node was asked to have; each strikes once.
 
-    def __init__(self, specs: Sequence[str], strike: Callable[[signal.Signals], None] = signal_node) -> None:
-        self._faults = [parse_fault(spec) for spec in specs]
+    `is_first`, `is_last`: of the node's ranks; a machine that runs out of memory loses its last one.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[str],
+        strike: Callable[[str], None] = signal_node,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
+        faults = [parse_fault(spec) for spec in specs]
+        self._faults = [f for f in faults if (is_last if f.action == OUT_OF_MEMORY else is_first)]
         self._strike = strike
         self._first_round: int | None = None
+        self._slowness, self._least_step_s = 1.0, 0.0
 
     def at(self, point: str, round: int) -> None:
         """Pass a fault point."""
         assert point in POINTS, point
-        if self._first_round is None:
+        if self._first_round is None and point not in _WITHOUT_ROUND:
             self._first_round = round
+        first_round = 0 if self._first_round is None or point in _WITHOUT_ROUND else self._first_round
         for fault in [f for f in self._faults if f.point == point]:
-            if fault.round + (self._first_round if fault.is_relative else 0) == round:
+            if fault.round + (first_round if fault.is_relative else 0) == round:
                 self._faults.remove(fault)
-                self._strike(fault.signal)
+                if fault.action == SLOW:
+                    self._slowness = fault.number
+                elif fault.action == TAKES:
+                    self._least_step_s = fault.number
+                else:
+                    self._strike(fault.action)
+
+    def at_progress(self, round: int) -> Callable[[float], None]:
+        """Pass the points of a transfer as its share in 0..1 that is done grows."""
+        left = [("transfer99", 0.99), ("transfer50", 0.5)]
+
+        def reached(done: float) -> None:
+            while left and done >= left[-1][1]:
+                self.at(left.pop()[0], round)
+
+        return reached
+
+    def extra_s(self, step_s: float) -> float:
+        """What to add to a step of this length, on a machine that is slow on purpose."""
+        return max(self._slowness * step_s, self._least_step_s) - step_s

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -15,33 +16,40 @@ import torch.distributed as dist
 from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.config.load import shared_items
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
+from zeroband.config.store_url import parse_store_url
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.data.tokens import prepare
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.departure import Departure
+from zeroband.elastic.epoch import Rules, View, view_to_record
 from zeroband.elastic.groups import LaneGroups, LaneOwnership
-from zeroband.elastic.member import Member, NodeIdentity
+from zeroband.elastic.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
 from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
-from zeroband.errors import StoreLost
+from zeroband.errors import Leaving, StoreLost
 from zeroband.faults import FaultPoints
+from zeroband.fetcher import Fetcher
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
 from zeroband.observe.log import get_logger
+from zeroband.observe.stall import write_bundle
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
+from zeroband.outer.pace import Pace
 from zeroband.parallel import LocalMesh, parallelize
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
-_STORE_PATIENCE_S = 30.0
+_FIRST_CONTACT_S = 30.0
+"""A Redis that does not answer at the start for so long is most likely not there."""
 
 _log = get_logger(__name__)
 
@@ -60,6 +68,7 @@ class NodeParts:
     data_fingerprint: str
     model: Transformer
     inner: InnerOptimizer
+    departure: Departure
     faults: FaultPoints
 
 
@@ -73,7 +82,7 @@ def node_dir_of(config: RunConfig) -> Path:
     return config.run.dir / config.run.id / node_id_of(config)
 
 
-def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
+def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> NodeParts:
     """Data, model and inner optimizer of this rank. Called by all local ranks."""
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -106,7 +115,8 @@ def build_node(config: RunConfig, local: LocalMesh) -> NodeParts:
         data_fingerprint=tokens.fingerprint,
         model=model,
         inner=inner,
-        faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+        departure=departure,
+        faults=FaultPoints(config.fault.inject, is_first=local.rank == 0, is_last=local.rank == local.world_size - 1),
     )
 
 
@@ -115,9 +125,21 @@ def _log_progress(tokens: int) -> None:
 
 
 def shape_of(config: RunConfig) -> RunShape:
-    """Steps and samples of the rounds; a node that trains alone, and DDP, have rounds of one step."""
-    steps_per_round = config.outer.inner_steps if isinstance(config.outer, DilocoConfig) else 1
-    return RunShape(config.train.total_steps, steps_per_round, config.train.batch_size)
+    """What turns rounds into steps and samples."""
+    return RunShape(config.train.total_steps, config.train.batch_size)
+
+
+def pace_of(config: RunConfig) -> Pace:
+    """How many inner steps this node makes in a round; DDP has rounds of one step."""
+    if not isinstance(config.outer, DilocoConfig):
+        return Pace(1)
+    return Pace(config.outer.most_inner_steps, config.outer.inner_seconds)
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """What the run asks of a round."""
+    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, DilocoConfig) else None
+    return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
 
 
 class RunParts:
@@ -133,14 +155,11 @@ class RunParts:
         self._store_url = config.store.url.get_secret_value()
         self._token = config.run.token.get_secret_value() if config.run.token else None
         self._host = config.node.advertise_host or address_towards(self._store_url)
-        self.key = access_key(self._token, config.run.id)
+        key = access_key(self._token, config.run.id)
         with ExitStack() as stack:
-            self.store = Store(
-                self._store_url, config.run.id, patience_s=max(_STORE_PATIENCE_S, 6 * config.fault.detect_s)
-            )
-            stack.callback(self.store.close)
+            self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
-            on_first_rank(local, lambda: self._match_run(layout))
+            self._shared: Mapping[str, str] = on_first_rank(local, lambda: self._match_run(layout))
             self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
             on_first_rank(local, lambda: self._claim_folder(stack))
             self._board = NodeBoard(self._folder / "board", create=False)
@@ -150,15 +169,34 @@ class RunParts:
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
             self.buffers = SharedBuffers(self._folder, layout.numel, local)
+            self.fetcher = Fetcher(self.store, key, self.buffers, self._board, node.faults)
             self.outer = self._build_outer(layout)
-            self._port = self._serve(stack)
-            self._describe()
+            self._serve(key, stack)
             self._stack = stack.pop_all()
 
-    def _match_run(self, layout: FlatLayout) -> None:
+    def _open_store(self, stack: ExitStack) -> Store:
+        """Reach the store: soon, where the address is wrong; later on a node waits for it at its boundary."""
+        config = self._node.config
+
+        def before_retry() -> None:
+            if self._node.departure.is_overdue(time.monotonic()):
+                raise Leaving("asked to leave while Redis was out of reach")
+
+        store = Store(
+            self._store_url,
+            config.run.id,
+            lease_s=config.fault.lease_s,
+            patience_s=config.fault.store_s,
+            before_retry=before_retry,
+        )
+        stack.callback(store.close)
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
+        return store
+
+    def _match_run(self, layout: FlatLayout) -> dict[str, str]:
         shared = {key: str(value) for key, value in shared_items(self._node.config).items()}
         shared |= {"model (names and shapes)": layout.digest(), "data (tokens)": self._node.data_fingerprint}
-        self.store.found_or_match(shared, self._token)
+        return self.store.found_or_match(shared, self._token)
 
     def _claim_folder(self, stack: ExitStack) -> None:
         config = self._node.config
@@ -173,11 +211,16 @@ class RunParts:
         config = self._node.config
         identity = NodeIdentity(
             node_id=self._node.node_id,
+            host=self._host,
             rank_pids=self._pids,
             launcher_pid=os.getppid(),
             shm_dir=self._folder,
         )
-        return Member(self.store, self._store_url, identity, self._board, config.fault, config.run.id)
+        run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall)
+        return Member(run, identity, self._board, config.fault, self._node.departure)
+
+    def _record_stall(self, reason: str, view: View) -> None:
+        write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
 
     def _build_mesh(self) -> ElasticDeviceMesh:
         config, local = self._node.config, self._node.local
@@ -186,9 +229,13 @@ class RunParts:
             self._board,
             LaneOwnership(config.comm.lanes, local.rank, local.world_size),
             host=self._host,
+            chunk_bytes=int(config.comm.chunk_mb * 1e6),
             transfer_s=config.fault.transfer_s,
         )
-        return ElasticDeviceMesh(local, self._new_member(), groups, self._board, config.elastic)
+        start_timeout_s = config.elastic.start_timeout_s
+        return ElasticDeviceMesh(
+            local, self._new_member(), groups, self._board, rules_of(config), start_timeout_s=start_timeout_s
+        )
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self._node.local
@@ -200,7 +247,10 @@ class RunParts:
             shards=ShardMap(layout, local.rank, local.world_size),
             journal=self.journal,
             shape=shape_of(config),
+            pace=pace_of(config),
+            departure=self._node.departure,
             faults=self._node.faults,
+            fetch_entry=self._fetch_entry,
         )
         match config.outer:
             case DilocoConfig():
@@ -210,25 +260,24 @@ class RunParts:
             case None:
                 raise AssertionError("a run of several nodes has an outer algorithm")
 
-    def _serve(self, stack: ExitStack) -> int:
-        if self._node.local.rank != 0:
-            return 0
-        server = StateServer(self._host, self.key, self.outer.copy_state, self.journal.await_entry)
-        stack.callback(server.close)
-        return server.port
+    def _fetch_entry(self, round: int) -> FetchedRound:
+        return FetchedRound(**on_first_rank(self._node.local, lambda: self.fetcher.fetch_entry(round)))
 
-    def _describe(self) -> None:
-        """Tell the others where this member's state can be fetched."""
+    def _serve(self, key: str, stack: ExitStack) -> None:
+        """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
-            info = {"node_id": self._node.node_id, "host": self._host, "port": self._port}
-            self.store.describe_member(self.mesh.member_id, info)
+            current_round = lambda: self.outer.round  # noqa: E731
+            server = StateServer(
+                self._host, key, self.outer.copy_state, self.journal.await_entry, current_round=current_round
+            )
+            stack.callback(server.close)
+            self._board.set_state_port(server.port)
 
     def come_back(self) -> None:
         """Become another member after a fence. Called by all local ranks."""
         if self._node.local.rank == 0:
             self.mesh.member.close()
         self.mesh.replace_member(self._new_member())
-        self._describe()
 
     def close(self) -> None:
         self._stack.close()
@@ -243,13 +292,16 @@ def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
 
 def address_towards(store_url: str) -> str:
     """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
-    parts = urlsplit(store_url)
-    if parts.scheme == "unix" or parts.hostname is None:
-        return "127.0.0.1"
-    try:
-        family, _, _, _, remote = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-            probe.connect(remote)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise StoreLost(f"no way to {parts.hostname}: {error.strerror}; check store.url") from error
+    problem = ""
+    hosts = parse_store_url(store_url).hosts
+    for host, port in hosts:
+        try:
+            family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+                probe.connect(remote)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = f"no way to {host}: {error.strerror}; check store.url"
+    if hosts:
+        raise StoreLost(problem)
+    return "127.0.0.1"

@@ -16,7 +16,7 @@ import torch
 from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.progress import Progress
-from zeroband.errors import ConfigError, RunOver
+from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.model.size import flops_per_token, parameter_count
 from zeroband.observe.events import EventLog
 from zeroband.observe.hardware import peak_flops, resident_bytes
@@ -75,6 +75,8 @@ class Report:
         self._step_from_s = time.monotonic()
 
     def started(self) -> None:
+        if self._node.config.outer is not None:
+            _log.info("time-outs in seconds", extra={"fields": self._node.config.fault.time_outs()})
         self.events.emit(
             "node_started",
             total_steps=self._node.config.train.total_steps,
@@ -137,7 +139,7 @@ class Report:
     def _round_event(self, round: RoundReport) -> None:
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
-        lost = [member for member in self._members if member not in round.members]
+        lost = [member for member in self._members if member not in (*round.members, *round.late)]
         if lost and round.member_id in self._members:
             self.events.emit("peer_lost", round=round.round, member_ids=lost)
         if round.members != self._members:
@@ -152,6 +154,8 @@ class Report:
             members=list(round.members),
             digest=round.state,
             weights=list(round.weights),
+            samples=list(round.samples),
+            late=list(round.late),
             progress=round.progress.to_record(),
         )
 
@@ -169,9 +173,9 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         """Say how this node's part ends; called when everything else is given back."""
-        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver):
+        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver | Leaving):
             self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
-        self.events.emit("left", reason="done" if kind is None else kind.__name__)
+        self.events.emit("left", reason="done" if kind is None else str(error) or kind.__name__)
 
     def close(self) -> None:
         self._metrics.close()

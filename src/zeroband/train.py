@@ -3,8 +3,10 @@
     torchrun --nproc_per_node 2 src/zeroband/train.py @configs/debug/normal.toml --train.micro_bs 4
 
 Start it once on every machine; with [outer] and store.url the machines train one model together.
-Exit codes: 0 done, 2 the configuration is wrong or was refused at join, 130 after Ctrl-C, 143 after SIGTERM, 1 anything
-else. torchrun makes 1 of every failure of its ranks.
+SIGTERM or SIGUSR1 asks a node to leave: within `fault.grace_s` it hands over what it learned, or hands its samples
+back, and ends with 0. A second one ends it at once.
+Exit codes: 0 done, or left as asked; 2 the configuration is wrong or was refused at join; 130 after Ctrl-C; 143 after a
+second SIGTERM or SIGUSR1; 1 anything else. torchrun makes 1 of every failure of its ranks.
 """
 
 from __future__ import annotations
@@ -14,26 +16,31 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from zeroband.config import RunConfig, load_config
+from zeroband.elastic.departure import Departure
 from zeroband.entry import Entry, LoneEntry
-from zeroband.errors import ConfigError, Fenced, RunOver, ZerobandError
+from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
+from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.alone import Alone
-from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.parallel import LocalMesh, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
 from zeroband.report import Learned, Report
 
 SAMPLE_FILE = "sample.txt"
-_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+_EXIT_FAILED = 1
+_EXIT_CODES: dict[type[ZerobandError], int] = {RunOver: 0, Leaving: 0, ConfigError: 2}
 _FIRST_RANK_SPEAKS_S = 10.0
 
 _log = get_logger(__name__)
@@ -42,25 +49,31 @@ _log = get_logger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Returns the exit code."""
     die_with_launcher()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_on_signal)
+    signal.signal(signal.SIGINT, _exit_on_signal)
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
-        start_logging(config)
+        departure = Departure(config.fault.grace_s)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, partial(_leave_on_signal, departure))
         with ExitStack() as stack:
+            start_logging(config, stack)
             local = init_local_mesh()
             stack.callback(local.close)
-            train(config, local, stack)
+            train(config, local, departure, stack)
     except ZerobandError as error:
         return explain(error)
     return 0
 
 
-def start_logging(config: RunConfig) -> None:
-    """Log to this rank's file in the node's folder, and to the console. Raises ConfigError where it cannot be made."""
+def start_logging(config: RunConfig, stack: ExitStack) -> None:
+    """Log to this rank's file in the node's folder, and to the console; have stacks written there when asked.
+
+    Raises ConfigError where the files cannot be made.
+    """
     node_dir, local_rank = node_dir_of(config), _local_rank()
     try:
         setup_logging(config.log_level, node_id_of(config), local_rank, node_dir / f"rank{local_rank}.log")
+        stack.callback(register_stack_dump(node_dir, local_rank))
     except OSError as error:
         raise ConfigError(
             f"cannot write to {node_dir}: {error.strerror}; set run.dir to a folder that this user may write to"
@@ -73,7 +86,7 @@ def explain(error: ZerobandError) -> int:
     The first rank speaks. The others leave it the time: torchrun ends them as soon as one rank has failed.
     """
     _log.debug("ended by an error", exc_info=error)
-    code = 0 if isinstance(error, RunOver) else _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_FAILED
+    code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), _EXIT_FAILED)
     is_first = _local_rank() == 0
     if code and not is_first:
         time.sleep(_FIRST_RANK_SPEAKS_S)
@@ -82,9 +95,9 @@ def explain(error: ZerobandError) -> int:
     return code
 
 
-def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
+def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
     """The whole run of this rank; `stack` gives everything back at its end."""
-    node = build_node(config, local)
+    node = build_node(config, local, departure)
     report = Report(node) if local.rank == 0 else None
     if report is not None:
         stack.callback(report.close)
@@ -92,10 +105,13 @@ def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
         stack.push(report.leave)
     entry = build_entry(node, report, stack)
     enter(entry, report)
-    while entry.hooks.progress.inner_step < config.train.total_steps:
+    departure.holds_work = True
+    while not entry.hooks.progress.is_complete:
+        leave_if_asked(node, entry.hooks.round)
         try:
             train_round(node, entry, report)
         except Fenced as fence:
+            leave_if_asked(node, entry.hooks.round)
             node.inner.zero_grad()
             enter(entry, report, fence)
     if config.observe.sample_prompt is not None:
@@ -104,6 +120,12 @@ def train(config: RunConfig, local: LocalMesh, stack: ExitStack) -> None:
             report.sampled(node.node_dir / SAMPLE_FILE)
     if report is not None:
         report.finished()
+
+
+def leave_if_asked(node: NodeParts, round: int) -> None:
+    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here."""
+    if broadcast_json(node.departure.is_asked, node.local):
+        raise Leaving(f"left as asked, after round {round}")
 
 
 def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
@@ -134,24 +156,38 @@ def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None
     hooks, inner, before = entry.hooks, node.inner, entry.hooks.progress
     node.loader.assign(entry.assigned())
     step = before.inner_step
-    while hooks.progress is before and step < node.config.train.total_steps:
-        lr = inner.lr
-        loss, tokens, data_s = forward_backward(node)
+    while hooks.progress is before:
+        lr, began_at_s = inner.lr, time.monotonic()
+        passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - before.inner_step))  # noqa: B023
         node.faults.at("inner", hooks.round + 1)
-        norm = hooks.sync_gradients(step, tokens)
+        time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
+        norm = hooks.sync_gradients(step, passed.tokens)
         if norm is None:
             norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
         inner.step()
         inner.zero_grad()
-        synced = hooks.sync_parameters(step, tokens)
+        ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
+        synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
         step += 1
         if report is not None:
             committed = before if synced is None else hooks.progress
-            report.stepped(step, Learned(loss, tokens, lr, norm, data_s), synced, committed)
+            report.stepped(step, Learned(passed.loss, passed.tokens, lr, norm, passed.data_s), synced, committed)
 
 
-def forward_backward(node: NodeParts) -> tuple[float, int, float]:
-    """Gradients of one inner step on this rank. Returns the node's mean loss, its targets, seconds spent on data."""
+@dataclass(frozen=True)
+class Passed:
+    """What the forward and backward passes of one inner step showed, over all ranks of the node."""
+
+    loss: float
+    """Mean over the node's targets, in nats."""
+    tokens: int
+    data_s: float
+    ends_round: bool
+    """A rank found that the round should end here."""
+
+
+def forward_backward(node: NodeParts, is_time_over: Callable[[], bool]) -> Passed:
+    """Gradients of one inner step on this rank."""
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
@@ -165,8 +201,10 @@ def forward_backward(node: NodeParts) -> tuple[float, int, float]:
         (loss.objective * scale).backward()
         cross_entropy += loss.cross_entropy
     total = cross_entropy.cpu()
-    dist.all_reduce(total, group=node.local.control)
-    return total.item() / targets, targets, data_s
+    ends_round = node.departure.is_asked or is_time_over()
+    agreed = torch.stack([total, torch.tensor(float(ends_round))])  # one exchange for both
+    dist.all_reduce(agreed, group=node.local.control)
+    return Passed(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
 
 
 def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
@@ -194,6 +232,15 @@ def _local_rank() -> int:
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     """End through the `finally` blocks, which give the lease and the shared memory back."""
     raise SystemExit(128 + number)
+
+
+def _leave_on_signal(departure: Departure, number: int, _frame: FrameType | None) -> None:
+    """The first signal asks to leave; without work to hand over, and at the second one, the node ends at once."""
+    if departure.is_asked:
+        raise SystemExit(128 + signal.SIGTERM)
+    departure.ask(time.monotonic())
+    if not departure.holds_work:
+        raise SystemExit(0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from zeroband.cluster import LocalCluster, NodeProcess
+from zeroband.data.ledger import take
 from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
@@ -143,7 +144,7 @@ class Story:
 
 
 def contributors(verdict: Verdict) -> list[str]:
-    return [member for member, weight in zip(verdict.members, verdict.weights, strict=True) if weight > 0]
+    return list(verdict.opening.contributors())
 
 
 def samples_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
@@ -209,6 +210,12 @@ class Recorded:
         """The samples that were dealt out to each member for a round."""
         progress = Progress.from_record(self.history[round - 1].payload["progress"])
         return {member: samples_of(ranges) for member, ranges in progress.assigned.items()}
+
+    def trained(self, round: int) -> dict[str, set[int]]:
+        """The samples behind each update that counted in a round: the first ones of what its member was dealt."""
+        progress = Progress.from_record(self.history[round - 1].payload["progress"])
+        steps = self.history[round].opening.contributors()
+        return {m: samples_of(take(progress.assigned[m], s * self.setup.batch_size)[0]) for m, s in steps.items()}
 
     def contributors(self, round: int) -> list[str]:
         """Members whose update counted in a round."""

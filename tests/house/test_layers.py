@@ -16,6 +16,7 @@ LAYERS = (
     {"data", "model", "optim", "parallel"},
     {"elastic"},
     {"checkpoint", "outer"},
+    {"fetcher"},
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},
@@ -26,7 +27,7 @@ LAYERS = (
 FREE = {"zeroband", "zeroband.config.schema", "zeroband.errors", "zeroband.observe.log", "zeroband.observe.spans"}
 """May be imported from everywhere."""
 
-OUTER_SEES_OF_ELASTIC = {"epoch", "groups", "mesh", "progress"}
+OUTER_SEES_OF_ELASTIC = {"departure", "epoch", "groups", "mesh", "progress"}
 """An outer algorithm knows the members and the groups between them, never the store, a lease or the way in."""
 
 WHAT_IMPORTING_MAY_NOT_TOUCH = {"Popen", "Process", "Thread", "basicConfig", "cuda", "environ", "getenv"}

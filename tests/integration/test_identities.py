@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zeroband.cluster import LocalCluster
 from zeroband.config import RunConfig
+from zeroband.elastic.departure import Departure
 from zeroband.outer.flat import FlatLayout, ShardMap, digest_of, parameter_shards
 from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh
 from zeroband.parts import NodeParts, build_node
@@ -119,8 +120,8 @@ class Reference:
         """Inner steps on the samples from `first` on; the parameters afterwards."""
         self.parts.loader.assign([(first, first + steps * self.parts.config.train.batch_size)])
         for _ in range(steps):
-            loss, _, _ = forward_backward(self.parts)
-            self.losses.append(loss)
+            passed = forward_backward(self.parts, lambda: False)
+            self.losses.append(passed.loss)
             self.norms.append(clip_grad_norm_(self.parts.model, self.parts.config.optim.clip_norm))
             self.parts.inner.step()
             self.parts.inner.zero_grad()
@@ -140,7 +141,7 @@ def reference(local: LocalMesh, tmp_path: Path, **train: Any) -> Reference:
     config = tomllib.loads(BASE)
     config["train"] |= train
     config["data"]["cache_dir"] = tmp_path / "cache"
-    return Reference(build_node(RunConfig.model_validate(config), local))
+    return Reference(build_node(RunConfig.model_validate(config), local, Departure(grace_s=1.0)))
 
 
 def nesterov_rounds(nodes: Sequence[Reference]) -> list[str]:

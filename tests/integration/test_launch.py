@@ -22,7 +22,8 @@ import pytest
 import zeroband.parts
 import zeroband.train
 from zeroband.config import load_config
-from zeroband.errors import StoreLost
+from zeroband.elastic.departure import Departure
+from zeroband.errors import Leaving, StoreLost
 from zeroband.observe.status import RunReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +175,7 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     for key in [key for key in os.environ if key.upper().startswith("ZERO_BAND_")]:
         monkeypatch.delenv(key)
     monkeypatch.setattr(zeroband.train, "die_with_launcher", lambda: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     logger = logging.getLogger("zeroband")
     level, propagate = logger.level, logger.propagate
     yield Rank(tmp_path, capsys)
@@ -233,7 +234,7 @@ def test_store_url_of_each_form_is_accepted(url: str) -> None:
 
 @pytest.mark.slow
 def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeroband.parts, "_STORE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(zeroband.parts, "_FIRST_CONTACT_S", 0.1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
@@ -264,7 +265,20 @@ def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
         os.close(held)
     assert code == 2
     assert "node.id='n0' of run.id='default' is already running" in line
-    assert [path.name for path in rank.node_dir.iterdir()] == ["rank0.log"]
+    assert sorted(path.name for path in rank.node_dir.iterdir()) == ["rank0.log", "rank0.stacks"]
+
+
+def test_stack_dumps_of_a_running_node_are_left_alone(rank: Rank) -> None:
+    rank.node_dir.mkdir(parents=True)
+    stacks = rank.node_dir / "rank0.stacks"
+    stacks.write_text("the first line says whose they are\n")
+    held = os.open(rank.node_dir, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        assert rank.main()[0] == 2
+    finally:
+        os.close(held)
+    assert stacks.read_text() == "the first line says whose they are\n"
 
 
 def test_run_directory_that_cannot_be_written_is_named(rank: Rank) -> None:
@@ -282,20 +296,49 @@ def test_torchrun_over_several_nodes_is_refused(rank: Rank, monkeypatch: pytest.
     assert "start one torchrun with --nnodes 1 on every machine" in line
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("numbers", "holds_work", "code"),
+    [
+        ([signal.SIGINT], True, 130),
+        ([signal.SIGTERM], False, 0),
+        ([signal.SIGUSR1], False, 0),
+        ([signal.SIGTERM, signal.SIGTERM], True, 143),
+        ([signal.SIGUSR1, signal.SIGTERM], True, 143),
+        ([signal.SIGTERM, signal.SIGINT], True, 130),
+    ],
+)
 def test_signal_ends_the_run_through_its_clean_up(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[signal.Signals], holds_work: bool, code: int
 ) -> None:
     given_back: list[str] = []
 
-    def interrupted(_config: object, _local: object, stack: ExitStack) -> None:
+    def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack) -> None:
         stack.callback(given_back.append, "all")
-        signal.raise_signal(number)
+        departure.holds_work = holds_work
+        for number in numbers:
+            signal.raise_signal(number)
 
     monkeypatch.setattr(zeroband.train, "train", interrupted)
     with pytest.raises(SystemExit) as ended:
         rank.main()
     assert (ended.value.code, given_back) == (code, ["all"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_first_signal_only_asks_a_node_with_work_to_leave(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    asked: list[bool] = []
+
+    def asked_to_leave(_config: object, _local: object, departure: Departure, _stack: ExitStack) -> None:
+        departure.holds_work = True
+        signal.raise_signal(number)
+        asked.append(departure.is_asked)
+        raise Leaving("left as asked")
+
+    monkeypatch.setattr(zeroband.train, "train", asked_to_leave)
+    assert rank.main() == (0, "zeroband: left as asked")
+    assert asked == [True]
 
 
 def test_other_ranks_leave_the_word_to_the_first(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from zeroband.cluster import RedisServer
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import DilocoConfig
+from zeroband.elastic.departure import Departure
 from zeroband.model.size import parameter_count
 from zeroband.parallel import init_local_mesh
 from zeroband.train import train
@@ -77,7 +78,7 @@ def trained(
     with ExitStack() as stack:
         local = init_local_mesh({})
         stack.callback(local.close)
-        train(config, local, stack)
+        train(config, local, Departure(grace_s=1.0), stack)
     return Trained(config, environ, folder / folder.name / "n0")
 
 

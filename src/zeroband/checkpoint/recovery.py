@@ -1,52 +1,63 @@
 """A joiner's side of live recovery: fetches a committed state, and the rounds committed meanwhile, from the members.
 
-What does not match its hash is fetched again from the next donor. Raises RecoveryFailed when no donor can serve.
+Several donors are asked what they hold, and what most of them claim is believed; chunks come from all of these at once
+and are verified one by one. Raises RecoveryFailed when no donor is left.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.serving import HASH_HEADER, bytes_of, chunk_hash
+from zeroband.checkpoint.chunk_queue import STRAGGLER_S, ChunkQueue
+from zeroband.checkpoint.chunks import Chunk, Manifest, bytes_of
+from zeroband.checkpoint.donors import Donor, Inquiry, Patience
+from zeroband.checkpoint.election import Believed, believe_newest, believe_round
+from zeroband.checkpoint.transfer import Tally, Transfer
 from zeroband.errors import RecoveryFailed
 
-_CONNECTIONS = 4
-"""Chunks on the way at once: one TCP stream does not fill a long link."""
+__all__ = ["Donor", "FetchLimits", "FetchedEntry", "FetchedState", "StateFetch", "fetch_entry", "fetch_state"]
 
-_TIMEOUT_S = 30.0
-
-_T = TypeVar("_T")
+_RESULT = "result"
+_MAX_ENTRY_BYTES = 16 << 30
+"""Of an entry for which the caller has no tensor."""
 
 
 @dataclass(frozen=True)
-class Donor:
-    """A member that serves its state."""
+class FetchLimits:
+    """How wide and how patient a fetch is."""
 
-    member_id: str
-    host: str
-    port: int
+    donors_at_once: int = 3
+    connections: int = 3
+    """To each donor."""
+    patience: Patience = field(default_factory=Patience)
+    straggler_s: float = STRAGGLER_S
+    """A chunk that is longer on its way than this, and than two usual chunks, is fetched from another donor too."""
+
+
+_LIMITS = FetchLimits()
 
 
 @dataclass(frozen=True)
 class FetchedState:
-    """What a donor sent, besides the sections."""
+    """What a fetch brought, besides the sections."""
 
     round: int
     payload: Mapping[str, Any]
     state: str
-    donor: str
-    received_bytes: int
+    """The digest that the donors claim; the caller computes its own and compares."""
+    received_bytes: Mapping[str, int]
+    """Verified bytes by member, also of calls that failed before. More in sum than the state only where two donors
+    sent a late chunk."""
+    dropped: Mapping[str, str]
+    """Members that were dropped, and why."""
     took_s: float
+    """In all calls that this state needed."""
 
 
 @dataclass(frozen=True)
@@ -59,104 +70,138 @@ class FetchedEntry:
     state: str
 
 
-def fetch_state(
-    donors: Sequence[Donor], key: str, sections: Mapping[str, Tensor], on_chunk: Callable[[int, int], None]
-) -> FetchedState:
-    """Fetch the newest committed state into `sections`, (n,) float32 each. `on_chunk` gets (bytes arrived, in all)."""
-    return _from_any(donors, lambda donor: _fetch_state_from(donor, key, sections, on_chunk))
+def _ignore(chunk_bytes: int, total_bytes: int) -> None:
+    """Nobody wants to know."""
 
 
-def fetch_entry(donors: Sequence[Donor], key: str, round: int) -> FetchedEntry:
-    """Fetch what a committed round did."""
-    return _from_any(donors, lambda donor: _fetch_entry_from(donor, key, round))
+class StateFetch:
+    """A joiner's fetch of the outer state, kept over failures: what was verified is not fetched again.
 
+    `sections`: (n,) float32 on CPU each, written chunk by chunk.
+    """
 
-def _from_any(donors: Sequence[Donor], fetch: Callable[[Donor], _T]) -> _T:
-    problems: list[str] = []
-    for donor in donors:
+    def __init__(self, key: str, sections: Mapping[str, Tensor], *, limits: FetchLimits = _LIMITS) -> None:
+        self._targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
+        self._limits = limits
+        lengths = {name: len(target) for name, target in self._targets.items()}
+        self._inquiry = Inquiry("state", key, lengths, limits.patience, limits.connections)
+        self._distrusted: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._manifest: Manifest | None = None
+        self._missing: tuple[Chunk, ...] = ()
+        self._tally = Tally()
+        self._took_s = 0.0
+
+    def fetch(
+        self,
+        donors: Sequence[Donor],
+        on_chunk: Callable[[int, int], None] = _ignore,
+        *,
+        expected_state: str | None = None,
+    ) -> FetchedState:
+        """Fetch the newest committed state into the sections, or go on with the one that was begun.
+
+        Donors are used in their order, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that this
+        call has to fetch) in this thread. `expected_state`: the only digest that is believed, where the caller knows
+        it. Raises RecoveryFailed when no donor is left; another call then goes on where this one ended, if some donor
+        still serves the same state.
+        """
+        started_at_s = time.monotonic()
+        inquiry = replace(self._inquiry, state=expected_state)
         try:
-            return fetch(donor)
-        except (OSError, http.client.HTTPException, RecoveryFailed) as error:
-            problems.append(f"{donor.member_id} at {donor.host}:{donor.port}: {error}")
-        except (ValueError, LookupError, TypeError) as error:  # it does not speak this protocol
-            problems.append(f"{donor.member_id} at {donor.host}:{donor.port} answers nonsense: {error!r}")
-    raise RecoveryFailed("no member could serve its state: " + ("; ".join(problems) or "no member is alive"))
-
-
-def _get(connection: http.client.HTTPConnection, path: str, key: str) -> bytes:
-    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
-    response = connection.getresponse()
-    data = response.read()
-    if response.status != http.client.OK:
-        raise RecoveryFailed(f"{path} answered {response.status} {response.reason}")
-    if chunk_hash(data) != response.headers[HASH_HEADER]:
-        raise RecoveryFailed(f"{path} does not match its hash")
-    return data
-
-
-def _fetch_state_from(
-    donor: Donor, key: str, sections: Mapping[str, Tensor], on_chunk: Callable[[int, int], None]
-) -> FetchedState:
-    started_at_s = time.monotonic()
-    connection = http.client.HTTPConnection(donor.host, donor.port, timeout=_TIMEOUT_S)
-    try:
-        manifest = json.loads(_get(connection, "/state", key))
-    finally:
-        connection.close()
-    expected = {name: tensor.numel() for name, tensor in sections.items()}
-    if manifest["sections"] != expected:
-        raise RecoveryFailed(f"it serves sections {manifest['sections']}, this node needs {expected}")
-    received_bytes = _fetch_chunks(donor, key, manifest, sections, on_chunk)
-    took_s = time.monotonic() - started_at_s
-    return FetchedState(
-        manifest["round"], manifest["payload"], manifest["state"], donor.member_id, received_bytes, took_s
-    )
-
-
-def _fetch_chunks(
-    donor: Donor,
-    key: str,
-    manifest: Mapping[str, Any],
-    sections: Mapping[str, Tensor],
-    on_chunk: Callable[[int, int], None],
-) -> int:
-    chunk_bytes = int(manifest["chunk_bytes"])
-    targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
-    wanted = [(name, i) for name, data in targets.items() for i, _ in enumerate(range(0, len(data), chunk_bytes))]
-    total = sum(len(data) for data in targets.values())
-
-    def worker(mine: Sequence[tuple[str, int]]) -> int:
-        connection = http.client.HTTPConnection(donor.host, donor.port, timeout=_TIMEOUT_S)
-        done = 0
-        try:
-            for name, index in mine:
-                data = _get(connection, f"/chunk/{manifest['round']}/{name}/{index}", key)
-                part = targets[name][index * chunk_bytes : (index + 1) * chunk_bytes]
-                if len(data) != len(part):
-                    raise RecoveryFailed(f"chunk {index} of {name} has {len(data)} bytes, not {len(part)}")
-                part[:] = data
-                done += len(data)
-                on_chunk(len(data), total)
+            manifest = self._fetch(self._trusted(donors), inquiry, on_chunk)
         finally:
-            connection.close()
-        return done
+            self._took_s += time.monotonic() - started_at_s
+        return FetchedState(
+            round=manifest.round,
+            payload=manifest.payload,
+            state=manifest.state,
+            received_bytes={member: sent for member, sent in self._tally.received_bytes.items() if sent},
+            dropped=dict(self._tally.dropped),
+            took_s=self._took_s,
+        )
 
-    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="recovery") as pool:
-        done = sum(pool.map(worker, [wanted[i::_CONNECTIONS] for i in range(_CONNECTIONS)]))
-    if done != total:
-        raise RecoveryFailed(f"{done} of {total} bytes arrived")
-    return done
+    def distrust(self) -> None:
+        """The state that came has not the digest that its donors claim: forget it, and ask others from now on."""
+        self._distrusted |= set(self._tally.received_bytes)
+        self._forget()
+
+    def _trusted(self, donors: Sequence[Donor]) -> Sequence[Donor]:
+        """All but the distrusted; all where nobody else is left."""
+        return [donor for donor in donors if donor.member_id not in self._distrusted] or donors
+
+    def _fetch(self, donors: Sequence[Donor], inquiry: Inquiry, on_chunk: Callable[[int, int], None]) -> Manifest:
+        begun, missing = self._manifest, self._missing
+        if begun is not None and missing and inquiry.state in (None, begun.state):
+            try:
+                return self._pull(Believed(begun, (), {}), donors, inquiry, on_chunk)
+            except RecoveryFailed:
+                if len(self._missing) < len(missing):
+                    raise
+        believed = believe_newest(donors, self._limits.donors_at_once, inquiry)
+        if begun is None or not missing or begun.claim != believed.manifest.claim:
+            self._forget()
+            self._manifest, self._missing = believed.manifest, tuple(believed.manifest.chunks())
+        self._tally.dropped |= believed.dropped
+        return self._pull(believed, donors, inquiry, on_chunk)
+
+    def _pull(
+        self, believed: Believed, donors: Sequence[Donor], inquiry: Inquiry, on_chunk: Callable[[int, int], None]
+    ) -> Manifest:
+        """Fetch what is missing. Raises RecoveryFailed when no donor is left."""
+        chunks = ChunkQueue(self._missing, straggler_s=self._limits.straggler_s)
+        transfer = Transfer(believed.manifest, inquiry, self._targets, chunks, self._tally)
+        try:
+            transfer.run(
+                believed.supporters, believed.spare(donors), on_chunk, donors_at_once=self._limits.donors_at_once
+            )
+        finally:
+            self._missing = transfer.missing
+        return believed.manifest
 
 
-def _fetch_entry_from(donor: Donor, key: str, round: int) -> FetchedEntry:
-    connection = http.client.HTTPConnection(donor.host, donor.port, timeout=_TIMEOUT_S)
-    try:
-        data = _get(connection, f"/journal/{round}", key)
-    finally:
-        connection.close()
-    head_bytes = int.from_bytes(data[:8], "little")
-    head = json.loads(data[8 : 8 + head_bytes])
-    if head["round"] != round:
-        raise RecoveryFailed(f"it answers with round {head['round']} where round {round} was asked for")
-    result = torch.from_numpy(np.frombuffer(data, dtype=np.float32, offset=8 + head_bytes).copy())  # pyright: ignore[reportUnknownMemberType]
-    return FetchedEntry(head["round"], result, head["payload"], head["state"])
+def fetch_state(
+    donors: Sequence[Donor],
+    key: str,
+    sections: Mapping[str, Tensor],
+    on_chunk: Callable[[int, int], None] = _ignore,
+    *,
+    expected_state: str | None = None,
+    limits: FetchLimits = _LIMITS,
+) -> FetchedState:
+    """Fetch the newest committed state into `sections` in one go; see StateFetch."""
+    return StateFetch(key, sections, limits=limits).fetch(donors, on_chunk, expected_state=expected_state)
+
+
+def fetch_entry(
+    donors: Sequence[Donor],
+    key: str,
+    round: int,
+    *,
+    out: Tensor | None = None,
+    on_chunk: Callable[[int, int], None] = _ignore,
+    limits: FetchLimits = _LIMITS,
+) -> FetchedEntry:
+    """Fetch what a committed round did, as most of its donors claim.
+
+    `out`: (n,) float32 on CPU for the result, half written where this fails; without it, another tensor is made.
+    Raises RecoveryFailed when no donor is left, or none has an entry of the length of `out`.
+    """
+    lengths = None if out is None else {_RESULT: 4 * out.numel()}
+    inquiry = Inquiry("journal", key, lengths, limits.patience, limits.connections)
+    believed = believe_round(donors, limits.donors_at_once, inquiry, round)
+    manifest = believed.manifest
+    result = _room_for(manifest) if out is None else out
+    chunks = ChunkQueue(manifest.chunks(), straggler_s=limits.straggler_s)
+    transfer = Transfer(manifest, inquiry, {_RESULT: bytes_of(result)}, chunks, Tally())
+    transfer.run(believed.supporters, believed.spare(donors), on_chunk, donors_at_once=limits.donors_at_once)
+    return FetchedEntry(round, result, manifest.payload, manifest.state)
+
+
+def _room_for(entry: Manifest) -> Tensor:
+    length = entry.lengths.get(_RESULT, -1)
+    if len(entry.lengths) != 1 or length % 4 or not 0 <= length <= _MAX_ENTRY_BYTES:
+        raise RecoveryFailed(f"the journal of round {entry.round} has sections {dict(entry.lengths)!r:.100}")
+    return torch.empty(length // 4)

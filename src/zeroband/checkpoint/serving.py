@@ -1,63 +1,37 @@
 """A donor's side of live recovery: serves copies of the committed state and the journal over HTTP.
 
 Runs in threads of local rank 0; training waits for none of it but the copy in memory. Only raw buffers and JSON cross
-the wire. Every chunk carries its hash, and the whole state its digest.
+the wire. A manifest names the hash of every chunk, so that what one donor claims can be held against the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torch import Tensor
-from typing_extensions import Buffer
 
+from zeroband.checkpoint.chunks import CHUNK_BYTES, bytes_of
+from zeroband.checkpoint.copies import COPY_LIFE_S, Copies, Entries, Hasher, Promise, ServedEntry, ServedState
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 
-CHUNK_BYTES = 8 << 20
-HASH_HEADER = "X-Zeroband-Hash"
-COPY_LIFE_S = 120.0
-"""A copy that nobody asked for during this time is dropped."""
+HASHES_AWAITED_S = 0.25
+"""A manifest whose hashes take longer is answered by 202 and its round: the joiner turns to other donors meanwhile."""
 
 _CLOSE_POLL_S = 0.05
+_NUMBER_DIGITS = 18
 
 _log = get_logger(__name__)
-
-
-class ServedState(Protocol):
-    """A copy of the outer state after a committed round."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def sections(self) -> Mapping[str, Tensor]: ...
-    @property
-    def payload(self) -> Mapping[str, Any]: ...
-    @property
-    def state(self) -> str: ...
-
-
-class ServedEntry(Protocol):
-    """The averaged update of one committed round."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def result(self) -> Tensor: ...
-    @property
-    def payload(self) -> Mapping[str, Any]: ...
-    @property
-    def state(self) -> str: ...
 
 
 def access_key(token: str | None, run_id: str) -> str:
@@ -65,41 +39,12 @@ def access_key(token: str | None, run_id: str) -> str:
     return hmac.new((token or "").encode(), f"zeroband recovery {run_id}".encode(), hashlib.sha256).hexdigest()
 
 
-def chunk_hash(data: bytes | memoryview) -> str:
-    """Hash of what crosses the wire, against a cut or a flipped bit."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-class _Copies:
-    """The newest copy, made when it is asked for and dropped when it is not."""
-
-    def __init__(self, copy_state: Callable[[], ServedState]) -> None:
-        self._copy_state = copy_state
-        self._lock = threading.Lock()
-        self._copies: dict[int, ServedState] = {}
-        self._used_at_s = 0.0
-
-    def fresh(self) -> ServedState:
-        copy = self._copy_state()
-        with self._lock:
-            self._used_at_s = time.monotonic()
-            newest = max(self._copies, default=copy.round)
-            self._copies = {r: c for r, c in self._copies.items() if r == newest} | {copy.round: copy}
-        return copy
-
-    def of_round(self, round: int) -> ServedState | None:
-        with self._lock:
-            self._used_at_s = time.monotonic()
-            return self._copies.get(round)
-
-    def drop_unused(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._used_at_s > COPY_LIFE_S:
-                self._copies = {}
-
-
 class StateServer:
-    """Listens on a free port of `host` until `close()`. `port` tells which."""
+    """Listens on a free port of `host` until `close()`. `port` tells which.
+
+    `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `current_round` tells the
+    round of the state without a copy of it; with it, one copy of a round serves all joiners that ask for it.
+    """
 
     def __init__(
         self,
@@ -107,13 +52,18 @@ class StateServer:
         key: str,
         copy_state: Callable[[], ServedState],
         journal_entry: Callable[[int], ServedEntry | None],
+        *,
+        current_round: Callable[[], int] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        copies = _Copies(copy_state)
+        self._hasher = Hasher(chunk_bytes)
+        self._copies = Copies(copy_state, self._hasher, current_round)
         self._stop = threading.Event()
+        library = _Library(key, self._copies, Entries(journal_entry, self._hasher), chunk_bytes)
 
         class Handler(_Handler):
             def answer(self) -> None:
-                self.serve(key, copies, journal_entry)
+                self.serve(library)
 
         class Server(_Server):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -123,24 +73,62 @@ class StateServer:
         serve: Callable[[], None] = lambda: self._server.serve_forever(poll_interval=_CLOSE_POLL_S)  # noqa: E731
         self._thread = threading.Thread(target=serve, name="state-server", daemon=True)
         self._thread.start()
-        self._sweeper = threading.Thread(target=self._sweep, args=(copies,), name="state-copies", daemon=True)
+        self._sweeper = threading.Thread(target=self._sweep, name="state-copies", daemon=True)
         self._sweeper.start()
 
-    def _sweep(self, copies: _Copies) -> None:
+    def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
-            copies.drop_unused()
+            self._copies.drop_unused()
 
     def close(self) -> None:
         self._stop.set()
+        self._hasher.close()
         self._server.shutdown()
         self._server.server_close()
+        self._server.cut()
         self._thread.join(timeout=5)
+
+
+class _Library:
+    """What there is to be asked for."""
+
+    def __init__(self, key: str, copies: Copies, entries: Entries, chunk_bytes: int) -> None:
+        self.key = key
+        self.copies = copies
+        self.entries = entries
+        self.chunk_bytes = chunk_bytes
+
+    def chunk(self, section: Tensor, index: int) -> memoryview:
+        """Empty behind the end of the section."""
+        return bytes_of(section)[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
 
 class _Server(ThreadingHTTPServer):
     """A thread for each connection; a joiner that goes away in the middle is no news."""
 
     daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def cut(self) -> None:
+        """End the connections that are open; their threads end with them."""
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's own asks the name service for our name, which may take long
@@ -150,7 +138,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /state, /chunk/ROUND/SECTION/INDEX, /journal/ROUND."""
+    """GET /state[/ROUND], /state/ROUND/SECTION/INDEX, /journal/ROUND, /journal/ROUND/result/INDEX."""
 
     protocol_version = "HTTP/1.1"
     timeout = 30
@@ -165,62 +153,54 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet: the trainer's log is the one log."""
 
-    def serve(self, key: str, copies: _Copies, journal_entry: Callable[[int], ServedEntry | None]) -> None:
+    def serve(self, library: _Library) -> None:
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(shown.encode(), key.encode()):
+        if not hmac.compare_digest(shown.encode(), library.key.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN)
-        match self.path.strip("/").split("/"):
+        try:
+            self._serve_path(library)
+        except RecoveryFailed:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _serve_path(self, library: _Library) -> None:
+        match [_number(part) for part in self.path.strip("/").split("/")]:
             case ["state"]:
-                try:
-                    self._send(json.dumps(_manifest(copies.fresh())).encode())
-                except RecoveryFailed:
-                    self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
-            case ["chunk", round, section, index] if round.isdecimal() and index.isdecimal():
-                self._send_chunk(copies.of_round(int(round)), section, int(index))
-            case ["journal", round] if round.isdecimal():
-                entry = journal_entry(int(round))
-                self._refuse(HTTPStatus.NOT_FOUND) if entry is None else self._send(*_journal_parts(entry))
+                self._send_manifest(library.copies.newest())
+            case ["state", int(round)]:
+                self._send_manifest(library.copies.at(round))
+            case ["journal", int(round)]:
+                self._send_manifest(library.entries.at(round))
+            case ["state", int(round), str(section), int(index)]:
+                with library.copies.sending(round) as copy:
+                    self._send_chunk(library, None if copy is None else copy.sections.get(section), index)
+            case ["journal", int(round), str(section), int(index)]:
+                self._send_chunk(library, library.entries.result(round).get(section), index)
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
 
-    def _send_chunk(self, copy: ServedState | None, section: str, index: int) -> None:
-        if copy is None or section not in copy.sections:
+    def _send_manifest(self, promise: Promise | None) -> None:
+        if promise is None:
             return self._refuse(HTTPStatus.NOT_FOUND)
-        data = bytes_of(copy.sections[section])
-        self._send(data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
+        manifest = promise.await_json(HASHES_AWAITED_S)
+        if manifest is None:
+            self._send(json.dumps({"round": promise.round}).encode(), HTTPStatus.ACCEPTED)
+        else:
+            self._send(manifest)
 
-    def _send(self, *parts: bytes | memoryview) -> None:
-        digest = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            digest.update(part)
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Length", str(sum(len(part) for part in parts)))
-        self.send_header(HASH_HEADER, digest.hexdigest())
+    def _send_chunk(self, library: _Library, section: Tensor | None, index: int) -> None:
+        data = b"" if section is None else library.chunk(section, index)
+        self._send(data) if data else self._refuse(HTTPStatus.NOT_FOUND)
+
+    def _send(self, data: bytes | memoryview, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        for part in parts:
-            self.wfile.write(part)
+        self.wfile.write(data)
 
     def _refuse(self, status: HTTPStatus) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self._send(b"", status)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(cast(Buffer, tensor.numpy())).cast("B")
-
-
-def _manifest(copy: ServedState) -> dict[str, Any]:
-    return {
-        "round": copy.round,
-        "state": copy.state,
-        "payload": copy.payload,
-        "sections": {name: tensor.numel() for name, tensor in copy.sections.items()},
-        "chunk_bytes": CHUNK_BYTES,
-    }
-
-
-def _journal_parts(entry: ServedEntry) -> tuple[bytes, memoryview]:
-    head = json.dumps({"round": entry.round, "payload": entry.payload, "state": entry.state}).encode()
-    return len(head).to_bytes(8, "little") + head, bytes_of(entry.result)
+def _number(part: str) -> str | int:
+    """A part of a path; a whole number where it is one."""
+    return int(part) if part.isascii() and part.isdecimal() and len(part) <= _NUMBER_DIGITS else part

@@ -1,11 +1,13 @@
 """Several nodes on one machine, as real processes: starts, watches, kills and restarts them, and cleans up after them.
 
-Owns the processes, a Redis of their own and what they leave behind; knows nothing of what they compute. Linux only.
+Owns the processes, a Redis and a network of their own, and what they leave behind; knows nothing of what they compute.
+Linux only.
 """
 
 from zeroband.cluster.local import LocalCluster
+from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.node import NodeProcess
 from zeroband.cluster.redis_server import RedisServer, find_redis_server
 from zeroband.cluster.simulate import main
 
-__all__ = ["LocalCluster", "NodeProcess", "RedisServer", "find_redis_server", "main"]
+__all__ = ["STORE", "LocalCluster", "Network", "NodeProcess", "RedisServer", "find_redis_server", "main"]

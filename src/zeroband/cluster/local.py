@@ -15,6 +15,7 @@ from types import TracebackType
 import zeroband
 from zeroband.cluster.gpus import share_of, visible_gpus
 from zeroband.cluster.interrupts import uninterrupted
+from zeroband.cluster.network import Network
 from zeroband.cluster.node import NodeProcess, NodeSpec
 from zeroband.cluster.redis_server import RedisServer
 from zeroband.elastic.shm import NodeFolder
@@ -40,6 +41,8 @@ class LocalCluster:
     `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: founders that the
     run waits for. `run_id`: None makes one. `script`: what torchrun starts. `store_url`: None starts a server for this
     cluster. `alone`: the nodes get no store, for runs without [outer]. `env`: added to this process's environment.
+    `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
+    `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
     On leaving the context every process is killed and nothing stays in shared memory.
     """
 
@@ -54,15 +57,20 @@ class LocalCluster:
         store_url: str | None = None,
         alone: bool = False,
         env: Mapping[str, str] | None = None,
+        network: Network | None = None,
+        redis: RedisServer | None = None,
     ) -> None:
         self.run_id = run_id or f"local-{secrets.token_hex(4)}"
         self.run_dir = directory.absolute() / self.run_id
         self.nodes: dict[str, NodeProcess] = {}
         """By node id; a node that was started again is a new NodeProcess."""
-        self.redis: RedisServer | None = None
-        """Its own server, while the context lasts."""
+        self.redis: RedisServer | None = redis
+        """Its own server, running while the context lasts."""
+        self.network = network
         self.store_url = store_url
+        """What the nodes get; `redis.local_url` is for this process, which is not in their network."""
         self._has_own_store = store_url is None and not alone
+        assert self._has_own_store or redis is None, "a server of its own, and no use for it"
         self.arguments = tuple(arguments)
         self._founders = nodes
         self._script = script
@@ -73,7 +81,8 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         if self._has_own_store:
-            self.redis = self._stack.enter_context(RedisServer())
+            self.redis = self.redis or (RedisServer.within(self.network) if self.network else RedisServer())
+            self._stack.enter_context(self.redis)
             self.store_url = self.redis.url
         return self
 
@@ -100,6 +109,7 @@ class LocalCluster:
             env={**self.environment(node_id, ranks), **(env or {})},
             node_dir=self.run_dir / node_id,
             memory=self._memory_of(node_id, env or {}),
+            prefix=tuple(self.network.prefix(node_id)) if self.network else (),
         )
         return self._run(spec)
 
@@ -133,6 +143,8 @@ class LocalCluster:
             env["PYTHONPATH"] = os.pathsep.join(paths)
         if self.store_url is not None:
             env["ZERO_BAND_STORE__URL"] = self.store_url
+        if self.network is not None:
+            env["ZERO_BAND_NODE__ADVERTISE_HOST"] = self.network.address(node_id)
         first_rank = sum(node.spec.ranks for other, node in self.nodes.items() if other != node_id)
         if gpus := share_of(self._gpus, first_rank=first_rank, ranks=ranks):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.cluster.processes import MARK, kill_marked, marked_pids, parent_of, signal_all, start_leashed
+from zeroband.cluster.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_leashed
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
@@ -36,6 +36,8 @@ class NodeSpec:
     """`<run.dir>/<run.id>/<node id>`."""
     memory: Path
     """Its folder in shared memory, removed when it is killed as a lost machine's memory would be."""
+    prefix: tuple[str, ...] = ()
+    """Of its launcher's command, to start it in a network namespace of its own."""
 
 
 class NodeProcess:
@@ -49,6 +51,7 @@ class NodeProcess:
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Where the output of this start begins in the console's file."""
         torchrun = [
+            *spec.prefix,
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(spec.ranks)),
         ]
@@ -85,9 +88,7 @@ class NodeProcess:
     @property
     def rank_pids(self) -> tuple[int, ...]:
         """The node's ranks in the order of their local ranks; empty before torchrun started them."""
-        ranks = [pid for pid in marked_pids(self._mark) if parent_of(pid) == self.pid]
-        numbered = {int(number): pid for pid in ranks if (number := _variable_of(pid, "LOCAL_RANK"))}
-        return tuple(numbered[number] for number in sorted(numbered))
+        return ranks_of(self.pid)
 
     def kill(self) -> None:
         """SIGKILL every process of the node and drop its shared memory: the machine is gone."""
@@ -96,8 +97,12 @@ class NodeProcess:
         shutil.rmtree(self.spec.memory, ignore_errors=True)
 
     def terminate(self) -> None:
-        """Ask the node to end and to give back what it holds, as a service manager does (SIGTERM)."""
-        if self.is_running:
+        """Ask the node to leave and to give back what it holds, as `zeroband launch` does (SIGTERM)."""
+        if not self.is_running:
+            return
+        if ranks := self.rank_pids:
+            signal_all(ranks, signal.SIGTERM)
+        else:
             self._launcher.terminate()
 
     def pause(self) -> None:
@@ -128,12 +133,3 @@ class NodeProcess:
     def console_tail(self, lines: int = 60) -> str:
         """The end of what the node printed."""
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-lines:])
-
-
-def _variable_of(pid: int, name: str) -> str | None:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    entries = (entry.partition(b"=") for entry in environment.split(b"\0"))
-    return next((value.decode() for key, _, value in entries if key == name.encode()), None)

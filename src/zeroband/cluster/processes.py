@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,26 +33,47 @@ def start_leashed(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
-    output: Path,
+    output: Path | None,
     death_signal: signal.Signals,
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own; it gets `death_signal` from the kernel when this thread ends.
 
-    So it must be called from a thread that lives as long as the process shall. Output is appended to a file: nothing is
-    lost and nobody has to read it. Raises ConfigError where the system is not Linux.
+    So it must be called from a thread that lives as long as the process shall. Output is appended to a file, so that
+    nothing is lost and nobody has to read it; None leaves it where this process's goes. Raises ConfigError where the
+    system is not Linux.
     """
     if sys.platform != "linux":
         raise ConfigError(f"simulated nodes need Linux, not {sys.platform}; start one node with torchrun instead")
     leash = [sys.executable, "-I", "-S", "-c", _LEASH, str(int(death_signal)), str(os.getpid())]
-    with output.open("ab") as file:
+    with contextlib.ExitStack() as stack:
+        file = None if output is None else stack.enter_context(output.open("ab"))
         return subprocess.Popen(
             [*leash, *command],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=file,
-            stderr=subprocess.STDOUT,
+            stderr=None if file is None else subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def ranks_of(launcher_pid: int) -> tuple[int, ...]:
+    """The ranks that a torchrun started, in the order of their local ranks; empty before it has."""
+    children = [
+        int(d.name) for d in Path("/proc").iterdir() if d.name.isdigit() and parent_of(int(d.name)) == launcher_pid
+    ]
+    numbered = {int(number): pid for pid in children if (number := variable_of(pid, "LOCAL_RANK"))}
+    return tuple(numbered[number] for number in sorted(numbered))
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """A variable of a process's environment as it was started; None where it is not there."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    entries = (entry.partition(b"=") for entry in environment.split(b"\0"))
+    return next((value.decode() for key, _, value in entries if key == name.encode()), None)
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -93,8 +115,18 @@ def kill_marked(mark: str, *, deadline_s: float = 10.0) -> None:
 
 def parent_of(pid: int) -> int | None:
     """Process id of a process's parent; None where it is gone."""
+    return _stat_of(pid, 4)
+
+
+def started_at_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since the machine's start; None where it is gone."""
+    return _stat_of(pid, 22)
+
+
+def _stat_of(pid: int, field: int) -> int | None:
+    """A number of /proc/PID/stat, counted as in proc(5) from 1."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[1])
+    return int(stat.rpartition(")")[2].split()[field - 3])  # the name, field 2, may hold spaces and brackets

@@ -1,4 +1,4 @@
-"""A Redis of one's own: on a Unix socket in a private folder, without persistence, gone with its owner."""
+"""A Redis of one's own: on a Unix socket in a private folder, gone with its owner; it can fail and come back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
+from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.processes import start_leashed
 from zeroband.errors import ConfigError
 
 _START_DEADLINE_S = 10.0
 _PREFIX, _SOCKET = "zeroband-redis-", "redis.sock"
+_PORT = 6379
 _SOCKET_PATH_BYTES = 107
 """What the kernel takes in sockaddr_un, without the final zero."""
 _YOUNG_S = 60.0
@@ -49,7 +53,7 @@ def answers(path: Path) -> bool:
         connection.settimeout(1.0)
         connection.connect(str(path))
         connection.sendall(b"PING\r\n")
-        return connection.recv(16).startswith(b"+PONG")
+        return connection.recv(16).startswith((b"+PONG", b"-NOAUTH"))
     return False
 
 
@@ -63,12 +67,23 @@ def sweep(folder: Path) -> None:
 
 
 class RedisServer:
-    """An empty server, running while the context lasts. `url` stays the same over `stop` and `start`.
+    """A server that is empty at first, running while the context lasts. Its addresses stay over `stop` and `start`.
 
+    `persistent`: it has on disk what it has confirmed, so that `stop` and `start` keep it. `host`, `port`: where it
+    listens besides its Unix socket. `password`: None lets everybody in who reaches it. `prefix`: of its command, to run
+    it in another network namespace.
     The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        persistent: bool = False,
+        host: str | None = None,
+        port: int = _PORT,
+        password: str | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self._program = find_redis_server()
         sweep(Path(tempfile.gettempdir()))
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -76,8 +91,20 @@ class RedisServer:
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
         self._socket = self._folder / _SOCKET
+        self._is_persistent, self._prefix = persistent, tuple(prefix)
+        self._host, self._port, self._password = host, port, password
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"unix://{self._socket}"
+        login = f":{quote(password, safe='')}@" if password else ""
+        self.local_url = f"unix://{login}{self._socket}"
+        """For processes of this machine, whatever network they are in."""
+        self.url = f"redis://{login}{host}:{port}" if host else self.local_url
+        """For nodes."""
+
+    @classmethod
+    def within(cls, network: Network, *, persistent: bool = False, password: str | None = None) -> RedisServer:
+        """A server in a network of simulated nodes, under the address that the network has for its store."""
+        host, prefix = network.address(STORE), network.prefix(STORE)
+        return cls(persistent=persistent, host=host, password=password, prefix=prefix)
 
     @property
     def pid(self) -> int:
@@ -85,20 +112,14 @@ class RedisServer:
         assert self._process is not None, "not started"
         return self._process.pid
 
-    def start(self) -> RedisServer:
-        """Run it, empty, and wait until it answers."""
+    def start(self, *, empty: bool = False) -> RedisServer:
+        """Run it and wait until it answers; with what it held if it is persistent, and not to come back `empty`."""
         assert self._process is None, "started already"
         log = self._folder / "redis.log"
-        settings = {
-            "--port": "0",
-            "--unixsocket": str(self._socket),
-            "--unixsocketperm": "600",
-            "--dir": str(self._folder),
-            "--save": "",
-            "--appendonly": "no",
-            "--daemonize": "no",
-        }
-        command = [str(self._program), *(part for item in settings.items() for part in item)]
+        if empty or not self._is_persistent:
+            shutil.rmtree(self._data, ignore_errors=True)
+        self._data.mkdir(exist_ok=True)
+        command = [*self._prefix, str(self._program), *self._settings()]
         self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
         end_s = time.monotonic() + _START_DEADLINE_S
         while not answers(self._socket):
@@ -109,13 +130,42 @@ class RedisServer:
             time.sleep(0.005)
         return self
 
+    @property
+    def _data(self) -> Path:
+        return self._folder / "data"
+
+    def _settings(self) -> list[str]:
+        settings = {
+            "--port": str(self._port if self._host else 0),
+            "--unixsocket": str(self._socket),
+            "--unixsocketperm": "600",
+            "--dir": str(self._data),
+            "--save": "",
+            "--appendonly": "yes" if self._is_persistent else "no",
+            "--appendfsync": "everysec",  # it writes before it confirms; a lost machine is not what is simulated
+            "--daemonize": "no",
+        }
+        if self._host:
+            settings |= {"--bind": self._host, "--protected-mode": "no"}
+        if self._password:
+            settings["--requirepass"] = self._password
+        return [part for item in settings.items() for part in item]
+
     def stop(self) -> None:
-        """End it at once; all that it held is lost. Stopping again does nothing."""
+        """End it at once, as a crash does. Stopping again does nothing."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
             self._socket.unlink(missing_ok=True)
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open, and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT after `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Stop it and remove its folder."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -16,6 +15,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from zeroband.config.store_url import parse_store_url
 
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
@@ -234,10 +235,22 @@ class DdpConfig(Section):
 
 class DilocoConfig(Section):
     type: Literal["diloco"]
-    inner_steps: PositiveInt = 500
-    """Inner steps between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler averages."""
+    inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
+    averages. A slower node may do fewer. None: 500, or as many as fit into inner_seconds."""
+    inner_seconds: PositiveFloat | None = None
+    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
+    None: inner_steps alone decides."""
+    straggler_deadline_s: PositiveFloat | None = None
+    """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
+    later round. None: they wait for every node that is alive."""
     optimizer: OuterSGDConfig = OuterSGDConfig()
     """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+
+    @property
+    def most_inner_steps(self) -> int:
+        """The limit of a round in inner steps."""
+        return self.inner_steps or (500 if self.inner_seconds is None else 1_000_000)
 
 
 Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
@@ -248,33 +261,21 @@ class CommConfig(Section):
     """Data path between nodes: gloo float32, for trusted networks."""
     lanes: PositiveInt = 1
     """Parallel process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
+    chunk_mb: PositiveFloat = 16.0
+    """Megabytes of a lane that are reduced at a time; a node shows progress with every one of them."""
 
 
 class StoreConfig(Section):
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Redis of the run: `redis://`, `rediss://` or `unix://`. None: this node trains alone, without [outer]."""
+    """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
+    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. None: this node trains alone, without [outer]."""
 
     @field_validator("url")
     @classmethod
     def _names_a_redis(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not _is_redis_url(url.get_secret_value()):
-            raise ValueError(
-                "store.url is no address of a Redis; it looks like redis://:PASSWORD@HOST:6379, rediss://... with TLS, "
-                "or unix:///PATH/OF/SOCKET"
-            )
+        if url is not None:
+            parse_store_url(url.get_secret_value())
         return url
-
-
-def _is_redis_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        database = url.path.removeprefix("/")
-        if url.scheme == "unix":
-            return bool(database)
-        is_valid = url.port != 0 and (not database or database.isdecimal())
-        return is_valid and url.scheme in ("redis", "rediss") and url.hostname is not None
-    except ValueError:  # the port is no number, or a bracket is left open
-        return False
 
 
 class ElasticConfig(Section):
@@ -289,33 +290,44 @@ class ElasticConfig(Section):
 class FaultConfig(Section):
     detect_s: float = Field(default=5.0, ge=0.5, le=600)
     """Longest silence of a node before the others go on without it; every other time-out follows from it."""
+    lease_s: PositiveFloat = Field(default_factory=lambda data: data["detect_s"])
+    """Life of a lease that is not renewed, and of a link that does not answer; at most detect_s."""
+    renew_s: PositiveFloat = Field(default_factory=lambda data: data["detect_s"] / 5)
+    """Pause between two renewals of the lease; at most a third of it."""
+    watch_s: PositiveFloat = Field(default_factory=lambda data: min(data["detect_s"] / 10, 0.25))
+    """Pause between two looks at the other members during a transfer; below detect_s."""
+    hung_s: PositiveFloat = Field(default_factory=lambda data: max(300.0, 24 * data["detect_s"]))
+    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one."""
+    transfer_s: PositiveFloat = Field(default_factory=lambda data: max(600.0, 120 * data["detect_s"]))
+    """Time-out of the transport itself; the membership decides long before, so at least hung_s."""
+    store_s: PositiveFloat = Field(default_factory=lambda data: max(3600.0, 120 * data["detect_s"]))
+    """How long a node waits at its boundary for a Redis that is away, before it gives up."""
+    grace_s: PositiveFloat = Field(default=25.0, json_schema_extra=NODE_LOCAL)
+    """A node that is asked to leave (SIGTERM, SIGUSR1) waits so long for the others to take what it learned; below the
+    time after which SIGKILL follows (torchrun and Slurm 30 s, `docker stop` 10 s unless told otherwise)."""
     inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...` counts from its first."""
 
-    @property
-    def lease_s(self) -> float:
-        """Life of a lease that is not renewed."""
-        return self.detect_s
+    @model_validator(mode="after")
+    def _are_ordered(self) -> FaultConfig:
+        bounds = {
+            "lease_s": (self.lease_s, self.detect_s, "fault.detect_s"),
+            "renew_s": (self.renew_s, self.lease_s / 3, "a third of fault.lease_s"),
+            "watch_s": (self.watch_s, self.detect_s / 2, "half of fault.detect_s"),
+            "detect_s": (self.detect_s, self.hung_s, "fault.hung_s"),
+            "hung_s": (self.hung_s, self.transfer_s, "fault.transfer_s"),
+        }
+        for name, (value, most, meaning) in bounds.items():
+            if value > most:
+                raise ValueError(
+                    f"fault.{name}={value:g} is above {meaning}, {most:g}; "
+                    "leave it out to have it follow from fault.detect_s"
+                )
+        return self
 
-    @property
-    def renew_s(self) -> float:
-        """Pause between two renewals of the lease."""
-        return self.detect_s / 5
-
-    @property
-    def watch_s(self) -> float:
-        """Pause between two looks at the other members' leases during a transfer."""
-        return min(self.detect_s / 10, 0.25)
-
-    @property
-    def hung_s(self) -> float:
-        """A trainer without progress for so long loses its lease; above any stall that a healthy one has."""
-        return max(300.0, 24 * self.detect_s)
-
-    @property
-    def transfer_s(self) -> float:
-        """Time-out of the transport itself; the membership decides long before."""
-        return max(600.0, 120 * self.detect_s)
+    def time_outs(self) -> dict[str, float]:
+        """All of them in seconds, by name."""
+        return {name: value for name, value in self.model_dump().items() if name.endswith("_s")}
 
 
 class WandbConfig(Section):

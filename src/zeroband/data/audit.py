@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.data.ledger import Ledger, Range
+from zeroband.data.ledger import Ledger, Range, take
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 
@@ -26,7 +26,8 @@ class CommittedRound:
     """What one round recorded of the data."""
 
     round: int
-    contributors: frozenset[str]
+    used: Mapping[str, int]
+    """Samples of each member whose update counted."""
     ledger: Ledger
     assigned: Mapping[str, tuple[Range, ...]]
     """Dealt out for the round after this one."""
@@ -59,7 +60,7 @@ def audit(rounds: Iterable[CommittedRound]) -> Audit:
     for number in range(1, newest + 1):
         before, after = by_round.get(number - 1), by_round.get(number)
         if before is not None and after is not None:
-            trained += [span for m, spans in before.assigned.items() if m in after.contributors for span in spans]
+            trained += [span for m, used in after.used.items() for span in take(before.assigned[m], used)[0]]
     last = by_round.get(newest)
     owed = [] if last is None else [*last.ledger.returned, *(s for spans in last.assigned.values() for s in spans)]
     end = 0 if last is None else last.ledger.next
@@ -103,7 +104,11 @@ def _round_of(event: Mapping[str, Any]) -> CommittedRound:
     progress = event["progress"]
     return CommittedRound(
         round=event["round"],
-        contributors=frozenset(m for m, w in zip(event["members"], event["weights"], strict=True) if w > 0),
+        used={
+            member: samples
+            for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True)
+            if weight > 0
+        },
         ledger=Ledger.from_json(progress["ledger"]),
         assigned={m: tuple((a, b) for a, b in ranges) for m, ranges in progress["assigned"].items()},
     )

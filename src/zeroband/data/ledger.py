@@ -1,8 +1,8 @@
 """Who reads which samples, and which are still owed. Pure; the agreed record of a run is made of its values.
 
 Samples are handed out in ranges of the global sample index and settled with the outer step that used them: what a lost
-member held goes back to the pool and is the first to be handed out again. So every index below `next` was contributed
-exactly once, or is assigned, or is in `returned`.
+member held, or a slow one did not come to, goes back to the pool and is the first to be handed out again. So every
+index below `next` was contributed exactly once, or is assigned, or is in `returned`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,33 @@ class Ledger:
     returned: tuple[Range, ...] = ()
     """Handed out to members that did not contribute; sorted, disjoint and not touching."""
 
-    def allocate(self, members: Sequence[str], samples_each: int) -> tuple[dict[str, tuple[Range, ...]], Ledger]:
-        """Give each member the same number of samples, returned ones first, in the order of the members.
+    def allocate(self, wanted: Mapping[str, int]) -> tuple[dict[str, tuple[Range, ...]], Ledger]:
+        """Give each member the samples that it wants, returned ones first, in the order of the members.
 
         The order must be the same on all nodes: the epoch's. Gives the ranges of each member, and the next ledger.
         """
-        assert len(set(members)) == len(members) and samples_each > 0, (members, samples_each)
         assigned: dict[str, tuple[Range, ...]] = {}
         ledger = self
-        for member in members:
-            assigned[member], ledger = ledger._take(samples_each)
+        for member, samples in wanted.items():
+            if samples > 0:
+                assigned[member], ledger = ledger._take(samples)
         return assigned, ledger
 
-    def settle(self, assigned: Mapping[str, tuple[Range, ...]], contributed: Collection[str]) -> Ledger:
-        """Close a round: the ranges of the members that did not contribute go back to the pool."""
-        strangers = set(contributed) - set(assigned)
+    def settle(
+        self, assigned: Mapping[str, tuple[Range, ...]], used: Mapping[str, int], kept: Collection[str] = ()
+    ) -> Ledger:
+        """Close a round: what its members did not use of their ranges goes back to the pool.
+
+        `used`: samples of those that contributed, the first ones of their ranges. `kept`: members that are late and
+        keep theirs.
+        """
+        strangers = set(used) - set(assigned)
         assert not strangers, f"contributed without an assignment: {sorted(strangers)}"
-        lost = [span for member, spans in assigned.items() if member not in contributed for span in spans]
-        return Ledger(self.next, _merge([*self.returned, *lost]))
+        left: list[Range] = []
+        for member, spans in assigned.items():
+            if member in used or member not in kept:
+                left += take(spans, used.get(member, 0))[1]
+        return Ledger(self.next, _merge([*self.returned, *left]))
 
     def to_json(self) -> dict[str, Any]:
         """A value of plain numbers and lists, ready for `json.dumps`."""

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ABORTED, _FENCED = range(3)
+_PROGRESS, _ABORTED, _FENCED, _STATE_PORT = range(4)
 
 
 class NodeBoard:
@@ -56,6 +56,14 @@ class NodeBoard:
 
     def set_fenced(self, fenced: bool) -> None:
         self._write(_FENCED, int(fenced))
+
+    @property
+    def state_port(self) -> int:
+        """Where this node serves its state; 0 while it does not. Written by local rank 0, published by the guardian."""
+        return self._read(_STATE_PORT)
+
+    def set_state_port(self, port: int) -> None:
+        self._write(_STATE_PORT, port)
 
     def close(self) -> None:
         self._page.close()

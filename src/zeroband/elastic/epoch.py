@@ -1,15 +1,17 @@
 """The rules of membership as pure functions of a view: who takes part in a round, and when its result counts.
 
-Owns the records that members exchange and the three decisions about them. Reads no clock and no store: time is an
-argument, and the same functions run in production, in tests and in simulations.
+Owns the records that members exchange and the decisions about them. Reads no clock and no store: time is an argument,
+and the same functions run in production, in tests and in simulations.
 
 A round goes: every member announces `Ready`; any member proposes an `Opening` (the store takes the first); the listed
-members reduce, and vote for the digest of what they got; any member proposes the `Verdict`. Both proposals carry the
-version of the opening that they build on, so of two competing ones the store refuses the second.
+members reduce, and vote for the digest of what they got; any member proposes the `Verdict`. Both proposals name the
+opening that they build on, so of two competing ones the store refuses the second.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,6 +29,10 @@ class Ready:
     """Tokens it contributes; 0 for a joiner, and for a node whose update was not finite."""
     state: str
     """Digest of the outer state that it holds; only members with the same state reduce together."""
+    steps: int = 0
+    """Inner steps behind what it contributes."""
+    wants: int = 0
+    """Inner steps for which it asks samples in the next round; 0 says that it leaves after this one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,18 @@ class Opening:
     round: int
     members: tuple[str, ...]
     weights: tuple[int, ...]
+    """Of each member, as in its `Ready`; so are the next two."""
+    steps: tuple[int, ...] = ()
+    wants: tuple[int, ...] = ()
+    late: tuple[str, ...] = ()
+    """Members that the others stopped waiting for: what they learned goes into the round after."""
+    disputes: int = 0
+    """How often this round ended in different results before."""
+
+    @property
+    def id(self) -> str:
+        """Tells this opening from every other one, also from one that a store with old data gave the same version."""
+        return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
 
     @property
     def total_weight(self) -> int:
@@ -49,23 +67,46 @@ class Opening:
         """Weight of a member in the mean of this round, in 0..1."""
         return self.weights[self.members.index(member_id)] / self.total_weight if self.total_weight else 0.0
 
-    def contributors(self) -> tuple[str, ...]:
-        return tuple(m for m, w in zip(self.members, self.weights, strict=True) if w > 0)
+    def contributors(self) -> dict[str, int]:
+        """Inner steps of the members whose update counts."""
+        return {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=True) if w > 0}
+
+    def wanted(self) -> dict[str, int]:
+        """Inner steps that the members ask samples for."""
+        return dict(zip(self.members, self.wants, strict=True))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Round `round` is committed: the members of `epoch` hold the same result. Written once for each round."""
+    """A round is committed: the members of its opening hold the same result. Written once for each round."""
 
-    round: int
-    version: int
-    epoch: int
-    members: tuple[str, ...]
-    weights: tuple[int, ...]
+    opening: Opening
     digest: str
     """Digest of the reduced result."""
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What else the round fixed for everybody: data ledger, progress, norm of the mean gradient."""
+
+    @property
+    def round(self) -> int:
+        return self.opening.round
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.opening.members
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a member is found, and whom it does not reach. Its guardian writes it with every renewal of the lease."""
+
+    node_id: str
+    host: str
+    state_port: int
+    """Where its state is served; 0 while it is not."""
+    link_port: int
+    """Where its guardian answers the others' probes."""
+    cut_off: tuple[str, ...] = ()
+    """Members that did not answer its probes for `fault.detect_s`."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +124,26 @@ class View:
     """Digests voted for the current opening."""
     failed: str | None
     """Why the current opening cannot be finished, if a member said so."""
+    peers: Mapping[str, Peer] = field(default_factory=dict[str, Peer])
+    is_known: bool = True
+    """False: the store has no record of this run, because it is new or because the store lost it."""
+    is_settling: bool = False
+    """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
+
+    def are_cut(self, one: str, other: str) -> bool:
+        """Whether two members, which both reach the store, do not reach one another."""
+        return any(a in self.peers and b in self.peers[a].cut_off for a, b in ((one, other), (other, one)))
+
+    def can_finish(self, opening: Opening) -> bool:
+        """Whether this opening is the current one, and nothing that it needs is lost."""
+        return self.opening == opening and self.failed is None and not self.lost(opening)
+
+    def lost(self, opening: Opening) -> tuple[str, ...]:
+        """Members that keep an opening from being finished: without lease, or cut off from another one."""
+        unvoted = [m for m in opening.members if m not in self.votes]
+        dead = [m for m in unvoted if m not in self.alive]
+        cut = [m for m in unvoted if any(self.are_cut(m, other) for other in opening.members)]
+        return tuple(dict.fromkeys([*dead, *cut]))
 
 
 @dataclass(frozen=True)
@@ -100,36 +161,81 @@ class Excluded:
     reason: str
 
 
-def next_opening(view: View, round: int, *, min_nodes: int, start_nodes: int, start_timed_out: bool) -> Opening | Wait:
+@dataclass(frozen=True)
+class Rules:
+    """What a run asks of a round."""
+
+    min_nodes: int = 1
+    """Fewer do not go on."""
+    start_nodes: int = 1
+    """Founders wait for so many."""
+    straggler_deadline_s: float | None = None
+    """After this, those who wait go without those who are late. None: they wait for all that are alive."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Which waits are over, by the asking member's own clock."""
+
+    start_is_over: bool = False
+    """Founders wait for no further node."""
+    stragglers_are_late: bool = False
+    """Members that are not there go without this round."""
+
+
+def next_opening(view: View, round: int, rules: Rules, patience: Patience = Patience()) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
     Returns the current opening itself where it is for this round and can still be finished.
     """
+    if view.is_settling:
+        return Wait("the store lost its record; members are given time to bring it back")
     current = view.opening
-    if current is not None and current.round == round and _can_finish(current, view):
+    if current is not None and current.round == round and view.can_finish(current):
         return current
     expected = view.committed.members if view.committed is not None else ()
-    late = tuple(m for m in expected if m in view.alive and m not in view.ready)
-    if late:
-        return Wait(f"{len(late)} of {len(expected)} members have not reached round {round}", late)
-    states = {m: r.state for m, r in view.ready.items() if m in view.alive}
-    members = _same_state(states, expected)
-    if round == FOUNDING_ROUND and len(members) < start_nodes and not start_timed_out:
-        return Wait(f"{len(members)} of {start_nodes} nodes are here (elastic.start_nodes)")
-    if len(members) < min_nodes:
-        return Wait(f"{len(members)} of at least {min_nodes} nodes are alive (elastic.min_nodes)")
+    missing = tuple(m for m in expected if m in view.alive and m not in view.ready)
+    is_last = all(ready.wants == 0 for ready in view.ready.values())
+    if missing and not (patience.stragglers_are_late and not is_last):
+        return Wait(f"{len(missing)} of {len(expected)} members have not reached round {round}", missing)
+    members = _that_can_reduce(view, round, expected)
+    if round == FOUNDING_ROUND and len(members) < rules.start_nodes and not patience.start_is_over:
+        return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
+    if len(members) < rules.min_nodes:
+        return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
     keeps_groups = current is not None and members == current.members and current.round != round
+    ready = [view.ready[m] for m in members]
     return Opening(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
         members=members,
-        weights=tuple(view.ready[m].weight for m in members),
+        weights=tuple(r.weight for r in ready),
+        steps=tuple(r.steps for r in ready),
+        wants=tuple(r.wants for r in ready),
+        late=_late(view, missing),
+        disputes=_disputes(view, round),
     )
 
 
-def _can_finish(opening: Opening, view: View) -> bool:
-    return view.failed is None and all(m in view.alive or m in view.votes for m in opening.members)
+def has_quorum(view: View) -> bool:
+    """Whether half of the members of the last round that are alive stand at the boundary."""
+    members = view.committed.members if view.committed is not None else ()
+    alive = [m for m in members if m in view.alive]
+    return bool(alive) and 2 * sum(m in view.ready for m in alive) >= len(alive)
+
+
+def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
+    """Members that go without this round, with those that have not come back from an earlier one."""
+    before = view.committed.opening.late if view.committed is not None else ()
+    return tuple(m for m in dict.fromkeys([*missing, *before]) if m in view.alive and m not in view.ready)
+
+
+def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
+    """Of those at the boundary, the members that can bring the round to its end together, in the order of their ids."""
+    outvoted = _outvoted(view, round)
+    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in outvoted}
+    return _connected(view, _same_state(states, expected), expected)
 
 
 def _same_state(states: Mapping[str, str], expected: tuple[str, ...]) -> tuple[str, ...]:
@@ -147,57 +253,110 @@ def _same_state(states: Mapping[str, str], expected: tuple[str, ...]) -> tuple[s
     return tuple(by_state[min(by_state, key=rank)])
 
 
+def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) -> tuple[str, ...]:
+    """The members without those that others do not reach; whoever is cut off from most goes first, joiners before."""
+    left = list(members)
+    while True:
+        cuts = {m: sum(view.are_cut(m, other) for other in left if other != m) for m in left}
+        if not any(cuts.values()):
+            return tuple(left)
+
+        def blame(member: str, cuts: Mapping[str, int] = cuts) -> tuple[bool, int, int, str]:
+            return (member not in expected, cuts[member], -view.ready[member].weight, member)
+
+        left.remove(max((m for m in left if cuts[m]), key=blame))
+
+
+def _is_disputed(view: View, round: int) -> bool:
+    current = view.opening
+    if current is None or current.round != round:
+        return False
+    return len({view.votes[m] for m in current.members if m in view.votes}) > 1
+
+
+def _disputes(view: View, round: int) -> int:
+    current = view.opening
+    return current.disputes + _is_disputed(view, round) if current is not None and current.round == round else 0
+
+
+def _outvoted(view: View, round: int) -> frozenset[str]:
+    """Members whose result differed from that of the most, when this happened for the second time in one round."""
+    current = view.opening
+    if current is None or current.disputes == 0 or not _is_disputed(view, round):
+        return frozenset()
+    by_digest: dict[str, list[str]] = {}
+    for member in current.members:
+        if member in view.votes:
+            by_digest.setdefault(view.votes[member], []).append(member)
+    believed = max(by_digest.values(), key=len)  # of two as large, the one of the first member
+    return frozenset(m for group in by_digest.values() if group is not believed for m in group)
+
+
 def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Verdict | Wait | None:
     """The verdict that the votes call for; None where they contradict each other and the round must be opened again."""
+    if view.is_settling:
+        return Wait("the store lost its record; members are given time to bring it back")
     missing = tuple(m for m in opening.members if m not in view.votes)
     if missing:
         reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
         return Wait(reason, missing)
     digests = {view.votes[m] for m in opening.members}
-    if len(digests) > 1:
-        return None
-    return Verdict(
-        opening.round, opening.version, opening.epoch, opening.members, opening.weights, digests.pop(), dict(payload)
-    )
+    return Verdict(opening, digests.pop(), dict(payload)) if len(digests) == 1 else None
 
 
 def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
-    """Whether the run has gone on without this member, which stands at the boundary of `round`."""
-    if view.committed is not None and view.committed.round >= round:
-        return Excluded(f"round {view.committed.round} was committed while {member_id} stood before round {round}")
-    opening = view.opening
-    if opening is not None and opening.round == round and member_id in view.ready and member_id not in opening.members:
-        expected = view.committed.members if view.committed is not None else ()
-        if member_id in expected and member_id in view.alive:
-            return Excluded(f"round {round} was opened without {member_id}: it was away, or its outer state differs")
+    """Whether the run has gone on without this member, which stands at the boundary of `round`.
+
+    A member that was only late has not been left: it catches up with what was committed, and takes part again.
+    """
+    committed, opening = view.committed, view.opening
+    if committed is not None and committed.round >= round:
+        if member_id in committed.opening.late:
+            return None
+        return Excluded(f"round {committed.round} was committed while {member_id} stood before round {round}")
+    if opening is None or opening.round != round or member_id not in view.ready:
+        return None
+    expected = committed.members if committed is not None else ()
+    listed = (*opening.members, *opening.late)
+    if member_id in expected and member_id in view.alive and member_id not in listed:
+        return Excluded(
+            f"round {round} was opened without {member_id}: it was away, others do not reach it, or its state differs"
+        )
     return None
 
 
-def to_record(value: Ready | Opening | Verdict) -> dict[str, Any]:
+def to_record(value: Ready | Opening | Verdict | Peer) -> dict[str, Any]:
     """A record as JSON-ready values."""
     return asdict(value)
 
 
+def view_to_record(view: View) -> dict[str, Any]:
+    """A view as JSON-ready values, for a person to read."""
+    return {**asdict(view), "alive": sorted(view.alive)}
+
+
+def to_json(value: Ready | Opening | Verdict | Peer) -> str:
+    """A record as text, always the same for equal records: the store compares openings by it."""
+    return json.dumps(to_record(value), sort_keys=True)
+
+
 def opening_from(record: Mapping[str, Any]) -> Opening:
     """The inverse of `to_record`."""
-    return Opening(
-        record["version"], record["epoch"], record["round"], tuple(record["members"]), tuple(record["weights"])
-    )
+    lists: dict[str, Any] = {name: tuple(value) for name, value in record.items() if isinstance(value, list | tuple)}
+    return Opening(**{**record, **lists})
 
 
 def verdict_from(record: Mapping[str, Any]) -> Verdict:
     """The inverse of `to_record`."""
-    return Verdict(
-        record["round"],
-        record["version"],
-        record["epoch"],
-        tuple(record["members"]),
-        tuple(record["weights"]),
-        record["digest"],
-        record["payload"],
-    )
+    return Verdict(opening_from(record["opening"]), record["digest"], record["payload"])
 
 
 def ready_from(record: Mapping[str, Any]) -> Ready:
     """The inverse of `to_record`."""
-    return Ready(record["round"], record["weight"], record["state"])
+    return Ready(**record)
+
+
+def peer_from(record: Mapping[str, Any]) -> Peer:
+    """The inverse of `to_record`."""
+    fields: dict[str, Any] = {**record, "cut_off": tuple(record["cut_off"])}
+    return Peer(**fields)

@@ -46,32 +46,40 @@ class LaneGroups:
     """The groups of this rank's lanes in one epoch. Main thread only."""
 
     def __init__(
-        self, store: Store, board: NodeBoard, ownership: LaneOwnership, *, host: str, transfer_s: float
+        self,
+        store: Store,
+        board: NodeBoard,
+        ownership: LaneOwnership,
+        *,
+        host: str,
+        chunk_bytes: int,
+        transfer_s: float,
     ) -> None:
         self.ownership = ownership
         self._store = store
         self._board = board
         self._host = host
+        self._chunk_numel = max(1, chunk_bytes // 4)
         self._transfer_s = transfer_s
-        self._epoch: int | None = None
+        self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
-        if self._epoch == opening.epoch:
+        if self._connected == (opening.epoch, opening.members):
             return
         self.leave_behind()
         if len(opening.members) > 1:
             for lane in self.ownership.owned():
                 self._groups[lane] = self._build(opening, node_rank, lane)
-        self._epoch = opening.epoch
+        self._connected = (opening.epoch, opening.members)
 
     def _build(self, opening: Opening, node_rank: int, lane: int) -> dist.ProcessGroup:
         def is_aborted() -> bool:
             return self._board.aborted_version >= opening.version
 
         def build() -> dist.ProcessGroup:
-            prefix = self._store.keys.group(opening.epoch, lane)
+            prefix = self._store.keys.group(opening, lane)
             rendezvous = RedisRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
             gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
             options = gloo._Options()
@@ -81,14 +89,22 @@ class LaneGroups:
 
         return _in_daemon_thread(build, is_aborted, f"lane {lane} of epoch {opening.epoch}")
 
-    def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
-        """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
+    def all_reduce(
+        self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
+        """Sum (lane, tensor) over the nodes, in place. `on_progress`: called with the share of it that is done.
+
+        Raises PeerLost; then the tensors must not be used again.
+        """
         if len(opening.members) == 1:
             return
-        works = [self._groups[lane].allreduce([part]) for lane, part in parts]
+        chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
+        works = [self._groups[lane].allreduce([chunk]) for lane, chunk in chunks]
         try:
-            for work in works:
+            on_progress(0.0)
+            for done, work in enumerate(works, start=1):
                 self._await(work, opening)
+                on_progress(done / len(works))
         except PeerLost:
             _keep_forever(works, [part for _, part in parts])
             raise
@@ -108,7 +124,7 @@ class LaneGroups:
         if self._groups:
             _keep_forever(list(self._groups.values()))
         self._groups = {}
-        self._epoch = None
+        self._connected = None
 
 
 def _in_daemon_thread(

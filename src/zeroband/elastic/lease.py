@@ -1,9 +1,9 @@
 """The guardian: a small process beside the trainer that keeps the node's lease while the trainer is worth it.
 
-A process of its own, so that a stall of the trainer's interpreter does not cost the lease; bound to the trainer by a
-pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is stopped
-(SIGSTOP, a debugger, a frozen container) or shows no progress for `hung_s`, and it removes the node's shared memory
-once trainer and launcher are gone. Knows no tensors.
+A process of its own, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
+trainer by a pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is
+stopped (SIGSTOP, a debugger, a frozen container) or shows no progress for `hung_s`, says which members it does not
+reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Peer
+from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
-from zeroband.errors import StoreLost
+from zeroband.errors import StoreLost, ZerobandError
 
 _LEAVE = b"leave\n"
 _START_DEADLINE_S = 60.0
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ class GuardianOrder:
     store_url: str
     run_id: str
     member_id: str
+    node_id: str
+    host: str
+    """Under which the other nodes reach this one."""
     board: str
     shm_dir: str
     rank_pids: tuple[int, ...]
@@ -123,26 +130,74 @@ def process_state(pid: int) -> str:
 
 def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does."""
-    store = Store(order.store_url, order.run_id, patience_s=max(1.0, order.lease_s / 2))
+    patience_s = max(1.0, order.lease_s / 2)
+    store = Store(order.store_url, order.run_id, lease_s=order.lease_s, patience_s=patience_s)
     board = NodeBoard(Path(order.board), create=False)
-    vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
-    if not store.renew_lease(order.member_id, lease_s=order.lease_s, progress=0, first=order.is_first):
-        board.set_fenced(True)
-    say.write(b"holding\n")
-    say.flush()
-    while not select.select([trainer], [], [], order.renew_s)[0]:
-        states = [process_state(pid) for pid in order.rank_pids]
-        progress = board.progress
-        if not vigil.deserves_lease(time.monotonic(), progress=progress, states=states):
-            continue
-        with contextlib.suppress(StoreLost):  # the lease runs out by itself; the trainer finds out at its boundary
-            if not store.renew_lease(order.member_id, lease_s=order.lease_s, progress=progress):
-                board.set_fenced(True)
-    with contextlib.suppress(StoreLost):
-        store.release_lease(order.member_id)
+    watch = _Watch(order, store, board)
+    try:
+        while not watch.takes_lease():
+            if select.select([trainer], [], [], 0)[0]:
+                return
+        say.write(b"holding\n")
+        say.flush()
+        while not select.select([trainer], [], [], _TICK_S)[0]:
+            with contextlib.suppress(ZerobandError):  # the lease runs out; the trainer finds out at its boundary
+                watch.tick(time.monotonic())
+        with contextlib.suppress(StoreLost):
+            store.release_lease(order.member_id)
+    finally:
+        watch.close()
     is_clean_leave = trainer.readline() == _LEAVE
     if not is_clean_leave:
         remove_when_abandoned(order)
+
+
+class _Watch:
+    """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
+
+    def __init__(self, order: GuardianOrder, store: Store, board: NodeBoard) -> None:
+        self._order = order
+        self._store = store
+        self._board = board
+        self._vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._links = LinkMonitor(order.host, detect_s=order.lease_s, on_gone=self._gone.put)
+        self._renewed_at_s = 0.0
+        self._cut_off: tuple[str, ...] = ()
+
+    def takes_lease(self) -> bool:
+        """Try to take the lease for the first time; False while the store is out of reach."""
+        try:
+            self.renew(is_first=self._order.is_first)
+        except StoreLost:
+            return False
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Look at everything once. Raises StoreLost."""
+        states = [process_state(pid) for pid in self._order.rank_pids]
+        deserves_lease = self._vigil.deserves_lease(now_s, progress=self._board.progress, states=states)
+        is_due = now_s - self._renewed_at_s >= self._order.renew_s
+        if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
+            self.renew()
+        while not self._gone.empty():
+            self._store.expire_lease(self._gone.get())
+
+    def renew(self, *, is_first: bool = False) -> None:
+        """Keep the lease; a refusal goes to the node's board. Raises StoreLost."""
+        self._cut_off = self._links.cut_off()
+        order = self._order
+        peer = Peer(order.node_id, order.host, self._board.state_port, self._links.port, self._cut_off)
+        members = self._store.renew_lease(order.member_id, peer, first=is_first)
+        self._renewed_at_s = time.monotonic()
+        if members is None:
+            self._board.set_fenced(True)
+            return
+        others = {m: (p.host, p.link_port) for m, p in members.items() if m != order.member_id}
+        self._links.watch(others)
+
+    def close(self) -> None:
+        self._links.close()
 
 
 def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
@@ -10,21 +11,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zeroband.config.schema import ElasticConfig, FaultConfig
+from zeroband.config.schema import FaultConfig
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import (
     Opening,
+    Patience,
     Ready,
+    Rules,
     Verdict,
     View,
     Wait,
+    has_quorum,
     must_leave,
     next_opening,
     next_verdict,
 )
 from zeroband.elastic.lease import Guardian, GuardianOrder
+from zeroband.elastic.memory import Memory
 from zeroband.elastic.store import Store
-from zeroband.errors import Fenced, PeerLost, StoreLost
+from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
 from zeroband.observe.log import get_logger
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
@@ -40,9 +46,24 @@ class NodeIdentity:
     """What a node is, for its life: its name, its processes, its shared memory."""
 
     node_id: str
+    host: str
+    """Under which the other nodes reach it."""
     rank_pids: tuple[int, ...]
     launcher_pid: int
     shm_dir: Path
+
+
+@dataclass(frozen=True)
+class RunAccess:
+    """The way to a run's record."""
+
+    store: Store
+    store_url: str
+    run_id: str
+    shared: Mapping[str, str]
+    """What all nodes must share, as it stands in the store."""
+    on_stall: Callable[[str, View], object] = lambda reason, view: None
+    """Told why a round could not be finished and what the store showed then, in a thread of its own."""
 
 
 def new_member_id(node_id: str) -> str:
@@ -54,20 +75,28 @@ class Member:
     """One membership, from lease to leave.
 
     Owns the guardian process and the watcher thread, both ended by `close()`. Methods that wait raise Fenced when the
-    run went on without this member, and StoreLost when Redis stays silent.
+    run went on without this member, Leaving when it was asked to leave and its time is over, and StoreLost when Redis
+    stays silent.
     """
 
     def __init__(
-        self, store: Store, store_url: str, identity: NodeIdentity, board: NodeBoard, fault: FaultConfig, run_id: str
+        self, run: RunAccess, identity: NodeIdentity, board: NodeBoard, fault: FaultConfig, departure: Departure
     ) -> None:
         self.member_id = new_member_id(identity.node_id)
-        self.store = store
+        self.identity = identity
+        self.store = run.store
         self._board = board
+        self._departure = departure
+        self._on_stall = run.on_stall
+        self._recording = threading.Lock()
+        self._memory = Memory(self.member_id, run.shared)
         board.set_fenced(False)
         order = GuardianOrder(
-            store_url=store_url,
-            run_id=run_id,
+            store_url=run.store_url,
+            run_id=run.run_id,
             member_id=self.member_id,
+            node_id=identity.node_id,
+            host=identity.host,
             board=str(board.path),
             shm_dir=str(identity.shm_dir),
             rank_pids=identity.rank_pids,
@@ -77,66 +106,50 @@ class Member:
             hung_s=fault.hung_s,
             is_first=True,
         )
-        self._guardian = Guardian(order)
-        self._watcher = _Watcher(store, board, watch_s=fault.watch_s, replace_guardian=self._replace_guardian)
-        self._order = order
-
-    def _replace_guardian(self) -> None:
-        if not self._guardian.is_running():
-            _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
-            self._guardian = Guardian(replace(self._order, is_first=False))
+        self._guardian = _KeptGuardian(order)
+        self._watcher = _Watcher(self, board, departure, fault)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def announce_ready(self, ready: Ready) -> None:
+        self._memory.announced(ready)
         self.store.announce_ready(self.member_id, ready)
 
-    def await_opening(self, round: int, elastic: ElasticConfig, *, start_deadline_s: float) -> Opening:
-        """Wait until `round` is open to this member.
+    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
+        """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
 
-        `start_deadline_s`: monotonic time after which founders wait for no further node.
-        Raises Fenced if the round was committed, or opened, without this member.
+        `is_member`: it took part in the last round, so a round without it means that it was voted out, unless it was
+        only late. `start_deadline_s`: monotonic time after which founders wait for no further node.
         """
-
-        def decide(view: View) -> Opening | Wait:
-            excluded = must_leave(view, self.member_id, round)
-            if excluded is not None:
-                raise Fenced(excluded.reason)
-            start_timed_out = time.monotonic() > start_deadline_s
-            return self._decide_opening(view, round, elastic, start_timed_out=start_timed_out)
-
-        return self._poll(round, decide)
-
-    def await_admission(self, round: int, elastic: ElasticConfig) -> Opening | Verdict:
-        """A joiner's wait: until `round` is open to this member, or was committed without it (catch up, ask again)."""
+        stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
 
         def decide(view: View) -> Opening | Verdict | Wait:
+            excluded = must_leave(view, self.member_id, round) if is_member else None
+            if excluded is not None:
+                raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 return view.committed
-            return self._decide_opening(view, round, elastic, start_timed_out=True)
+            now_s = time.monotonic()
+            patience = Patience(
+                start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
+            )
+            return self._decide_opening(view, round, rules, patience)
 
         return self._poll(round, decide)
 
-    def _decide_opening(
-        self, view: View, round: int, elastic: ElasticConfig, *, start_timed_out: bool
-    ) -> Opening | Wait:
-        decision = next_opening(
-            view,
-            round,
-            min_nodes=elastic.min_nodes,
-            start_nodes=elastic.start_nodes,
-            start_timed_out=start_timed_out,
-        )
+    def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
+        decision = next_opening(view, round, rules, patience)
         if isinstance(decision, Wait):
             return decision
-        if decision != view.opening and not self.store.propose_opening(decision):
+        if decision != view.opening and not self.store.propose_opening(decision, current=view.opening):
             return Wait("another member's proposal was first")
         if self.member_id not in decision.members:
             return Wait(f"round {round} is open to {len(decision.members)} others")
         return decision
 
     def vote(self, opening: Opening, digest: str) -> None:
-        self.store.vote(opening.version, self.member_id, digest)
+        self._memory.voted(opening, digest)
+        self.store.vote(opening, self.member_id, digest)
 
     def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `payload` is what this member would write into the verdict.
@@ -146,13 +159,13 @@ class Member:
 
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= opening.round:
-                if view.committed.version == opening.version:
+                if view.committed.opening == opening:
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
             self._check_opening(view, opening)
             decision = next_verdict(view, opening, payload)
             if decision is None:
-                self.store.report_failure(opening.version, "the members hold different results")
+                self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")
             if isinstance(decision, Verdict):
                 self.store.propose_verdict(decision)
@@ -163,14 +176,14 @@ class Member:
 
     def _check_opening(self, view: View, opening: Opening) -> None:
         """Raise PeerLost where an opening is superseded or cannot be finished any more."""
-        if view.opening is None or view.opening.version != opening.version:
+        if view.opening != opening:
             raise PeerLost(f"round {opening.round} was opened again without some of its members")
         if view.failed is not None:
             raise PeerLost(f"round {opening.round} cannot be finished: {view.failed}")
-        lost = tuple(m for m in opening.members if m not in view.alive and m not in view.votes)
+        lost = view.lost(opening)
         if lost:
             reason = f"{', '.join(lost)} lost during round {opening.round}"
-            if self.store.report_failure(opening.version, reason):  # else a lost one came back and voted after all
+            if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
                 raise PeerLost(reason, lost)
 
     def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
@@ -178,17 +191,30 @@ class Member:
         while True:
             if self._board.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
+            now_s = time.monotonic()
+            if self._departure.is_overdue(now_s):
+                raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
             self._board.advance()
-            decision = decide(self.store.view(round))
+            decision = decide(self.look(round))
             if not isinstance(decision, Wait):
                 return decision
-            if decision.reason != said and time.monotonic() - reminded_at_s > _REMIND_S:
-                said, reminded_at_s = decision.reason, time.monotonic()
+            if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
+                said, reminded_at_s = decision.reason, now_s
                 _log.info(
                     "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
                 )
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+
+    def look(self, round: int) -> View:
+        """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
+        view = self.store.view(round)
+        if self._memory.is_more_than(view, round):
+            if self.store.restore(self._memory.known):
+                _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
+            view = self.store.view(round)
+        self._memory.learn(view)
+        return view
 
     # -- transfers ----------------------------------------------------------------------------------------------
 
@@ -197,7 +223,20 @@ class Member:
         self._watcher.watch(opening)
 
     def report_failure(self, opening: Opening, reason: str) -> None:
-        self.store.report_failure(opening.version, f"{self.member_id}: {reason}")
+        self.store.report_failure(opening, f"{self.member_id}: {reason}")
+
+    def record_stall(self, round: int, reason: str) -> None:
+        """Have what led to a failed transfer kept for a person to read; nobody waits for it."""
+
+        def record() -> None:
+            with self._recording, contextlib.suppress(ZerobandError):
+                self._on_stall(reason, self.store.view(round))
+
+        threading.Thread(target=record, name="stall", daemon=True).start()
+
+    def keep_guardian(self) -> None:
+        """Start another guardian if this one ended. The watcher's thread."""
+        self._guardian.keep()
 
     def close(self) -> None:
         """Stop watching and give the lease back."""
@@ -205,14 +244,52 @@ class Member:
         self._guardian.close()
 
 
-class _Watcher:
-    """One daemon thread that looks at the members' leases while a transfer runs, and after its guardian always."""
+class _Stragglers:
+    """When those who wait stop waiting: a deadline that begins when half of the members are there."""
 
-    def __init__(self, store: Store, board: NodeBoard, *, watch_s: float, replace_guardian: Callable[[], None]) -> None:
-        self._store = store
+    def __init__(self, deadline_s: float | None) -> None:
+        self._deadline_s = deadline_s
+        self._since_s: float | None = None
+
+    def are_late(self, view: View, now_s: float) -> bool:
+        if self._deadline_s is None or not has_quorum(view):
+            return False
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return now_s - self._since_s >= self._deadline_s
+
+
+class _KeptGuardian:
+    """The guardian and, when it ended by itself, its successors."""
+
+    def __init__(self, order: GuardianOrder) -> None:
+        self._order = order
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._guardian = Guardian(order)
+
+    def keep(self) -> None:
+        with self._lock:
+            if not self._is_closed and not self._guardian.is_running():
+                _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
+                self._guardian = Guardian(replace(self._order, is_first=False))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._guardian.close()
+
+
+class _Watcher:
+    """One daemon thread: looks at the members during a transfer, and always after guardian and record.
+
+    It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
+    """
+
+    def __init__(self, member: Member, board: NodeBoard, departure: Departure, fault: FaultConfig) -> None:
+        self._member = member
         self._board = board
-        self._watch_s = watch_s
-        self._replace_guardian = replace_guardian
+        self._departure = departure
+        self._fault = fault
         self._opening: Opening | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
@@ -222,22 +299,19 @@ class _Watcher:
         self._opening = opening
 
     def _run(self) -> None:
-        while not self._stop.wait(self._watch_s):
+        looked_at_s = time.monotonic()
+        while not self._stop.wait(self._fault.watch_s):
             try:
-                self._replace_guardian()
-                opening = self._opening
-                if opening is not None and not self._is_sound(opening):
+                self._member.keep_guardian()
+                opening, now_s = self._opening, time.monotonic()
+                if opening is None:
+                    if now_s - looked_at_s > self._fault.renew_s:
+                        self._member.look(0)
+                        looked_at_s = now_s
+                elif not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
                     self._board.abort(opening.version)
-            except StoreLost as error:
-                _log.warning("store out of reach", extra={"fields": {"error": str(error)}})
-
-    def _is_sound(self, opening: Opening) -> bool:
-        self._board.advance()
-        view = self._store.view(opening.round)
-        current = view.opening
-        if current is None or current.version != opening.version or view.failed is not None:
-            return False
-        return all(m in view.alive or m in view.votes for m in opening.members)
+            except ZerobandError as error:  # the trainer meets the same at its boundary, and decides
+                _log.warning("cannot look at the members", extra={"fields": {"error": str(error)}})
 
     def close(self) -> None:
         self._stop.set()

@@ -13,17 +13,26 @@ from typing import Any
 
 import torch
 
-from zeroband.config.schema import ElasticConfig
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.epoch import Opening, Ready, Verdict, opening_from, to_record, verdict_from
+from zeroband.elastic.epoch import Opening, Ready, Rules, Verdict, opening_from, to_record, verdict_from
 from zeroband.elastic.groups import LaneGroups, lane_bounds
 from zeroband.elastic.member import Member
-from zeroband.errors import ConfigError, Fenced, PeerLost, RecoveryFailed, RunOver, StoreLost, ZerobandError
+from zeroband.errors import (
+    ConfigError,
+    Fenced,
+    Leaving,
+    PeerLost,
+    RecoveryFailed,
+    RunOver,
+    StoreLost,
+    ZerobandError,
+)
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
 
 _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
     ConfigError,
     Fenced,
+    Leaving,
     PeerLost,
     RecoveryFailed,
     RunOver,
@@ -69,20 +78,27 @@ class ElasticDeviceMesh:
         member: Member | None,
         groups: LaneGroups,
         board: NodeBoard,
-        elastic: ElasticConfig,
+        rules: Rules,
+        *,
+        start_timeout_s: float,
     ) -> None:
         self.local = local
         self.board = board
         self._member = member
         self._groups = groups
-        self._elastic = elastic
-        self._start_deadline_s = time.monotonic() + elastic.start_timeout_s
+        self._rules = rules
+        self._start_deadline_s = time.monotonic() + start_timeout_s
         self.member_id: str = on_first_rank(local, lambda: self.member.member_id)
 
     @property
     def member(self) -> Member:
         assert self._member is not None, "only local rank 0 holds the membership"
         return self._member
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the lease was refused: the run went on without this node."""
+        return bool(on_first_rank(self.local, lambda: self.board.is_fenced))
 
     def replace_member(self, member: Member | None) -> None:
         """Go on as another member after a fence."""
@@ -95,28 +111,32 @@ class ElasticDeviceMesh:
     def announce_ready(self, ready: Ready) -> None:
         on_first_rank(self.local, lambda: self.member.announce_ready(ready))
 
-    def await_opening(self, round: int) -> Opening:
-        """Wait until the round is open to this node. Raises Fenced."""
+    def await_turn(self, round: int, *, is_member: bool) -> Opening | Verdict:
+        """Wait until the round is open to this node, or was committed without it: then catch up and ask again.
+
+        `is_member`: it took part in the last round, so that a round without it means Fenced, unless it was only late.
+        """
 
         def wait() -> dict[str, Any]:
-            return to_record(self.member.await_opening(round, self._elastic, start_deadline_s=self._start_deadline_s))
-
-        return opening_from(on_first_rank(self.local, wait))
-
-    def await_admission(self, round: int) -> Opening | Verdict:
-        """A joiner's wait: the opening that lists it, or the verdict it has to catch up with."""
-
-        def wait() -> dict[str, Any]:
-            outcome = self.member.await_admission(round, self._elastic)
+            outcome = self.member.await_turn(
+                round, self._rules, is_member=is_member, start_deadline_s=self._start_deadline_s
+            )
             return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
 
         outcome = on_first_rank(self.local, wait)
         return opening_from(outcome["record"]) if outcome["is_opening"] else verdict_from(outcome["record"])
 
-    def reduce_mean(self, contribution: torch.Tensor, result: torch.Tensor, opening: Opening) -> Transfer:
+    def reduce_mean(
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        opening: Opening,
+        on_progress: Callable[[float], None] = lambda share: None,
+    ) -> Transfer:
         """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
 
-        Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is.
+        Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `on_progress`:
+        called with the share of this rank's transfer that is done, in 0..1.
         Raises PeerLost on all local ranks; then `result` may still be written to and must be replaced.
         """
         started_at_s = time.monotonic()
@@ -125,7 +145,7 @@ class ElasticDeviceMesh:
             self.member.watch(opening)
         try:
             self._groups.connect(opening, opening.members.index(self.member_id))
-            self._reduce_lanes(contribution, result, opening)
+            self._reduce_lanes(contribution, result, opening, on_progress)
         except PeerLost as error:
             reason = str(error)
             self.board.abort(opening.version)
@@ -134,7 +154,13 @@ class ElasticDeviceMesh:
         moved = ring_bytes(result.numel(), len(opening.members))
         return Transfer(time.monotonic() - started_at_s, moved, moved)
 
-    def _reduce_lanes(self, contribution: torch.Tensor, result: torch.Tensor, opening: Opening) -> None:
+    def _reduce_lanes(
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        opening: Opening,
+        on_progress: Callable[[float], None],
+    ) -> None:
         share = opening.share(self.member_id)
         bounds = lane_bounds(result.numel(), self._groups.ownership.lanes)
         parts: list[tuple[int, torch.Tensor]] = []
@@ -146,7 +172,13 @@ class ElasticDeviceMesh:
             else:
                 part.zero_()
             parts.append((lane, part))
-        self._groups.all_reduce(parts, opening)
+
+        def moved(done: float) -> None:
+            if self.local.rank == 0:
+                self.board.advance()  # a transfer that stands still must not look alive to the guardian
+            on_progress(done)
+
+        self._groups.all_reduce(parts, opening, moved)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
         self._groups.leave_behind()
@@ -154,6 +186,7 @@ class ElasticDeviceMesh:
         def report() -> None:
             self.member.watch(None)
             self.member.report_failure(opening, reason)
+            self.member.record_stall(opening.round, reason)
 
         on_first_rank(self.local, report)
         raise PeerLost(reason)
@@ -168,6 +201,9 @@ class ElasticDeviceMesh:
             self.member.vote(opening, digest)
             try:
                 return to_record(self.member.await_verdict(opening, payload()))
+            except PeerLost as error:
+                self.member.record_stall(opening.round, str(error))
+                raise
             finally:
                 self.member.watch(None)
 

@@ -15,7 +15,6 @@ class RunShape:
     """The numbers that turn rounds into steps and samples; equal on all nodes."""
 
     total_steps: int
-    steps_per_round: int
     batch_size: int
 
 
@@ -24,35 +23,30 @@ class Progress:
     """The run after a committed round. Identical on all members."""
 
     inner_step: int
-    """Inner steps done."""
+    """Inner steps done: in each round as many as the member that made the most."""
     tokens: int
     """Tokens that contributed to committed rounds."""
     ledger: Ledger
     assigned: Mapping[str, tuple[Range, ...]]
-    """The ranges of global sample indices that each member reads in the next round."""
+    """The ranges of global sample indices that each member reads in the next round, or still does from an earlier."""
+    is_complete: bool = False
+    """The run is done: there is no next round."""
 
     @staticmethod
     def at_start() -> Progress:
         return Progress(0, 0, Ledger(), {})
 
-    @property
-    def is_complete(self) -> bool:
-        """The run is done: a round was committed that handed out no more work."""
-        return self.inner_step > 0 and not self.assigned
-
-    def steps_in_next_round(self, shape: RunShape) -> int:
-        return min(shape.steps_per_round, shape.total_steps - self.inner_step)
-
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
-        done = 0 if not self.assigned else self.steps_in_next_round(shape)
-        ledger = self.ledger.settle(self.assigned, set(opening.contributors()))
-        settled = Progress(self.inner_step + done, self.tokens + opening.total_weight, ledger, {})
-        samples_each = settled.steps_in_next_round(shape) * shape.batch_size
-        if samples_each == 0:
-            return settled
-        assigned, ledger = ledger.allocate(opening.members, samples_each)
-        return Progress(settled.inner_step, settled.tokens, ledger, assigned)
+        inner_step = min(self.inner_step + max(opening.steps, default=0), shape.total_steps)
+        is_complete = inner_step >= shape.total_steps
+        late = () if is_complete else opening.late
+        used = {member: steps * shape.batch_size for member, steps in opening.contributors().items()}
+        ledger = self.ledger.settle(self.assigned, used, late)
+        wanted = {m: min(s, shape.total_steps - inner_step) * shape.batch_size for m, s in opening.wanted().items()}
+        assigned, ledger = ledger.allocate(wanted)
+        kept = {member: spans for member, spans in self.assigned.items() if member in late}
+        return Progress(inner_step, self.tokens + opening.total_weight, ledger, {**assigned, **kept}, is_complete)
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -60,9 +54,11 @@ class Progress:
             "tokens": self.tokens,
             "ledger": self.ledger.to_json(),
             "assigned": {member: [list(r) for r in ranges] for member, ranges in self.assigned.items()},
+            "is_complete": self.is_complete,
         }
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
         assigned = {m: tuple((int(a), int(b)) for a, b in ranges) for m, ranges in record["assigned"].items()}
-        return Progress(record["inner_step"], record["tokens"], Ledger.from_json(record["ledger"]), assigned)
+        ledger = Ledger.from_json(record["ledger"])
+        return Progress(record["inner_step"], record["tokens"], ledger, assigned, record["is_complete"])

@@ -13,12 +13,13 @@ class Alone:
     """The whole run is one round."""
 
     def __init__(self, shape: RunShape) -> None:
-        self._shape = RunShape(shape.total_steps, shape.total_steps, shape.batch_size)
-        self._tokens = self._round = 0
-        self._progress = Progress.at_start().after(self._opening(0), self._shape)
+        self._shape = shape
+        self._tokens = self._steps = self._round = 0
+        self._progress = Progress.at_start().after(self._opening(0, wanted=shape.total_steps), shape)
 
-    def _opening(self, round: int) -> Opening:
-        return Opening(version=round + 1, epoch=1, round=round, members=(MEMBER_ID,), weights=(self._tokens,))
+    def _opening(self, round: int, wanted: int) -> Opening:
+        lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (wanted,))
+        return Opening(round + 1, 1, round, *lists)
 
     @property
     def progress(self) -> Progress:
@@ -28,12 +29,16 @@ class Alone:
     def round(self) -> int:
         return self._round
 
+    def is_time_over(self, steps: int) -> bool:
+        return False
+
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._tokens += tokens
         return None
 
-    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
-        if step + 1 == self._shape.total_steps:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
+        self._steps += 1
+        if ends_round:
             self._round = 1
-            self._progress = self._progress.after(self._opening(self._round), self._shape)
+            self._progress = self._progress.after(self._opening(self._round, wanted=0), self._shape)
         return None

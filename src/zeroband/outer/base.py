@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import Progress, RunShape
+from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
+from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
+from zeroband.outer.pace import Pace
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
+from zeroband.parallel import LocalMesh, broadcast_json
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,10 @@ class RoundReport:
     """This node in the run."""
     members: tuple[str, ...]
     weights: tuple[int, ...]
+    samples: tuple[int, ...]
+    """Of each member: how many its update was learned from, whether or not it had weight."""
+    late: tuple[str, ...]
+    """Members whose update goes into a later round."""
     state: str
     """Digest of the outer state after the round; local rank 0 only."""
     progress: Progress
@@ -60,6 +73,14 @@ class StateCopy:
 
 
 @dataclass(frozen=True)
+class FetchedRound:
+    """A journal entry whose result lies in the result buffer."""
+
+    payload: Mapping[str, Any]
+    state: str
+
+
+@dataclass(frozen=True)
 class OuterParts:
     """What an outer algorithm works with."""
 
@@ -70,7 +91,11 @@ class OuterParts:
     shards: ShardMap
     journal: Journal
     shape: RunShape
+    pace: Pace
+    departure: Departure
     faults: FaultPoints
+    fetch_entry: Callable[[int], FetchedRound]
+    """Has the journal's entry of a round fetched from the others, its result written to the result buffer."""
 
 
 class SyncHooks(Protocol):
@@ -93,8 +118,15 @@ class SyncHooks(Protocol):
         """
         ...
 
-    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
-        """After the inner optimizer step; the report of the round that ended here, if one did."""
+    def is_time_over(self, steps: int) -> bool:
+        """Whether the round should end with this inner step, the `steps`-th that this node made in it."""
+        ...
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
+        """After the inner optimizer step; the report of the round, if it ended here.
+
+        `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
+        """
         ...
 
 
@@ -123,8 +155,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """Catch up by one committed round; returns the digest of the state after it."""
         ...
 
-    def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
-        """Take part in the next round with weight 0, which makes this node a member."""
+    def join(self) -> RoundReport:
+        """Take part in the next round with weight 0, which makes this node a member.
+
+        Raises RunOver where the run ended before, RecoveryFailed where nobody keeps the rounds that were missed.
+        """
         ...
 
     def copy_state(self) -> StateCopy:
@@ -133,9 +168,12 @@ class OuterAlgorithm(SyncHooks, Protocol):
 
 
 class RoundKeeper:
-    """The bookkeeping of rounds that the algorithms share by composition."""
+    """The bookkeeping of rounds that the algorithms share by composition.
 
-    def __init__(self, parts: OuterParts) -> None:
+    `replay`: the algorithm's, for rounds that were committed while this node was late or joining.
+    """
+
+    def __init__(self, parts: OuterParts, replay: Callable[[JournalEntry], str]) -> None:
         self.parts = parts
         self.round = -1
         self.progress = Progress.at_start()
@@ -143,66 +181,113 @@ class RoundKeeper:
         self.state = ""
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
+        self._replay = replay
         self._tokens = 0
+        self._steps = 0
         self._is_left_out = False
 
     def count(self, tokens: int) -> None:
-        """Add to the tokens of the round in progress, and show the guardian that this node trains."""
+        """Add an inner step to the round in progress, and show the guardian that this node trains."""
         self._tokens += tokens
+        self._steps += 1
         if self.parts.mesh.local.rank == 0:
             self.parts.mesh.board.advance()
 
-    def ends_round(self, step: int) -> bool:
-        """Whether the inner step with this number (from 0) is the last one of its round."""
-        return step + 1 == self.progress.inner_step + self.progress.steps_in_next_round(self.parts.shape)
-
     def found(self) -> RoundReport:
         """Agree with the other founders on the initial state. Raises Fenced if the run started without this node."""
-        mesh = self.parts.mesh
-        mesh.announce_ready(Ready(FOUNDING_ROUND, 0, self.state))
+        self._announce(FOUNDING_ROUND, 0, passes_faults=False)
 
         def payload(opening: Opening) -> Mapping[str, Any]:
             progress = Progress.at_start().after(opening, self.parts.shape)
             return {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
 
-        founded = found_run(mesh, self.state, payload)
+        founded = found_run(self.parts.mesh, self.state, payload)
         self.advance(founded.verdict, self.state)
         return self.report(founded, apply_s=0.0)
+
+    def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
+        faults, leaves = self.parts.faults, self.parts.departure.is_asked
+        if passes_faults:
+            faults.at("ready", round)
+        self.parts.mesh.announce_ready(Ready(round, weight, self.state, self._steps, self._wanted_steps()))
+        if passes_faults:
+            faults.at("leaving", 0) if leaves else faults.at("waiting", round)
+
+    def _wanted_steps(self) -> int:
+        """For the next round, as far as the run lasts; none when this node leaves."""
+        if self.parts.departure.is_asked:
+            return 0
+        left = self.parts.shape.total_steps - self.progress.inner_step - self._steps
+        return min(self.parts.pace.wanted_steps(), max(left, 0))
 
     def commit(
         self,
         *,
+        is_joining: bool = False,
         weighted: bool = True,
-        await_opening: Callable[[], Opening] | None = None,
         extra: Callable[[Tensor], Mapping[str, Any]] = lambda result: {},
     ) -> Committed:
-        """Run the next round's transaction with what lies in the contribution buffer.
+        """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
 
-        `weighted`: whether this node's update counts. `extra`: what the algorithm adds to the verdict's payload.
+        `weighted`: whether this node's update counts; that of a joiner never does. `extra`: what the algorithm adds to
+        the verdict's payload.
         """
-        mesh, round = self.parts.mesh, self.round + 1
-        self._is_left_out = not weighted and await_opening is None
-        if await_opening is None:
-            weight = self._tokens if weighted else 0
-            self.parts.faults.at("ready", round)
-            mesh.announce_ready(Ready(round, weight, self.state))
-            await_opening = lambda: mesh.await_opening(round)  # noqa: E731
+        parts = self.parts
+        if is_joining:  # what it did before it was voted out went back to the run
+            self._tokens = self._steps = 0
+        parts.pace.learn(time.monotonic(), self._steps)
+        self._is_left_out = not (weighted or is_joining)
+        weight = self._tokens if weighted and not is_joining else 0
+        while True:
+            round = self.round + 1
+            self._announce(round, weight, passes_faults=not is_joining)
+            await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
+            try:
+                outcome = commit_round(
+                    parts.mesh, parts.buffers, await_turn, partial(self._describe, extra), parts.faults
+                )
+            except Fenced as fence:
+                if not is_joining or parts.mesh.is_fenced:
+                    raise
+                _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
+                continue
+            if isinstance(outcome, Committed):
+                return outcome
+            self._catch_up(outcome.round, is_joining=is_joining)
 
-        def payload(opening: Opening, result: Tensor) -> Mapping[str, Any]:
-            progress = self.progress.after(opening, self.parts.shape)
-            return {
-                "progress": progress.to_record(),
-                "weight": opening.total_weight,
-                "state_before": self.state,
-                **extra(result),
-            }
+    def _describe(
+        self, extra: Callable[[Tensor], Mapping[str, Any]], opening: Opening, result: Tensor
+    ) -> Mapping[str, Any]:
+        progress = self.progress.after(opening, self.parts.shape)
+        return {
+            "progress": progress.to_record(),
+            "weight": opening.total_weight,
+            "state_before": self.state,
+            **extra(result),
+        }
 
-        return commit_round(mesh, self.parts.buffers, await_opening, payload, self.parts.faults)
+    def _catch_up(self, round: int, *, is_joining: bool) -> None:
+        """Replay the rounds up to this one from the others' journals.
+
+        Raises RunOver when that was the last, and where nobody keeps them RecoveryFailed, or Fenced for a member.
+        """
+        try:
+            for missed in range(self.round + 1, round + 1):
+                fetched = self.parts.fetch_entry(missed)
+                entry = JournalEntry(missed, self.parts.buffers[RESULT], fetched.payload, fetched.state)
+                verify(self._replay(entry), fetched.state, f"the state after round {missed}", self.parts.mesh.local)
+        except RecoveryFailed as error:
+            if is_joining:
+                raise
+            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+        if self.progress.is_complete:
+            raise RunOver(f"the run ended with round {self.round}, without this node")
 
     def advance(self, verdict: Verdict, state: str) -> None:
-        """Note that the state now holds a committed round."""
+        """Note that the state now holds a committed round, and begin the next one."""
         self.settle(verdict.round, verdict.payload, state)
-        self._tokens = 0
+        self._tokens = self._steps = 0
+        self.parts.pace.begin(time.monotonic())
 
     def settle(self, round: int, payload: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""
@@ -218,13 +303,15 @@ class RoundKeeper:
             self.parts.journal.add(entry)
 
     def report(self, committed: Committed, apply_s: float) -> RoundReport:
-        opening = committed.opening
+        opening = committed.verdict.opening
         return RoundReport(
             round=opening.round,
             epoch=opening.epoch,
             member_id=self.parts.mesh.member_id,
             members=opening.members,
             weights=opening.weights,
+            samples=tuple(steps * self.parts.shape.batch_size for steps in opening.steps),
+            late=opening.late,
             state=self.state,
             progress=self.progress,
             wait_s=committed.wait_s,
@@ -235,6 +322,12 @@ class RoundKeeper:
             failures=committed.failures,
             is_left_out=self._is_left_out,
         )
+
+
+def verify(digest: str, expected: str, what: str, local: LocalMesh) -> None:
+    """Raise RecoveryFailed on all local ranks where what a donor gave is not what it said. Local rank 0 has digests."""
+    if not broadcast_json(digest == expected, local):
+        raise RecoveryFailed(f"{what} has digest {digest} here and {expected} at its donor")
 
 
 def open_buffers(buffers: SharedBuffers, sections: tuple[str, ...]) -> None:

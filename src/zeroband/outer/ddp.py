@@ -8,13 +8,12 @@ out after every step, so that a joiner can fetch it at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroband.elastic.epoch import Opening
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
@@ -35,7 +34,7 @@ class Ddp:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._clip_norm = clip_norm
-        self._keeper = RoundKeeper(parts)
+        self._keeper = RoundKeeper(parts, self.replay)
         self._committed: Committed | None = None
         open_buffers(parts.buffers, self.sections)
         self._keeper.state = self._store_state()
@@ -85,7 +84,10 @@ class Ddp:
         norm = torch.linalg.vector_norm(mean, dtype=torch.float64)
         return {"grad_norm": float(norm), "updates_before": self._parts.inner.update_count}
 
-    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
+    def is_time_over(self, steps: int) -> bool:
+        return False
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool = True) -> RoundReport | None:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
@@ -106,8 +108,8 @@ class Ddp:
         barrier(self._local)
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
-    def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
-        self._committed = self._keeper.commit(weighted=False, await_opening=await_opening, extra=self._describe)
+    def join(self) -> RoundReport:
+        self._committed = self._keeper.commit(is_joining=True, extra=self._describe)
         self._step(self._committed.result, self._committed.verdict.payload)
         report = self.sync_parameters(self.progress.inner_step, 0)
         assert report is not None

@@ -6,14 +6,13 @@ Source: arXiv:2311.08105; OpenDiLoCo, arXiv:2407.07852. Inner optimizer states s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroband.config.schema import DilocoConfig
-from zeroband.elastic.epoch import Opening
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
@@ -36,7 +35,7 @@ class DiLoCo:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._optimizer = build_outer_optimizer(config.optimizer)
-        self._keeper = RoundKeeper(parts)
+        self._keeper = RoundKeeper(parts, self.replay)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._keeper.state = self._digest()
@@ -60,17 +59,20 @@ class DiLoCo:
         """Nothing: gradients stay inside the node."""
         return None
 
-    def sync_parameters(self, step: int, tokens: int) -> RoundReport | None:
+    def is_time_over(self, steps: int) -> bool:
+        return self._parts.pace.is_over(time.monotonic(), steps)
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
         self._keeper.count(tokens)
-        if not self._keeper.ends_round(step):
+        if not ends_round:
             return None
         is_finite = self._contribute()
         if not is_finite:
             self._parts.inner.forget_moments()
         return self._finish_round(weighted=is_finite)
 
-    def join(self, await_opening: Callable[[], Opening]) -> RoundReport:
-        return self._finish_round(weighted=False, await_opening=await_opening)
+    def join(self) -> RoundReport:
+        return self._finish_round(is_joining=True)
 
     def _contribute(self) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
@@ -83,25 +85,31 @@ class DiLoCo:
             is_finite = is_finite and bool(torch.isfinite(out).all())
         return all_ok(is_finite, self._local)
 
-    def _finish_round(self, *, weighted: bool, await_opening: Callable[[], Opening] | None = None) -> RoundReport:
+    def _finish_round(self, *, weighted: bool = True, is_joining: bool = False) -> RoundReport:
         barrier(self._local)
-        committed = self._keeper.commit(weighted=weighted, await_opening=await_opening)
+        committed = self._keeper.commit(weighted=weighted, is_joining=is_joining)
         started_at_s = time.monotonic()
         with self._keeper.state_lock:
             barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
             self._apply(committed.result, committed.verdict.round, committed.verdict.payload)
             self._keeper.advance(committed.verdict, self._digest())
+        self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
 
     def _apply(self, mean: Tensor, round: int, payload: Mapping[str, Any]) -> None:
-        """Take the outer step, each local rank on its part, and restart the inner parameters from it."""
+        """Take the outer step, each local rank on its part, and restart the inner parameters from it.
+
+        What this node learned and has not contributed stays what it is, relative to the outer parameters.
+        """
         params, momentum = self._buffers[PARAMS], self._buffers[MOMENTUM]
         start, stop = lane_bounds(params.numel(), self._local.world_size)[self._local.rank]
         if payload["weight"] > 0:
             part = slice(start, stop)
+            self._optimizer.detach(params[part], self._buffers[CONTRIBUTION][part])
             self._optimizer.apply(params[part], momentum[part], mean[part], round=round)
+            self._optimizer.attach(params[part], self._buffers[CONTRIBUTION][part])
         barrier(self._local)
         self._parts.shards.load(parameter_shards(self._parts.model), params)
 
@@ -118,9 +126,10 @@ class DiLoCo:
     def replay(self, entry: JournalEntry) -> str:
         if self._local.rank == 0:
             self._buffers[RESULT].copy_(entry.result)
-        barrier(self._local)
-        self._apply(self._buffers[RESULT], entry.round, entry.payload)
-        self._keeper.settle(entry.round, entry.payload, self._digest())
+        with self._keeper.state_lock:
+            barrier(self._local)
+            self._apply(self._buffers[RESULT], entry.round, entry.payload)
+            self._keeper.settle(entry.round, entry.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
 

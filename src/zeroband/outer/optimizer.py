@@ -24,6 +24,14 @@ class OuterOptimizer(Protocol):
         """What this node sends: a function of the outer parameters and of its own after the inner steps."""
         ...
 
+    def detach(self, outer: Tensor, contribution: Tensor) -> None:
+        """Make a contribution independent of the outer parameters, which change before it is sent; in place."""
+        ...
+
+    def attach(self, outer: Tensor, contribution: Tensor) -> None:
+        """The inverse of `detach`, for the outer parameters that hold now."""
+        ...
+
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
         """Take the outer step of a committed round, in place. `round` counts from 1."""
         ...
@@ -41,6 +49,12 @@ class OuterSGD:
 
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
         torch.sub(outer, inner, out=out)
+
+    def detach(self, outer: Tensor, contribution: Tensor) -> None:
+        """Nothing: it is a difference already."""
+
+    def attach(self, outer: Tensor, contribution: Tensor) -> None:
+        """Nothing: it is sent as a difference."""
 
     def momentum_at(self, round: int) -> float:
         """Momentum of a round: grows linearly over the warm-up, so that round 1 has the least."""
@@ -65,6 +79,12 @@ class PlainAverage:
 
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
         out.copy_(inner)
+
+    def detach(self, outer: Tensor, contribution: Tensor) -> None:
+        contribution.sub_(outer)
+
+    def attach(self, outer: Tensor, contribution: Tensor) -> None:
+        contribution.add_(outer)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
         outer.copy_(mean)

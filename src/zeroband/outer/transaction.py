@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Verdict
-from zeroband.elastic.mesh import ElasticDeviceMesh
-from zeroband.errors import PeerLost
+from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
+from zeroband.errors import Fenced, PeerLost
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers, digest_of
@@ -32,7 +32,6 @@ _log = get_logger(__name__)
 class Committed:
     """A round whose result all members hold, and what it cost this node."""
 
-    opening: Opening
     verdict: Verdict
     result: Tensor
     """Mean of the contributions, valid until the next round; empty for the founding."""
@@ -47,61 +46,86 @@ class Committed:
 def commit_round(
     mesh: ElasticDeviceMesh,
     buffers: SharedBuffers,
-    await_opening: Callable[[], Opening],
+    await_turn: Callable[[], Opening | Verdict],
     payload: Callable[[Opening, Tensor], Mapping[str, Any]],
     faults: FaultPoints,
-) -> Committed:
+) -> Committed | Verdict:
     """Bring a round to its verdict with whoever is left; the contribution lies in its buffer.
 
-    Called by all local ranks. `payload` runs on local rank 0. Raises Fenced when the run went on without this node.
+    Called by all local ranks. `payload` runs on local rank 0. Returns the verdict of the others where they committed
+    the round without this node. Raises Fenced when the run went on without it.
     """
-    wait_s = transfer_s = 0.0
-    sent_bytes = received_bytes = 0
-    failures: list[str] = []
+    costs = _Costs()
     while True:
         waited_from_s = time.monotonic()
-        opening = await_opening()
-        wait_s += time.monotonic() - waited_from_s
+        opening = await_turn()
+        if isinstance(opening, Verdict):
+            return opening
+        costs.wait_s += time.monotonic() - waited_from_s
         faults.at("opened", opening.round)
         try:
-            transfer = mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening)
-            transfer_s += transfer.took_s
-            sent_bytes += transfer.sent_bytes
-            received_bytes += transfer.received_bytes
+            progress = faults.at_progress(opening.round)
+            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress))
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
             digest = digest_of(buffers[RESULT]) if mesh.local.rank == 0 else ""
-            verdict = mesh.commit(opening, digest, partial(payload, opening, buffers[RESULT]))
+            verdict = mesh.commit(opening, digest, partial(_describe, opening, buffers[RESULT], payload, faults))
         except PeerLost as error:
-            failures.append(str(error))
+            costs.failures.append(str(error))
             _log.warning("round opened again", extra={"fields": {"round": opening.round, "why": str(error)}})
             buffers.renew(RESULT)
             continue
-        wait_s += time.monotonic() - waited_from_s
+        costs.wait_s += time.monotonic() - waited_from_s
         faults.at("committed", opening.round)
-        return Committed(
-            opening=opening,
-            verdict=verdict,
-            result=buffers[RESULT],
-            wait_s=wait_s,
-            transfer_s=transfer_s,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
-            failures=tuple(failures),
-        )
+        return costs.of(verdict, buffers[RESULT])
+
+
+def _describe(
+    opening: Opening,
+    result: Tensor,
+    payload: Callable[[Opening, Tensor], Mapping[str, Any]],
+    faults: FaultPoints,
+) -> Mapping[str, Any]:
+    """What this node would write into the verdict; asked for when it has voted."""
+    faults.at("voted", opening.round)
+    return payload(opening, result)
+
+
+@dataclass
+class _Costs:
+    """What a round cost this node, over all its attempts."""
+
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    failures: list[str] = field(default_factory=list[str])
+
+    def add(self, transfer: Transfer) -> None:
+        self.transfer_s += transfer.took_s
+        self.sent_bytes += transfer.sent_bytes
+        self.received_bytes += transfer.received_bytes
+
+    def of(self, verdict: Verdict, result: Tensor) -> Committed:
+        moved = (self.sent_bytes, self.received_bytes)
+        return Committed(verdict, result, self.wait_s, self.transfer_s, *moved, tuple(self.failures))
 
 
 def found_run(mesh: ElasticDeviceMesh, state: str, payload: Callable[[Opening], Mapping[str, Any]]) -> Committed:
-    """Start the run: nothing is reduced, the founders vote for the state that all of them hold."""
-    started_at_s = time.monotonic()
-    failures: list[str] = []
+    """Start the run: nothing is reduced, the founders vote for the state that all of them hold.
+
+    Raises Fenced where the others founded it.
+    """
+    costs, started_at_s = _Costs(), time.monotonic()
     while True:
-        opening = mesh.await_opening(FOUNDING_ROUND)
+        opening = mesh.await_turn(FOUNDING_ROUND, is_member=False)
+        if isinstance(opening, Verdict):
+            raise Fenced(f"{len(opening.members)} others founded the run")
         try:
             verdict = mesh.commit(opening, state, partial(payload, opening))
         except PeerLost as error:
-            failures.append(str(error))
+            costs.failures.append(str(error))
             _log.warning("founding again", extra={"fields": {"why": str(error)}})
             continue
-        wait_s = time.monotonic() - started_at_s
-        return Committed(opening, verdict, torch.empty(0), wait_s, 0.0, 0, 0, tuple(failures))
+        costs.wait_s = time.monotonic() - started_at_s
+        return costs.of(verdict, torch.empty(0))

@@ -1,4 +1,5 @@
 import http.client
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 from zeroband.checkpoint import serving
+from zeroband.checkpoint.chunks import chunk_hash, parse_manifest
 from zeroband.checkpoint.recovery import Donor, fetch_entry, fetch_state
-from zeroband.checkpoint.serving import HASH_HEADER, StateServer, access_key, chunk_hash
+from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.errors import RecoveryFailed
 
 KEY = access_key("secret", "run")
+DATA = torch.arange(1000.0).numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -24,38 +27,52 @@ class Copy:
     state: str = "digest"
 
 
+@dataclass(frozen=True)
+class Entry:
+    round: int = 4
+    result: Tensor = field(default_factory=lambda: torch.arange(1000.0))
+    payload: dict[str, Any] = field(default_factory=dict)
+    state: str = "digest"
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StateServer]:
-    monkeypatch.setattr(serving, "CHUNK_BYTES", 1024)
-    server = StateServer("127.0.0.1", KEY, Copy, lambda round: None)
+def server() -> Iterator[StateServer]:
+    server = StateServer(
+        "127.0.0.1",
+        KEY,
+        Copy,
+        lambda round: Entry() if round == 4 else None,
+        current_round=lambda: 7,
+        chunk_bytes=1024,
+    )
     yield server
     server.close()
 
 
-def get(server: StateServer, path: str, authorization: str | None = f"Bearer {KEY}") -> tuple[int, bytes, str | None]:
+def get(server: StateServer, path: str, authorization: str | None = f"Bearer {KEY}") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
-    return answer.status, body, answer.headers[HASH_HEADER]
+    return answer.status, body
 
 
-@pytest.mark.parametrize("path", ["/state", "/chunk/7/params/0", "/journal/1", "/"])
+@pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/0", "/journal/4", "/journal/4/result/0", "/"])
 @pytest.mark.parametrize(
     "authorization",
     [None, "", "Bearer ", "Bearer wrong", KEY[:-1], f"Bearer {access_key('other', 'run')}", "Bearer \xe9"],
 )
 def test_nothing_is_served_without_the_key(server: StateServer, path: str, authorization: str | None) -> None:
-    assert get(server, path, authorization) == (403, b"", None)
+    assert get(server, path, authorization) == (403, b"")
 
 
 def test_joiner_with_the_wrong_token_is_refused_everywhere(server: StateServer) -> None:
     donors, wrong = [Donor("honest", "127.0.0.1", server.port)], access_key("guessed", "run")
     with pytest.raises(RecoveryFailed, match=r"honest at .*/state answered 403"):
-        fetch_state(donors, wrong, {"params": torch.zeros(1000)}, lambda done, total: None)
-    with pytest.raises(RecoveryFailed, match=r"/journal/1 answered 403"):
-        fetch_entry(donors, wrong, 1)
+        fetch_state(donors, wrong, {"params": torch.zeros(1000)})
+    with pytest.raises(RecoveryFailed, match=r"/journal/4 answered 403"):
+        fetch_entry(donors, wrong, 4)
 
 
 def test_key_depends_on_token_and_run_and_does_not_show_the_token() -> None:
@@ -69,49 +86,68 @@ def test_key_depends_on_token_and_run_and_does_not_show_the_token() -> None:
     assert all("secret" not in key for key in keys)
 
 
-@pytest.mark.parametrize("path", ["/", "/nothing", "/../../etc/passwd", "/journal/1", "/journal/x"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/nothing",
+        "/../../etc/passwd",
+        "/state/6",
+        "/state/" + "9" * 5000,
+        "/state/7/params",
+        "/state/7/params/4",
+        "/state/7/params/-1",
+        "/state/7/other/0",
+        "/state/8/params/0",
+        "/state/x/params/0",
+        "/journal/1",
+        "/journal/x",
+        "/journal/1/result/0",
+        "/journal/4/other/0",
+        "/journal/4/result/4",
+    ],
+)
 def test_what_is_not_there_is_not_found(server: StateServer, path: str) -> None:
-    assert get(server, path) == (404, b"", None)
-
-
-@pytest.mark.parametrize("path", ["8/params/0", "7/other/0", "7/params", "x/params/0", "7/params/-1"])
-def test_chunk_that_is_not_of_the_copy_is_not_found(server: StateServer, path: str) -> None:
     get(server, "/state")
-    assert get(server, f"/chunk/{path}") == (404, b"", None)
+    assert get(server, path) == (404, b"")
 
 
-def test_chunk_carries_its_hash_and_is_cut_at_the_end(server: StateServer) -> None:
-    get(server, "/state")
-    data = torch.arange(1000.0).numpy().tobytes()
-    assert get(server, "/chunk/7/params/0") == (200, data[:1024], chunk_hash(data[:1024]))
-    assert get(server, "/chunk/7/params/3") == (200, data[3072:], chunk_hash(data[3072:]))
+@pytest.mark.parametrize(
+    ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "result", 4)]
+)
+def test_manifest_lists_the_hash_of_each_chunk(server: StateServer, path: str, section: str, round: int) -> None:
+    status, body = get(server, path)
+    manifest = parse_manifest(body, {section: len(DATA)})
+    assert (status, manifest.round, manifest.state) == (200, round, "digest")
+    for index, listed in enumerate(manifest.hashes[section]):
+        status, data = get(server, f"/{path.split('/')[1]}/{round}/{section}/{index}")
+        assert (status, data) == (200, DATA[index * 1024 : (index + 1) * 1024])
+        assert listed == chunk_hash(data)
 
 
 def test_copy_is_made_when_it_is_asked_for_and_not_before(server: StateServer) -> None:
-    assert get(server, "/chunk/7/params/0")[0] == 404
+    assert get(server, "/state/7/params/0")[0] == 404
     get(server, "/state")
-    assert get(server, "/chunk/7/params/0")[0] == 200
+    assert get(server, "/state/7/params/0")[0] == 200
 
 
-def test_copy_that_nobody_asks_for_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr(serving.time, "monotonic", lambda: now_s)
-    copies = serving._Copies(Copy)
-    copies.fresh()
-    now_s += serving.COPY_LIFE_S
-    copies.drop_unused()
-    assert copies.of_round(7) is not None
-    now_s += serving.COPY_LIFE_S + 1
-    copies.drop_unused()
-    assert copies.of_round(7) is None
+def test_round_is_told_while_the_hashes_are_computed(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "HASHES_AWAITED_S", 0.01)
+    with server._hasher._turn:
+        status, body = get(server, "/state")
+        assert (status, json.loads(body)) == (202, {"round": 7})
+        assert get(server, "/state/7")[0] == 202
+    monkeypatch.setattr(serving, "HASHES_AWAITED_S", 5.0)
+    assert get(server, "/state/7")[0] == 200
 
 
-def test_at_most_two_copies_are_kept() -> None:
-    rounds = iter(range(3, 9))
-    copies = serving._Copies(lambda: Copy(next(rounds)))
-    for _ in range(6):
-        copies.fresh()
-    assert [round for round in range(10) if copies.of_round(round)] == [7, 8]
+def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
+    def copy_state() -> Copy:
+        raise RecoveryFailed("no step ended")
+
+    server = StateServer("127.0.0.1", KEY, copy_state, lambda round: None)
+    assert get(server, "/state") == (503, b"")
+    server.close()
 
 
 def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
@@ -130,3 +166,12 @@ def test_closed_server_refuses_connections(server: StateServer) -> None:
     server.close()
     with pytest.raises(ConnectionRefusedError):
         get(server, "/state")
+
+
+def test_closed_server_hangs_up_on_those_who_are_connected(server: StateServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as joiner:
+        joiner.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
+        assert joiner.recv(1)
+        server.close()
+        while joiner.recv(1 << 16):
+            pass

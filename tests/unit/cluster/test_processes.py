@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.cluster.processes import MARK, kill_marked, marked_pids, parent_of, start_leashed
+from zeroband.cluster.processes import MARK, kill_marked, marked_pids, parent_of, start_leashed, started_at_ticks
 from zeroband.errors import ConfigError
 
 
@@ -102,3 +102,14 @@ def test_parent_of_reads_the_parent_and_knows_when_a_process_is_gone(tmp_path: P
     process.kill()
     process.wait()
     assert parent_of(process.pid) is None
+
+
+def test_started_at_ticks_tells_processes_apart_and_knows_when_one_is_gone(tmp_path: Path, mark: str) -> None:
+    own = started_at_ticks(os.getpid())
+    assert own is not None
+    process = _start("sleep 60", tmp_path / "out", mark)
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    assert own <= (started_at_ticks(process.pid) or 0) <= uptime_s * os.sysconf("SC_CLK_TCK")
+    process.kill()
+    process.wait()
+    assert started_at_ticks(process.pid) is None

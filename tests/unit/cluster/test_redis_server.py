@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import redis
 
+from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.processes import parent_of
 from zeroband.cluster.redis_server import RedisServer, find_redis_server
 from zeroband.errors import ConfigError
@@ -87,6 +90,83 @@ def test_redis_server_writes_no_snapshot_of_what_it_holds(tmp: Path) -> None:
         client.set("key", "value")
         config = client.config_get("save") | client.config_get("appendonly") | client.config_get("maxmemory")
         assert config == {"save": "", "appendonly": "no", "maxmemory": "0"}
+
+
+def _value(server: RedisServer) -> object:
+    with redis.Redis.from_url(server.local_url) as client:
+        return client.get("key")
+
+
+def test_redis_server_that_is_persistent_keeps_what_it_confirmed_unless_it_comes_back_empty(tmp: Path) -> None:
+    with RedisServer(persistent=True) as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            client.set("key", "value")
+        server.stop()
+        assert _value(server.start()) == b"value"
+        server.stop()
+        assert _value(server.start(empty=True)) is None
+        server.stop()
+        assert _value(server.start()) is None
+    assert _folders(tmp) == []
+
+
+def test_redis_server_forgets_a_snapshot_that_a_client_asked_for(tmp: Path) -> None:
+    with RedisServer() as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            client.set("key", "value")
+            client.save()
+        server.stop()
+        assert _value(server.start()) is None
+
+
+def test_redis_server_is_silent_while_it_is_paused(tmp: Path) -> None:
+    with RedisServer() as server, redis.Redis.from_url(server.local_url, socket_timeout=0.03) as client:
+        client.set("key", "value")
+        server.pause()
+        with pytest.raises(redis.TimeoutError):
+            client.get("key")
+        server.resume()
+        client.connection_pool.disconnect()
+        client.connection_pool.connection_kwargs["socket_timeout"] = 10.0
+        assert client.get("key") == b"value"
+        server.pause()
+        pid = server.pid
+    assert parent_of(pid) is None
+
+
+def test_redis_server_lets_only_those_in_who_know_its_password(tmp: Path) -> None:
+    with RedisServer(password="p@ss/:w%rd") as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            assert client.ping()
+        (path,) = tmp.glob("*/redis.sock")
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(path))
+            stranger.sendall(b"GET key\r\n")
+            assert stranger.recv(100).startswith(b"-NOAUTH")
+
+
+def test_redis_server_listens_for_nodes_where_it_is_told_to(tmp: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with RedisServer(host="127.0.0.1", port=port, password="p@ss/:w%rd") as server:
+        assert server.url.endswith(f"@127.0.0.1:{port}")
+        with redis.Redis.from_url(server.url) as node, redis.Redis.from_url(server.local_url) as owner:
+            node.set("key", "value")
+            assert owner.get("key") == b"value"
+
+
+def test_redis_server_within_a_network_is_reached_by_nodes_and_by_its_owner(tmp: Path, network: Network) -> None:
+    ping = "exec 3<>/dev/tcp/$0/6379; echo PING >&3; read -t 0.1 answer <&3; echo $answer"
+    ask = [*network.prefix("node0"), "bash", "-c", ping, network.address(STORE)]
+    with RedisServer.within(network) as server:
+        assert server.url == f"redis://{network.address(STORE)}:6379"
+        assert subprocess.run(ask, capture_output=True, timeout=10).stdout.strip() == b"+PONG"
+        assert _value(server) is None
+        network.drop_outgoing(STORE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run(ask, capture_output=True, timeout=0.1)
+        server.stop()
+        assert _value(server.start()) is None
 
 
 def test_redis_server_finds_a_shorter_folder_when_the_socket_path_is_too_long(

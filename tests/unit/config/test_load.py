@@ -183,6 +183,25 @@ def test_mistakes_are_refused_with_the_key_the_value_and_its_origin(
     assert refusal(*argv).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("flag", "text"), [("fault.detect_s", "0.1"), ("fault.detect_s", "soon"), ("fault.watch_s", "0")]
+)
+def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, flag: str, text: str) -> None:
+    (line,) = refusal(f"--{flag}", text).splitlines()
+    assert line.startswith(f"{flag}='{text}' (from --{flag}): input should be ")
+
+
+def test_time_outs_that_contradict_each_other_are_one_line(refusal: Refusal) -> None:
+    expected = "fault.lease_s=6 is above fault.detect_s, 5; leave it out to have it follow from fault.detect_s"
+    assert refusal("--fault.lease_s", "6") == expected
+
+
+def test_time_outs_follow_a_detect_s_from_wherever_it_comes(load: Load, write: Write) -> None:
+    file = write("a.toml", "[fault]\nstore_s = 7200\n")
+    fault = load(file, ZERO_BAND_FAULT__DETECT_S="60").fault
+    assert (fault.lease_s, fault.renew_s, fault.hung_s, fault.store_s) == (60.0, 12.0, 1440.0, 7200.0)
+
+
 def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write: Write) -> None:
     file = write("a.toml", 'train = 4\nouter = "ddp"\n')
     origin = f"(from {file[1:]})"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zeroband.config import RunConfig, load_config
 from zeroband.config.keys import dotted, schema_keys
 from zeroband.config.render import help_text, render_toml
-from zeroband.config.schema import AdamWConfig, ObserveConfig, OptimConfig, TextSource
+from zeroband.config.schema import AdamWConfig, FaultConfig, ObserveConfig, OptimConfig, TextSource
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 CHANGED = [
@@ -27,6 +27,10 @@ CHANGED = [
         "--run.token",
         "hunter2",
     ),
+    ("--outer.type", "diloco", "--outer.inner_seconds", "60", "--outer.straggler_deadline_s", "5"),
+    ("--fault.detect_s", "0.7"),
+    ("--fault.detect_s", "33.3", "--fault.watch_s", "1", "--fault.hung_s", "40", "--fault.transfer_s", "50"),
+    ("--fault.lease_s", "3.3"),
     ("--outer.type", "ddp", "--fault.inject", "opened@3=SIGKILL,voted@4=SIGSTOP", "--data.source.paths", "a b,c"),
 ]
 
@@ -50,6 +54,14 @@ def test_rendered_configuration_shows_no_secret_and_says_how_to_set_it() -> None
     text = render_toml(config)
     assert "hunter" not in text
     assert '# url = "**********"  # a secret; set it again as ZERO_BAND_STORE__URL' in text
+
+
+@given(detect_s=st.floats(0.5, 600.0))
+def test_rendered_time_outs_are_the_same_after_loading(detect_s: float) -> None:
+    fault = FaultConfig(detect_s=detect_s)
+    read = tomllib.loads(render_toml(RunConfig(fault=fault)))["fault"]
+    assert {name: read[name] for name in fault.time_outs()} == fault.time_outs()
+    assert FaultConfig(**{**read, "inject": ()}) == fault
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), lr=st.floats(1e-30, 1e30))
@@ -81,6 +93,10 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
         "--train.micro_bs * integer > 0 Sequences",
         "--model.n_kv_heads integer > 0 or none Key",
         "--fault.detect_s number >= 0.5, <= 600 Longest",
+        "--fault.lease_s number > 0 Life of a lease",
+        "--fault.grace_s * number > 0 A node that is asked to leave",
+        "--outer.inner_steps * integer > 0 or none",
+        "--outer.inner_seconds number > 0 or none",
         "--optim.adamw.betas list of number, 2 of them Decay",
         "--train.dtype bfloat16 | float32 Compute",
         "--store.url * secret or none Redis",

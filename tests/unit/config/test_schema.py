@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zeroband.config.schema import FaultConfig, ModelConfig
+from zeroband.config.schema import DilocoConfig, FaultConfig, ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -28,14 +30,104 @@ def test_sizes_left_out_follow_from_the_others() -> None:
     assert (ModelConfig(n_kv_heads=2).kv_heads, ModelConfig(d_ff=100).ff_width) == (2, 100)
 
 
-@pytest.mark.parametrize("detect_s", [0.5, 1.0, 5.0, 60.0, 600.0])
+def test_time_outs_follow_detect_s() -> None:
+    fault = FaultConfig(detect_s=60.0)
+    assert fault.time_outs() == {
+        "detect_s": 60.0,
+        "lease_s": 60.0,
+        "renew_s": 12.0,
+        "watch_s": 0.25,
+        "hung_s": 1440.0,
+        "transfer_s": 7200.0,
+        "store_s": 7200.0,
+        "grace_s": 25.0,
+    }
+    fast = FaultConfig(detect_s=0.5)
+    assert (fast.lease_s, fast.renew_s, fast.watch_s) == (0.5, 0.1, 0.05)
+    assert (fast.hung_s, fast.transfer_s, fast.store_s) == (300.0, 600.0, 3600.0)
+
+
+@given(detect_s=st.floats(0.5, 600.0))
 def test_time_outs_derived_from_detect_s_are_in_order(detect_s: float) -> None:
     fault = FaultConfig(detect_s=detect_s)
-    assert fault.watch_s < fault.detect_s
-    assert 3 * fault.renew_s < fault.lease_s < fault.hung_s < fault.transfer_s
+    assert fault.watch_s <= fault.detect_s / 2
+    assert 3 * fault.renew_s < fault.lease_s <= fault.detect_s < fault.hung_s < fault.transfer_s <= fault.store_s
+
+
+def test_time_outs_have_no_other_values() -> None:
+    assert FaultConfig(inject=("opened@3=SIGKILL",)).time_outs() == FaultConfig().time_outs()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"lease_s": 6.0}, r"fault\.lease_s=6 is above fault\.detect_s, 5;"),
+        ({"detect_s": 2.0, "lease_s": 3.0}, r"fault\.lease_s=3 is above fault\.detect_s, 2;"),
+        ({"renew_s": 2.0}, r"fault\.renew_s=2 is above a third of fault\.lease_s, 1\.6"),
+        ({"lease_s": 3.0, "renew_s": 1.5}, r"fault\.renew_s=1\.5 is above a third of fault\.lease_s, 1;"),
+        ({"watch_s": 3.0}, r"fault\.watch_s=3 is above half of fault\.detect_s, 2\.5;"),
+        ({"detect_s": 10.0, "hung_s": 9.0}, r"fault\.detect_s=10 is above fault\.hung_s, 9;"),
+        ({"hung_s": 900.0, "transfer_s": 700.0}, r"fault\.hung_s=900 is above fault\.transfer_s, 700;"),
+        ({"transfer_s": 200.0}, r"fault\.hung_s=300 is above fault\.transfer_s, 200;"),
+    ],
+)
+def test_time_outs_that_contradict_each_other_are_refused_with_both_names(
+    overrides: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        FaultConfig(**overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"lease_s": 5.0},
+        {"lease_s": 3.0},
+        {"renew_s": 0.5},
+        {"watch_s": 2.5},
+        {"detect_s": 300.0, "hung_s": 300.0},
+        {"hung_s": 300.0, "transfer_s": 300.0},
+        {"store_s": 1.0, "grace_s": 1e4},
+    ],
+)
+def test_time_outs_may_be_set_within_their_order(overrides: dict[str, float]) -> None:
+    time_outs = FaultConfig(**overrides).time_outs()
+    assert {name: time_outs[name] for name in overrides} == overrides
+
+
+@pytest.mark.parametrize("name", ["lease_s", "renew_s", "watch_s", "hung_s", "transfer_s", "store_s", "grace_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_time_out_that_is_no_time_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=name):
+        FaultConfig(**{name: value})
 
 
 @pytest.mark.parametrize("detect_s", [0.4, 601.0, float("nan")])
 def test_detect_s_out_of_its_range_is_refused(detect_s: float) -> None:
     with pytest.raises(ValidationError, match="detect_s"):
         FaultConfig(detect_s=detect_s)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ({}, 500),
+        ({"inner_steps": 7}, 7),
+        ({"inner_seconds": 60.0}, 1_000_000),
+        ({"inner_steps": 7, "inner_seconds": 60.0}, 7),
+    ],
+)
+def test_round_of_diloco_is_limited_by_steps_unless_only_its_time_is_given(keys: dict[str, Any], most: int) -> None:
+    assert DilocoConfig(type="diloco", **keys).most_inner_steps == most
+
+
+def test_rounds_of_diloco_have_no_time_and_wait_for_everybody_unless_told() -> None:
+    config = DilocoConfig(type="diloco")
+    assert (config.inner_steps, config.inner_seconds, config.straggler_deadline_s) == (None, None, None)
+
+
+@pytest.mark.parametrize("key", ["inner_steps", "inner_seconds", "straggler_deadline_s"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_round_of_diloco_without_steps_or_time_is_refused(key: str, value: int) -> None:
+    with pytest.raises(ValidationError, match=key):
+        DilocoConfig(type="diloco", **{key: value})  # pyright: ignore[reportArgumentType]

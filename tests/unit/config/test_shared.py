@@ -21,6 +21,7 @@ NODE_LOCAL_FLAGS = [
     ("--observe.wandb.project", "mine"),
     ("--log_level", "DEBUG"),
     ("--fault.inject", "opened@3=SIGKILL"),
+    ("--fault.grace_s", "5"),
 ]
 SHARED_FLAGS = [
     ("run.seed", "1"),
@@ -28,9 +29,12 @@ SHARED_FLAGS = [
     ("train.dtype", "float32"),
     ("optim.schedule.final_ratio", "0.2"),
     ("data.seq_length", "8"),
-    ("fault.detect_s", "9"),
+    ("fault.lease_s", "4"),
+    ("fault.store_s", "60"),
     ("comm.lanes", "2"),
+    ("comm.chunk_mb", "1"),
 ]
+DILOCO = {**STORE, "ZERO_BAND_OUTER__TYPE": "diloco"}
 
 
 @pytest.mark.parametrize("flags", NODE_LOCAL_FLAGS)
@@ -49,13 +53,38 @@ def test_digest_and_items_differ_where_a_shared_value_does(
     assert {name for name, item in shared_items(theirs).items() if item != shared_items(ours)[name]} == {key}
 
 
+def test_detect_s_differs_with_the_time_outs_that_follow_from_it(load: Callable[..., RunConfig]) -> None:
+    ours, theirs = shared_items(load()), shared_items(load("--fault.detect_s", "20"))
+    assert {name for name, item in theirs.items() if item != ours[name]} == {
+        *("fault.detect_s", "fault.lease_s", "fault.renew_s", "fault.hung_s", "fault.transfer_s"),
+    }
+
+
+def test_time_outs_given_as_they_would_follow_are_no_difference(load: Callable[..., RunConfig]) -> None:
+    assert shared_digest(load("--fault.lease_s", "5", "--fault.renew_s", "1")) == shared_digest(load())
+
+
+@pytest.mark.parametrize("steps", ["7", "none"])
+def test_nodes_may_do_different_numbers_of_inner_steps(load: Callable[..., RunConfig], steps: str) -> None:
+    ours, theirs = load("--outer.inner_steps", "50", **DILOCO), load("--outer.inner_steps", steps, **DILOCO)
+    assert ours != theirs
+    assert shared_items(ours) == shared_items(theirs)
+
+
+@pytest.mark.parametrize("key", ["outer.inner_seconds", "outer.straggler_deadline_s"])
+def test_nodes_must_agree_on_the_time_of_a_round(load: Callable[..., RunConfig], key: str) -> None:
+    ours, theirs = shared_items(load(**DILOCO)), shared_items(load(f"--{key}", "30", **DILOCO))
+    assert {name for name, item in theirs.items() if item != ours[name]} == {key}
+
+
 def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., RunConfig]) -> None:
     items = shared_items(
         load("--outer.type", "diloco", "--data.source", '{"type": "parquet", "paths": ["x"]}', **STORE)
     )
     assert {name: item for name, item in items.items() if name.startswith(("outer", "data.source"))} == {
         "outer.type": "diloco",
-        "outer.inner_steps": 500,
+        "outer.inner_seconds": None,
+        "outer.straggler_deadline_s": None,
         "outer.optimizer.lr": 0.7,
         "outer.optimizer.momentum": 0.9,
         "outer.optimizer.nesterov": True,

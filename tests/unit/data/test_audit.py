@@ -1,4 +1,7 @@
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -9,14 +12,28 @@ from zeroband.observe.events import EventLog
 A, B = "a#1", "b#1"
 
 
-def run_of(deaths: dict[int, str], rounds: int = 6, each: int = 10) -> list[CommittedRound]:
-    """Rounds of two members as the rules make them; `deaths[r]` does not contribute to round r."""
-    assigned, ledger = Ledger().allocate((A, B), each)
-    history = [CommittedRound(0, frozenset(), ledger, assigned)]
+def run_of(
+    deaths: Mapping[int, str],
+    rounds: int = 6,
+    each: int = 10,
+    late: Mapping[int, str] = MappingProxyType({}),
+    unused: Mapping[int, int] = MappingProxyType({}),
+) -> list[CommittedRound]:
+    """Rounds of two members as the rules make them.
+
+    `deaths[r]` does not contribute to round r; `late[r]` neither, but keeps its samples; `unused[r]`: samples that each
+    member did not come to in round r.
+    """
+    assigned, ledger = Ledger().allocate({A: each, B: each})
+    history = [CommittedRound(0, {}, ledger, assigned)]
     for number in range(1, rounds):
-        contributors = frozenset({A, B} - {deaths.get(number, "")})
-        assigned, ledger = ledger.settle(assigned, contributors).allocate((A, B), each)
-        history.append(CommittedRound(number, contributors, ledger, assigned))
+        absent = (deaths.get(number), late.get(number))
+        used = {member: each - unused.get(number, 0) for member in (A, B) if member not in absent}
+        kept = {member: spans for member, spans in assigned.items() if member == late.get(number)}
+        ledger = ledger.settle(assigned, used, kept)
+        dealt, ledger = ledger.allocate({member: each for member in (A, B) if member not in kept})
+        assigned = {**dealt, **kept}
+        history.append(CommittedRound(number, used, ledger, assigned))
     return history
 
 
@@ -32,10 +49,46 @@ def test_audit_is_exact_where_a_lost_node_s_samples_are_trained_by_others() -> N
     assert (result.trained, result.owed) == (80, 20)
 
 
+def test_audit_is_exact_where_members_use_a_part_of_their_samples() -> None:
+    result = audit(run_of({3: B}, unused={1: 3, 2: 9, 3: 10}))
+    assert result.is_exact
+    assert (result.trained, result.owed) == (14 + 2 + 0 + 20 + 20, 20)
+
+
+def test_audit_is_exact_where_a_late_member_contributes_later() -> None:
+    history = run_of({}, late={2: B, 3: B})
+    assert history[4].used == {A: 10, B: 10} and history[3].assigned[B] == history[1].assigned[B]
+    result = audit(history)
+    assert result.is_exact
+    assert (result.trained, result.owed) == (80, 20)
+
+
+def test_audit_is_exact_where_a_late_member_never_came() -> None:
+    result = audit(run_of({4: B, 5: B}, late={2: B, 3: B}))
+    assert result.is_exact
+    assert (result.trained, result.owed) == (60, 20)
+
+
+def test_audit_names_samples_that_were_dealt_to_others_while_a_late_member_kept_them() -> None:
+    history = run_of({}, late={2: B})
+    history[2] = replace(history[2], assigned={**history[2].assigned, A: history[2].assigned[B]})
+    result = audit(history)
+    assert result.repeated == ((30, 40),)
+    assert result.skipped == ((40, 50),)
+
+
+def test_audit_names_samples_that_were_not_used_and_not_returned() -> None:
+    history = run_of({})
+    history[2] = replace(history[2], used={A: 10, B: 4})
+    result = audit(history)
+    assert result.skipped == ((34, 40),)
+    assert not result.is_exact
+
+
 def test_audit_names_samples_that_were_handed_out_twice() -> None:
     history = run_of({})
     stolen: dict[str, tuple[Range, ...]] = {A: ((0, 10),), B: history[2].assigned[B]}
-    history[2] = CommittedRound(2, history[2].contributors, history[2].ledger, stolen)
+    history[2] = replace(history[2], assigned=stolen)
     result = audit(history)
     assert result.repeated == ((0, 10),)
     assert result.skipped == ((40, 50),)
@@ -54,21 +107,22 @@ def emit(log: EventLog, record: CommittedRound) -> None:
         "ledger": record.ledger.to_json(),
         "assigned": {member: [list(span) for span in spans] for member, spans in record.assigned.items()},
     }
-    weights = [int(member in record.contributors) for member in (A, B)]
     log.emit(
         "round_committed",
         round=record.round,
         epoch=1,
         members=[A, B],
         digest="d",
-        weights=weights,
+        weights=[int(member in record.used) for member in (A, B)],
+        samples=[record.used.get(member, 10) for member in (A, B)],  # whether or not its update counted
+        late=[],
         progress=progress,
     )
 
 
 def test_command_reads_what_several_nodes_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = EventLog(tmp_path / "run" / "a"), EventLog(tmp_path / "run" / "b")
-    for record in run_of({3: B}):
+    for record in run_of({3: B}, unused={2: 4}):
         if record.round < 4:
             emit(first, record)
         if record.round > 1:

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from zeroband.data.ledger import Ledger, Range, take
 
 MEMBERS = ("a#0", "b#0", "c#1", "d#0")
-rounds = st.lists(
-    st.tuples(st.sets(st.sampled_from(MEMBERS), min_size=1), st.sets(st.sampled_from(MEMBERS)), st.integers(1, 7)),
-    max_size=12,
+USED, LOST, LATE = "used", "lost", "late"
+members_of_a_round = st.fixed_dictionaries(
+    {},
+    optional={
+        member: st.tuples(st.sampled_from((USED, LOST, LATE)), st.floats(0, 1), st.integers(0, 7)) for member in MEMBERS
+    },
 )
+rounds = st.lists(members_of_a_round, max_size=12)
+"""What becomes of each member that is there: its fate, which share of its samples it used, how many it wants next."""
 
 
 def indices(ranges: tuple[Range, ...]) -> list[int]:
@@ -21,63 +26,100 @@ def indices(ranges: tuple[Range, ...]) -> list[int]:
 
 
 @given(rounds=rounds)
-def test_ledger_accounts_for_every_index_exactly_once_whoever_dies(
-    rounds: list[tuple[set[str], set[str], int]],
+def test_every_index_is_trained_once_or_owed_or_returned_whoever_dies_is_slow_or_late(
+    rounds: list[dict[str, tuple[str, float, int]]],
 ) -> None:
-    ledger = Ledger()
-    contributed: Counter[int] = Counter()
-    for members, survivors, samples_each in rounds:
-        assigned, ledger = ledger.allocate(sorted(members), samples_each)
-        held = [i for ranges in assigned.values() for i in indices(ranges)]
-        assert sorted([*contributed.elements(), *held, *indices(ledger.returned)]) == list(range(ledger.next))
-        assert {len(indices(ranges)) for ranges in assigned.values()} == {samples_each}
-        alive = members & survivors
-        contributed.update(i for member in alive for i in indices(assigned[member]))
-        ledger = ledger.settle(assigned, alive)
-        assert sorted([*contributed.elements(), *indices(ledger.returned)]) == list(range(ledger.next))
+    ledger, held = Ledger(), dict[str, tuple[Range, ...]]()
+    trained: Counter[int] = Counter()
+    for members in rounds:
+        used = {
+            m: round(share * len(indices(held[m])))
+            for m, (fate, share, _) in members.items()
+            if fate == USED and m in held
+        }
+        late = {m: held[m] for m, (fate, _, _) in members.items() if fate == LATE and m in held}
+        wanted = {m: wants for m, (fate, _, wants) in members.items() if fate == USED}
+        trained.update(index for m, count in used.items() for index in indices(held[m])[:count])
+        ledger = ledger.settle(held, used, late)
         assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+        assigned, ledger = ledger.allocate(wanted)
+        assert {m: len(indices(spans)) for m, spans in assigned.items()} == {m: n for m, n in wanted.items() if n}
+        held = {**assigned, **late}
+        owed = [index for spans in held.values() for index in indices(spans)]
+        assert sorted([*trained.elements(), *owed, *indices(ledger.returned)]) == list(range(ledger.next))
+
+
+@given(rounds=rounds)
+def test_fresh_samples_are_dealt_only_when_none_are_returned(rounds: list[dict[str, tuple[str, float, int]]]) -> None:
+    ledger = Ledger()
+    for members in rounds:
+        assigned, after = ledger.allocate({m: wants for m, (_, _, wants) in members.items()})
+        assert after.next == ledger.next or not after.returned
+        ledger = after.settle(assigned, dict.fromkeys(assigned, 0))
 
 
 def test_allocate_deals_fresh_samples_in_the_order_of_the_members() -> None:
-    assigned, ledger = Ledger(next=10).allocate(["b", "a"], 4)
+    assigned, ledger = Ledger(next=10).allocate({"b": 4, "a": 4})
     assert assigned == {"b": ((10, 14),), "a": ((14, 18),)}
     assert ledger == Ledger(next=18)
 
 
 def test_allocate_hands_out_returned_samples_before_fresh_ones() -> None:
-    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate(["a", "b"], 4)
+    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 4, "b": 4})
     assert assigned == {"a": ((0, 3), (7, 8)), "b": ((8, 9), (20, 23))}
     assert ledger == Ledger(next=23)
 
 
 def test_allocate_keeps_what_it_did_not_need_of_the_pool() -> None:
-    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate(["a"], 2)
+    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 2})
     assert assigned == {"a": ((0, 2),)}
     assert ledger == Ledger(next=20, returned=((2, 3), (7, 9)))
 
 
 def test_allocate_joins_returned_and_fresh_samples_that_touch() -> None:
-    assigned, _ = Ledger(next=9, returned=((7, 9),)).allocate(["a"], 4)
+    assigned, _ = Ledger(next=9, returned=((7, 9),)).allocate({"a": 4})
     assert assigned == {"a": ((7, 11),)}
 
 
+def test_allocate_gives_each_member_what_it_wants_and_nothing_to_those_that_leave() -> None:
+    assigned, ledger = Ledger().allocate({"a": 2, "b": 0, "c": 6})
+    assert assigned == {"a": ((0, 2),), "c": ((2, 8),)}
+    assert ledger == Ledger(next=8)
+
+
 def test_settle_returns_the_ranges_of_members_that_did_not_contribute() -> None:
-    assigned, ledger = Ledger().allocate(["a", "b", "c"], 4)
-    assert ledger.settle(assigned, {"b"}) == Ledger(next=12, returned=((0, 4), (8, 12)))
-    assert ledger.settle(assigned, set()) == Ledger(next=12, returned=((0, 12),))
-    assert ledger.settle(assigned, {"a", "b", "c"}) == Ledger(next=12)
+    assigned, ledger = Ledger().allocate({"a": 4, "b": 4, "c": 4})
+    assert ledger.settle(assigned, {"b": 4}) == Ledger(next=12, returned=((0, 4), (8, 12)))
+    assert ledger.settle(assigned, {}) == Ledger(next=12, returned=((0, 12),))
+    assert ledger.settle(assigned, {"a": 4, "b": 4, "c": 4}) == Ledger(next=12)
+
+
+def test_settle_returns_what_a_member_did_not_come_to() -> None:
+    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 8, "b": 2})
+    assert assigned == {"a": ((0, 3), (7, 9), (20, 23)), "b": ((23, 25),)}
+    assert ledger.settle(assigned, {"a": 4, "b": 1}) == Ledger(next=25, returned=((8, 9), (20, 23), (24, 25)))
+
+
+def test_settle_leaves_their_ranges_to_members_that_are_late() -> None:
+    assigned, ledger = Ledger().allocate({"a": 4, "b": 4})
+    assert ledger.settle(assigned, {"a": 4}, kept=["b"]) == Ledger(next=8)
+
+
+def test_settle_returns_the_rest_of_a_member_that_was_late_and_came() -> None:
+    assigned, ledger = Ledger().allocate({"a": 4})
+    assert ledger.settle(assigned, {"a": 1}, kept=["a"]) == Ledger(next=4, returned=((1, 4),))
 
 
 def test_settle_refuses_a_contribution_without_an_assignment() -> None:
-    assigned, ledger = Ledger().allocate(["a"], 4)
+    assigned, ledger = Ledger().allocate({"a": 4})
     with pytest.raises(AssertionError, match="z"):
-        ledger.settle(assigned, {"a", "z"})
+        ledger.settle(assigned, {"a": 4, "z": 4})
 
 
 def test_settle_refuses_to_return_a_sample_twice() -> None:
-    assigned, ledger = Ledger().allocate(["a"], 4)
+    assigned, ledger = Ledger().allocate({"a": 4})
     with pytest.raises(AssertionError, match="two ranges"):
-        ledger.settle(assigned, set()).settle(assigned, set())
+        ledger.settle(assigned, {}).settle(assigned, {})
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
 
 
 def a_rendezvous(store: Store, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool) -> RedisRendezvous:
-    return RedisRendezvous(store, store.keys.group(1, 0), timeout_s=timeout_s, is_abandoned=is_abandoned)
+    prefix = store.keys.group(an_opening(*NAMES), 0)
+    return RedisRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
 
 
 def in_threads(work: Callable[[int], object], count: int) -> list[object]:
@@ -107,9 +108,11 @@ def test_rendezvous_gives_up_at_once_when_abandoned(store: Store) -> None:
 
 
 def test_rendezvous_of_another_epoch_sees_nothing(store: Store) -> None:
+    """Nor does that of other members: a store that came back with old data gives an epoch's number twice."""
     a_rendezvous(store).set("key", "old")
-    other = RedisRendezvous(store, store.keys.group(2, 0), timeout_s=1.0, is_abandoned=bool)
-    assert not other.check(["key"])
+    for opening in (an_opening(*NAMES, epoch=2), an_opening(*NAMES[:2])):
+        other = RedisRendezvous(store, store.keys.group(opening, 0), timeout_s=1.0, is_abandoned=bool)
+        assert not other.check(["key"])
 
 
 def test_three_gloo_processes_meet_over_redis(store: Store) -> None:
@@ -129,6 +132,10 @@ def an_opening(*members: str, version: int = 1, epoch: int = 1, round: int = 1) 
     return Opening(version, epoch, round, members, tuple(1 for _ in members))
 
 
+def ignore(share: float) -> None:
+    """Nobody asks how far the transfer is."""
+
+
 @pytest.fixture
 def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, NodeBoard]]:
     """The groups of a node that has one local rank and two lanes."""
@@ -136,7 +143,7 @@ def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroup
     def make(rank: int) -> tuple[LaneGroups, NodeBoard]:
         board = NodeBoard(tmp_path / f"board{rank}", create=True)
         ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
-        return LaneGroups(store, board, ownership, host="127.0.0.1", transfer_s=20.0), board
+        return LaneGroups(store, board, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0), board
 
     return make
 
@@ -150,17 +157,53 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
         for version in (1, 2):
             opening = an_opening(*NAMES, version=version, round=version)
             groups.connect(opening, rank)
-            groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+            groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
         return values.tolist()
 
     assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
+
+
+def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    opening = an_opening("a#1", "b#1")
+
+    def reduce(rank: int) -> tuple[list[float], list[float]]:
+        groups, _ = make_groups(rank)
+        groups.connect(opening, rank)
+        values, shares = torch.arange(7.0) * 10.0**rank, list[float]()
+        groups.all_reduce([(0, values[:4]), (1, values[4:])], opening, shares.append)
+        return values.tolist(), shares
+
+    expected = ([11.0 * i for i in range(7)], [0.0, 0.25, 0.5, 0.75, 1.0])
+    assert in_threads(reduce, 2) == [expected] * 2, "two values make a chunk of 8 bytes"
+
+
+def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_members(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """As after a store that came back with old data."""
+
+    def reduce(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        sums: list[float] = []
+        for version, members in ((1, NAMES[:2]), (2, NAMES[::2])):
+            if NAMES[rank] in members:
+                opening = an_opening(*members, version=version)
+                groups.connect(opening, members.index(NAMES[rank]))
+                values = torch.full((2,), 10.0**rank)
+                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                sums.append(values[0].item())
+        return sums
+
+    assert in_threads(reduce, 3) == [[11.0, 101.0], [11.0], [101.0]]
 
 
 def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
     groups, _ = make_groups(0)
     groups.connect(an_opening("a#1"), 0)
     values = torch.ones(4)
-    groups.all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"))
+    groups.all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"), ignore)
     assert values.tolist() == [1.0] * 4
 
 
@@ -185,7 +228,7 @@ def test_transfer_ends_when_its_opening_is_aborted(
         groups.connect(opening, rank)
         if rank == 0:
             threading.Timer(0.05, board.abort, args=(4,)).start()
-            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening)
+            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
@@ -201,7 +244,7 @@ def test_abort_of_an_older_opening_does_not_end_a_newer_one(
         opening = an_opening("a#1", "b#1", version=4)
         groups.connect(opening, rank)
         values = torch.ones(2)
-        groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+        groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
         return values.sum().item()
 
     assert in_threads(reduce, 2) == [4.0, 4.0]
@@ -216,7 +259,7 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
                 opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
                 groups.connect(opening, rank)
                 values = torch.ones(2)
-                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening)
+                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
                 sums.append(values[0].item())
         return sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,11 +15,12 @@ import pytest
 import redis
 
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.epoch import Opening
+from zeroband.elastic.epoch import Opening, Peer
 from zeroband.elastic.lease import GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
 from zeroband.elastic.store import Store
 
-MEMBER = "a#1"
+MEMBER, OTHER = "a#1", "b#1"
+WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
 
 
 # -- what deserves a lease --------------------------------------------------------------------------------------------
@@ -109,6 +111,10 @@ class Guarded:
     def is_alive(self) -> bool:
         return self.order.member_id in self.store.view(0).alive
 
+    def said(self) -> Peer:
+        """What the guardian wrote at its last renewal."""
+        return self.store.view(0).peers[self.order.member_id]
+
     def close(self) -> None:
         if self.trainer >= 0:
             self.leave(cleanly=True)
@@ -129,6 +135,8 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
         store_url=redis_url,
         run_id="run",
         member_id=MEMBER,
+        node_id="a",
+        host="127.0.0.1",
         board=str(tmp_path / "board"),
         shm_dir=str(shm_dir),
         rank_pids=(os.getpid(),),
@@ -176,11 +184,42 @@ def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> 
     assert start_guard().is_alive()
 
 
-def test_guardian_renews_with_the_progress_that_it_reads(start_guard: StartGuard, redis_client: redis.Redis) -> None:
+def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
-    for _ in range(3):
-        guarded.board.advance()
-    _until(lambda: redis_client.get(guarded.store.keys.lease(MEMBER)) == b"3")
+    guarded.board.set_state_port(4711)
+    _until(lambda: guarded.said().state_port == 4711)
+    said = guarded.said()
+    assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.link_port > 0
+
+
+@pytest.fixture
+def other(store: Store) -> Iterator[socket.socket]:
+    """Where another member's guardian listens, which answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        store.renew_lease(OTHER, Peer("b", "127.0.0.1", 0, listener.getsockname()[1]), first=True)
+        yield listener
+
+
+@pytest.mark.slow
+def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
+    start_guard: StartGuard, other: socket.socket
+) -> None:
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0)
+    assert guarded.said().cut_off == ()
+    _until(lambda: guarded.said().cut_off == (OTHER,))
+
+
+def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
+    start_guard: StartGuard, other: socket.socket
+) -> None:
+    """Much sooner than it would run out."""
+    guarded = start_guard()
+    connection, _ = other.accept()
+    other.close()
+    connection.close()
+    _until(lambda: OTHER not in guarded.store.view(0).alive)
+    assert OTHER in guarded.store.view(0).peers, "it may take its lease again if it is alive after all"
 
 
 def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
@@ -197,16 +236,16 @@ def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
     _until(lambda: not guarded.is_alive())
 
 
-def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard, redis_client: redis.Redis) -> None:
+def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
     guarded = start_guard(renew_s=0.02)
-    guarded.store.propose_opening(Opening(1, 1, 0, ("other#1",), (0,)))
-    redis_client.delete(guarded.store.keys.lease(MEMBER))
+    guarded.store.propose_opening(WITHOUT_US, current=None)
+    guarded.store.expire_lease(MEMBER)
     _until(lambda: guarded.board.is_fenced)
     assert not guarded.is_alive()
 
 
 def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: Store) -> None:
-    store.propose_opening(Opening(1, 1, 0, ("other#1",), (0,)))
+    store.propose_opening(WITHOUT_US, current=None)
     guarded = start_guard(is_first=False)
     assert guarded.board.is_fenced and not guarded.is_alive()
 

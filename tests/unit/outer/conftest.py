@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,23 +18,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, ElasticConfig, OptimConfig
+from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.epoch import Opening, Ready, Verdict, View, Wait, must_leave, next_opening, next_verdict
+from zeroband.elastic.departure import Departure
+from zeroband.elastic.epoch import (
+    Opening,
+    Patience,
+    Ready,
+    Rules,
+    Verdict,
+    View,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
 from zeroband.elastic.groups import LaneOwnership
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
-from zeroband.errors import Fenced, PeerLost
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import OuterAlgorithm, OuterParts, RoundReport
+from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
+from zeroband.outer.pace import Pace
+from zeroband.outer.transaction import RESULT
 from zeroband.parallel import LocalMesh, init_local_mesh
 
 DEADLINE_S = 20.0
+BATCH = 4
 CLIP_NORM = 1.0
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
 
@@ -52,24 +69,26 @@ class MemoryStore:
         self.openings: list[Opening] = []
         self.verdicts: list[Verdict] = []
         self.alive: set[str] = set()
+        self.given_up: set[str] = set()
+        """Members for whom those at the boundary wait no longer: their deadline for stragglers is over."""
         self.ready: dict[int, dict[str, Ready]] = {}
-        self.votes: dict[int, dict[str, str]] = {}
-        self.failed: dict[int, str] = {}
-        self.sent: dict[tuple[int, int], dict[str, Tensor]] = {}
-        """(version, lane) -> what each member put into the all-reduce."""
-        self.connected: set[tuple[int, str]] = set()
-        """(version, member) that began the transfer."""
+        self.votes: dict[str, dict[str, str]] = {}
+        self.failed: dict[str, str] = {}
+        self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
+        """(id of an opening, lane) -> what each member put into the all-reduce."""
+        self.connected: set[tuple[str, str]] = set()
+        """(id of an opening, member) that began the transfer."""
 
     def view(self, round: int) -> View:
         opening = self.openings[-1] if self.openings else None
-        version = opening.version if opening else 0
+        current = opening.id if opening else ""
         return View(
             opening=opening,
             committed=self.verdicts[-1] if self.verdicts else None,
             alive=frozenset(self.alive),
             ready=dict(self.ready.get(round, {})),
-            votes=dict(self.votes.get(version, {})),
-            failed=self.failed.get(version),
+            votes=dict(self.votes.get(current, {})),
+            failed=self.failed.get(current),
         )
 
     def change(self, change: Callable[[], object]) -> None:
@@ -96,19 +115,27 @@ class MemoryStore:
 
         def decide() -> bool | Wait:
             opening = self.openings[-1]
-            others = {(opening.version, member) for member in opening.members if member != dying}
+            others = {(opening.id, member) for member in opening.members if member != dying}
             return others <= self.connected or Wait("others to connect")
 
         self.wait_for(decide)
 
+    def await_ready(self, round: int, member: str) -> None:
+        """Wait until a member stands at the boundary of a round."""
+        self.wait_for(lambda: member in self.ready.get(round, {}) or Wait(f"{member} to reach round {round}"))
+
+    def await_committed(self, round: int) -> None:
+        """Wait until a round has its verdict."""
+        self.wait_for(lambda: any(v.round == round for v in self.verdicts) or Wait(f"round {round} to be committed"))
+
     def require_sound(self, opening: Opening) -> None:
         """Raise PeerLost where an opening cannot be finished."""
         view = self.view(opening.round)
-        if view.opening is None or view.opening.version != opening.version:
+        if view.opening != opening:
             raise PeerLost(f"round {opening.round} was opened again")
         if view.failed is not None:
             raise PeerLost(view.failed)
-        lost = tuple(m for m in opening.members if m not in view.alive and m not in view.votes)
+        lost = view.lost(opening)
         if lost:
             raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}", lost)
 
@@ -124,46 +151,42 @@ class MemoryMember:
     def announce_ready(self, ready: Ready) -> None:
         self._store.change(lambda: self._store.ready.setdefault(ready.round, {}).setdefault(self.member_id, ready))
 
-    def await_opening(self, round: int, elastic: ElasticConfig, *, start_deadline_s: float) -> Opening:
-        def decide() -> Opening | Wait:
-            excluded = must_leave(self._store.view(round), self.member_id, round)
+    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
+        def decide() -> Opening | Verdict | Wait:
+            view = self._store.view(round)
+            excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
-            return self._open(round, elastic)
+            if view.committed is not None and view.committed.round >= round:
+                return view.committed
+            return self._open(view, round, rules)
 
         return self._store.wait_for(decide)
 
-    def await_admission(self, round: int, elastic: ElasticConfig) -> Opening | Verdict:
-        def decide() -> Opening | Verdict | Wait:
-            committed = self._store.view(round).committed
-            return committed if committed is not None and committed.round >= round else self._open(round, elastic)
-
-        return self._store.wait_for(decide)
-
-    def _open(self, round: int, elastic: ElasticConfig) -> Opening | Wait:
-        view = self._store.view(round)
-        decision = next_opening(
-            view, round, min_nodes=elastic.min_nodes, start_nodes=elastic.start_nodes, start_timed_out=False
-        )
+    def _open(self, view: View, round: int, rules: Rules) -> Opening | Wait:
+        expected = view.committed.members if view.committed is not None else ()
+        missing = {m for m in expected if m in view.alive and m not in view.ready}
+        are_late = has_quorum(view) and missing <= self._store.given_up
+        decision = next_opening(view, round, rules, Patience(stragglers_are_late=are_late))
         if isinstance(decision, Opening) and decision != view.opening:
             self._store.openings.append(decision)
             self._store.changed.notify_all()
         return decision if isinstance(decision, Wait) or self.member_id in decision.members else Wait("not listed")
 
     def vote(self, opening: Opening, digest: str) -> None:
-        self._store.change(lambda: self._store.votes.setdefault(opening.version, {}).setdefault(self.member_id, digest))
+        self._store.change(lambda: self._store.votes.setdefault(opening.id, {}).setdefault(self.member_id, digest))
 
     def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
         def decide() -> Verdict | Wait:
             view = self._store.view(opening.round)
             if view.committed is not None and view.committed.round >= opening.round:
-                if view.committed.version == opening.version:
+                if view.committed.opening == opening:
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
             self._store.require_sound(opening)
             decision = next_verdict(view, opening, payload)
             if decision is None:
-                self._store.failed[opening.version] = "the members hold different results"
+                self._store.failed[opening.id] = "the members hold different results"
                 self._store.changed.notify_all()
                 return Wait("results differ")
             if isinstance(decision, Verdict):
@@ -174,7 +197,10 @@ class MemoryMember:
         return self._store.wait_for(decide)
 
     def report_failure(self, opening: Opening, reason: str) -> None:
-        self._store.change(lambda: self._store.failed.setdefault(opening.version, reason))
+        self._store.change(lambda: self._store.failed.setdefault(opening.id, reason))
+
+    def record_stall(self, round: int, reason: str) -> None:
+        """Nothing: the run has no folder."""
 
     def watch(self, opening: Opening | None) -> None:
         """Nothing: the lanes look at the store themselves."""
@@ -192,22 +218,25 @@ class MemoryLanes:
         self.damage: Callable[[Tensor], object] | None = None
         """Applied once to what arrives."""
         self._store = store
-        self._member_id = member_id
+        self.member_id = member_id
 
     def connect(self, opening: Opening, node_rank: int) -> None:
-        assert opening.members[node_rank] == self._member_id
-        self._store.change(lambda: self._store.connected.add((opening.version, self._member_id)))
+        assert opening.members[node_rank] == self.member_id
+        self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
 
-    def all_reduce(self, parts: Sequence[tuple[int, Tensor]], opening: Opening) -> None:
+    def all_reduce(
+        self, parts: Sequence[tuple[int, Tensor]], opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
         if len(opening.members) == 1:
             return
-        store, version = self._store, opening.version
+        on_progress(0.0)
+        store, number = self._store, opening.id
         for lane, part in parts:
-            sent = {self._member_id: part.clone()}
-            store.change(lambda lane=lane, sent=sent: store.sent.setdefault((version, lane), {}).update(sent))
+            sent = {self.member_id: part.clone()}
+            store.change(lambda lane=lane, sent=sent: store.sent.setdefault((number, lane), {}).update(sent))
 
         def arrived() -> bool | Wait:
-            if all(len(store.sent[version, lane]) == len(opening.members) for lane, _ in parts):
+            if all(len(store.sent[number, lane]) == len(opening.members) for lane, _ in parts):
                 return True
             store.require_sound(opening)
             return Wait("parts of others")
@@ -218,10 +247,11 @@ class MemoryLanes:
             self.abandoned += [part for _, part in parts]
             raise
         for lane, part in parts:
-            part.copy_(sum((store.sent[version, lane][m] for m in opening.members), torch.zeros_like(part)))
+            part.copy_(sum((store.sent[number, lane][m] for m in opening.members), torch.zeros_like(part)))
         damage, self.damage = self.damage, None
         if damage is not None:
             damage(parts[0][1])
+        on_progress(1.0)
 
     def leave_behind(self) -> None:
         """Nothing to part from."""
@@ -248,8 +278,17 @@ class FakeNode:
     inner: InnerOptimizer
     buffers: SharedBuffers
     journal: Journal
+    departure: Departure
+    faults: FaultPoints
     outer: OuterAlgorithm
-    step: int = 0
+    steps: int = 0
+    """Made since this node was last dealt samples."""
+
+    @property
+    def dealt_steps(self) -> int:
+        """Inner steps for which this node holds samples."""
+        spans = self.outer.progress.assigned.get(self.member.member_id, ())
+        return sum(stop - start for start, stop in spans) // BATCH
 
     @property
     def params(self) -> Tensor:
@@ -271,51 +310,47 @@ class FakeNode:
         for name, part in zip(names, flat.split([targets[name].numel() for name in names]), strict=True):
             targets[name].copy_(part.view_as(targets[name]))
 
-    def diloco_step(self, update: Tensor, tokens: int) -> RoundReport | None:
-        """An inner step that moves the parameters by `update`, with the hooks around it."""
-        assert self.outer.sync_gradients(self.step, tokens) is None
+    def diloco_step(self, update: Tensor, tokens: int, *, ends_round: bool | None = None) -> RoundReport | None:
+        """An inner step that moves the parameters by `update`, with the hooks around it, as the trainer makes it.
+
+        `ends_round`: None: when the samples are used up.
+        """
+        assert self.outer.sync_gradients(self.inner.step_count, tokens) is None
         self.set_params(self.params + update)
-        self.step += 1
-        self.inner.seek(self.step)
-        return self.outer.sync_parameters(self.step - 1, tokens)
+        self.inner.seek(self.inner.step_count + 1)
+        self.steps += 1
+        is_over = self.steps >= self.dealt_steps if ends_round is None else ends_round
+        report = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+        self.steps = self.steps if report is None else 0
+        return report
 
     def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
         """An inner step with this local gradient, as the trainer makes it."""
         self.set_gradient(gradient)
-        self.outer.sync_gradients(self.step, tokens)
+        self.outer.sync_gradients(self.inner.step_count, tokens)
         self.inner.step()
         self.inner.zero_grad()
-        self.step += 1
-        return self.outer.sync_parameters(self.step - 1, tokens)
+        return self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
         """A round of one step of whichever algorithm this is."""
-        step = self.diloco_step if isinstance(self.outer, DiLoCo) else self.ddp_step
-        report = step(update, tokens)
+        is_diloco = isinstance(self.outer, DiLoCo)
+        report = self.diloco_step(update, tokens, ends_round=True) if is_diloco else self.ddp_step(update, tokens)
         assert report is not None
         return report
+
+    def take_steps(self, updates: Sequence[Tensor], tokens: int) -> RoundReport:
+        """A round of DiLoCo with these inner steps."""
+        reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
+        assert reports[-1] is not None
+        return reports[-1]
 
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
         copy = donor.outer.copy_state()
         for name, section in copy.sections.items():
             self.buffers[name].copy_(section)
-        self.step = copy.payload["progress"]["inner_step"]
         return self.outer.adopt(copy.round, copy.payload)
-
-    def join(self, donor: FakeNode) -> RoundReport:
-        """Take part in the next round with weight 0."""
-        round = donor.outer.round + 1
-        self.mesh.announce_ready(Ready(round, 0, self.outer.state))
-
-        def await_opening() -> Opening:
-            outcome = self.mesh.await_admission(round)
-            assert isinstance(outcome, Opening)
-            return outcome
-
-        report = self.outer.join(await_opening)
-        self.step = self.outer.progress.inner_step
-        return report
 
 
 @dataclass
@@ -328,26 +363,28 @@ class FakeRun:
     lanes: int = 1
     founders: int = 1
     total_steps: int = 1000
+    journal_rounds: int = 8
     store: MemoryStore = field(default_factory=MemoryStore)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]
 
-    def add(self, name: str, inject: Sequence[str] = ()) -> FakeNode:
-        """Build a node; it is in no round yet."""
+    def add(self, name: str, inject: Sequence[str] = (), pace: int | None = None) -> FakeNode:
+        """Build a node; it is in no round yet. `pace`: its inner steps in a round, where they differ from the run's."""
         local = replace(self.local, control=dist.new_group([0], backend="gloo"))
         folder = self.folder / name
         folder.mkdir()
         member = MemoryMember(self.store, name)
         lanes = MemoryLanes(self.store, name, self.lanes)
         board = NodeBoard(folder / "board", create=True)
-        elastic = ElasticConfig(start_nodes=self.founders)
-        mesh = ElasticDeviceMesh(local, member, lanes, board, elastic)  # pyright: ignore[reportArgumentType]
+        rules = Rules(start_nodes=self.founders)
+        mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = TinyModel()
         layout = FlatLayout.of(model)
+        steps = self.algorithm.most_inner_steps if isinstance(self.algorithm, DilocoConfig) else 1
 
-        def die(_signal: object) -> None:
+        def die(_action: str) -> None:
             self.store.await_connected(name)
             member.close()
             raise NodeDied(name)
@@ -358,24 +395,48 @@ class FakeRun:
             inner=InnerOptimizer(model, OPTIM, total_steps=self.total_steps),
             buffers=SharedBuffers(folder, layout.numel, local),
             shards=ShardMap(layout, 0, 1),
-            journal=Journal(max_rounds=8, max_bytes=1 << 20),
-            shape=RunShape(self.total_steps, getattr(self.algorithm, "inner_steps", 1), batch_size=4),
+            journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
+            shape=RunShape(self.total_steps, BATCH),
+            pace=Pace(pace or steps),
+            departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
+            fetch_entry=lambda round: self._fetch_entry(round, name),
         )
         outer = (
             DiLoCo(parts, self.algorithm)
             if isinstance(self.algorithm, DilocoConfig)
             else Ddp(parts, clip_norm=CLIP_NORM)
         )
-        self.nodes[name] = FakeNode(member, lanes, mesh, model, parts.inner, parts.buffers, parts.journal, outer)
+        rest = (parts.inner, parts.buffers, parts.journal, parts.departure, parts.faults, outer)
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]
+
+    def _fetch_entry(self, round: int, asker: str) -> FetchedRound:
+        """What a node asks of the others: an entry of their journals, into its own result buffer."""
+        for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.alive):
+            entry = donor.journal.await_entry(round) if donor is not self[asker] else None
+            if entry is not None:
+                self[asker].buffers[RESULT].copy_(entry.result)
+                return FetchedRound(entry.payload, entry.state)
+        raise RecoveryFailed(f"nobody keeps round {round}")
+
+    def replace_member(self, name: str) -> None:
+        """As after a fence: the node lives on as another member."""
+        node = self[name]
+        node.member.close()
+        node.member = MemoryMember(self.store, f"{name}-again")
+        node.lanes.member_id = node.member.member_id
+        node.mesh.replace_member(node.member)  # pyright: ignore[reportArgumentType]
+        node.steps = 0
 
     def together(self, **works: Callable[[], _T]) -> dict[str, _T | BaseException]:
         """Run a piece of work for each named node at the same time. What one raises is its outcome."""
         with ThreadPoolExecutor(len(works)) as pool:
             running = {name: pool.submit(work) for name, work in works.items()}
             errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
-            unexpected = [e for e in errors.values() if e is not None and not isinstance(e, NodeDied | Fenced)]
+            unexpected = [
+                e for e in errors.values() if e is not None and not isinstance(e, NodeDied | Fenced | RunOver)
+            ]
             if unexpected:
                 raise unexpected[0]
             return {name: error or running[name].result() for name, error in errors.items()}
@@ -388,6 +449,27 @@ class FakeRun:
         }
         outcomes = self.together(**works)
         return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RoundReport)}
+
+    def round_with_joiner(self, joiner: str, tokens: int = 10, **updates: Tensor) -> dict[str, Any]:
+        """A round of the named nodes that begins when the joiner stands at its boundary."""
+        member_id = self[joiner].member.member_id
+        works: dict[str, Callable[[], RoundReport]] = {joiner: self[joiner].outer.join}
+        for name, update in updates.items():
+            works[name] = partial(self._step_beside, member_id, name, update, tokens)
+        return self.together(**works)
+
+    def round_with_late(
+        self, late: str, steps: Sequence[Tensor], tokens: int = 10, **updates: Tensor
+    ) -> dict[str, Any]:
+        """A round to which a late node comes at last, with what it learned; the others begin when it is there."""
+        works: dict[str, Callable[[], RoundReport]] = {late: partial(self[late].take_steps, steps, tokens)}
+        for name, update in updates.items():
+            works[name] = partial(self._step_beside, late, name, update, tokens)
+        return self.together(**works)
+
+    def _step_beside(self, member_id: str, name: str, update: Tensor, tokens: int) -> RoundReport:
+        self.store.await_ready(self[name].outer.round + 1, member_id)
+        return self[name].take_step(update, tokens)
 
 
 StartRun = Callable[..., FakeRun]
@@ -410,11 +492,21 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         *names: str,
         lanes: int = 1,
         total_steps: int = 1000,
+        journal_rounds: int = 8,
         inject: Mapping[str, Sequence[str]] | None = None,
+        pace: Mapping[str, int] | None = None,
     ) -> FakeRun:
-        run = FakeRun(algorithm, tmp_path, local, lanes=lanes, founders=len(names), total_steps=total_steps)
+        run = FakeRun(
+            algorithm,
+            tmp_path,
+            local,
+            lanes=lanes,
+            founders=len(names),
+            total_steps=total_steps,
+            journal_rounds=journal_rounds,
+        )
         for name in names:
-            run.add(name, (inject or {}).get(name, ()))
+            run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))
         run.together(**{name: run[name].outer.found for name in names})
         return run
 

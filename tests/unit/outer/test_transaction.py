@@ -31,7 +31,7 @@ def test_founding_is_a_round_of_all_founders_that_moves_nothing(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", "b")
-    assert [(v.round, v.members, v.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
+    assert [(v.round, v.members, v.opening.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
     assert run["a"].outer.round == run["b"].outer.round == 0
     assert run["a"].outer.progress.assigned == {"a": ((0, 4),), "b": ((4, 8),)}
 
@@ -117,8 +117,8 @@ def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
     reports = run.round(a=sound[0], b=sound[1])
     before = [opening for opening in run.store.openings if opening.round == 1]
     assert len(before) == 2
-    assert run.store.failed[before[0].version] == "the members hold different results"
-    assert [v.version for v in run.store.verdicts if v.round == 1] == [before[1].version]
+    assert run.store.failed[before[0].id] == "the members hold different results"
+    assert [v.opening for v in run.store.verdicts if v.round == 1] == [before[1]]
     assert {(r.retries, r.state) for r in reports.values()} == {(1, run["a"].outer.state)}
 
 
@@ -129,9 +129,9 @@ def test_no_member_applies_before_the_verdict(start_run: StartRun, noise: Noise,
     node = run["a"]
     lanes_reduce = node.lanes.all_reduce
 
-    def observe(parts, opening) -> None:
+    def observe(parts, opening, on_progress) -> None:
         states.append(digest_of(*(node.buffers[name] for name in node.outer.sections)))
-        lanes_reduce(parts, opening)
+        lanes_reduce(parts, opening, on_progress)
 
     node.lanes.all_reduce = observe
     run.round(a=noise(1), b=noise(2))
@@ -252,7 +252,7 @@ def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
     joiner = run.add("b")
     joiner.receive(run["a"])
     before, update = run["a"].params, noise(20)
-    outcome = run.together(b=lambda: joiner.join(run["a"]), a=lambda: run["a"].take_step(update, 10))
+    outcome = run.round_with_joiner("b", a=update)
     assert outcome["a"].members == outcome["b"].members == ("a", "b")
     assert outcome["a"].weights == (10, 0)
     assert torch.equal(run["a"].buffers[RESULT], contribution_of(algorithm, before, update))

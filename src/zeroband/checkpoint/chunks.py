@@ -1,0 +1,155 @@
+"""A state cut into hashed chunks, and the manifest in which a donor says what each of them is. Pure; no sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from torch import Tensor
+from typing_extensions import Buffer
+
+from zeroband.errors import RecoveryFailed
+
+CHUNK_BYTES = 8 << 20
+"""Large enough that a request's round trip does not count, small enough to be lost without regret."""
+
+MAX_CHUNK_BYTES = 64 << 20
+"""A joiner holds one chunk for each connection in memory; larger ones are refused."""
+
+MAX_SECTION_BYTES = 1 << 40
+"""A section of unknown length is refused above this."""
+
+_HASH_BYTES = 16
+_SHOWN = 60
+"""Of a value that a donor says, so many characters are put into a message."""
+
+_TEXT_LENGTH = 120
+
+
+@dataclass(frozen=True, order=True)
+class Chunk:
+    """One piece of a section; all but the last of a section are `chunk_bytes` long."""
+
+    section: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"chunk {self.index} of {self.section}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a donor claims to hold. Two donors agree when their `claim` is equal."""
+
+    round: int
+    state: str
+    """Digest of the outer state after the round."""
+    payload: Mapping[str, Any]
+    chunk_bytes: int
+    lengths: Mapping[str, int]
+    """Bytes of each section."""
+    hashes: Mapping[str, tuple[str, ...]]
+    """For each section, the hash of each chunk."""
+
+    @cached_property
+    def claim(self) -> str:
+        """One value for all that the manifest says."""
+        return chunk_hash(self.to_json())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.lengths.values())
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, section by section."""
+        for section, hashes in self.hashes.items():
+            yield from (Chunk(section, index) for index in range(len(hashes)))
+
+    def part(self, chunk: Chunk, section: memoryview) -> memoryview:
+        """The bytes of a chunk within its section."""
+        return section[chunk.index * self.chunk_bytes : (chunk.index + 1) * self.chunk_bytes]
+
+    def to_json(self) -> bytes:
+        """What crosses the wire; equal manifests give equal bytes."""
+        record = {
+            "round": self.round,
+            "state": self.state,
+            "payload": json.loads(json.dumps(self.payload)),  # keys become strings before they are sorted
+            "chunk_bytes": self.chunk_bytes,
+            "sections": {
+                name: {"bytes": self.lengths[name], "hashes": list(self.hashes[name])} for name in self.lengths
+            },
+        }
+        return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+    def difference(self, other: Manifest) -> str:
+        """The first value in which another manifest differs from this one, in words; empty if none does."""
+        for name in ("round", "state", "chunk_bytes", "lengths"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"its {name} is {theirs!r:.{_SHOWN}}, the others' is {ours!r:.{_SHOWN}}"
+        for chunk in self.chunks():
+            ours, theirs = (manifest.hashes[chunk.section][chunk.index] for manifest in (self, other))
+            if ours != theirs:
+                return f"its {chunk} has hash {theirs}, the others' has {ours}"
+        return "" if self.claim == other.claim else f"its payload is {other.payload!r:.{_SHOWN}}, not the others'"
+
+
+def chunk_hash(data: bytes | memoryview) -> str:
+    """Hash of a piece of the state: blake2b of 128 bits, computed with the interpreter lock released."""
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(cast(Buffer, tensor.numpy())).cast("B")
+
+
+def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> Manifest:
+    """Read a donor's manifest; `lengths`: bytes of each section that the joiner has room for, None if any will do.
+
+    Raises RecoveryFailed unless every value is of its type, within its bounds, and fits the others.
+    """
+    try:
+        record = json.loads(data)
+        manifest = Manifest(
+            round=_number(record["round"], 0, 1 << 62),
+            state=_text(record["state"]),
+            payload=_mapping(record["payload"]),
+            chunk_bytes=_number(record["chunk_bytes"], 1, MAX_CHUNK_BYTES),
+            lengths={n: _number(s["bytes"], 0, MAX_SECTION_BYTES) for n, s in _mapping(record["sections"]).items()},
+            hashes={n: tuple(_text(h) for h in s["hashes"]) for n, s in record["sections"].items()},
+        )
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RecoveryFailed(f"it answers nonsense: {error!r:.200}") from error
+    if lengths is not None and manifest.lengths != lengths:
+        raise RecoveryFailed(
+            f"it serves sections of {manifest.lengths!r:.{_SHOWN}} bytes, this node needs {dict(lengths)}"
+        )
+    for name, length in manifest.lengths.items():
+        needed, listed = -(-length // manifest.chunk_bytes), len(manifest.hashes[name])
+        if listed != needed:
+            raise RecoveryFailed(f"it lists {listed} chunks of {name!r:.{_SHOWN}}, {length} bytes are {needed}")
+    return manifest
+
+
+def _number(value: object, lowest: int, highest: int) -> int:
+    if type(value) is not int or not lowest <= value <= highest:
+        raise ValueError(f"{value!r:.{_SHOWN}} is no whole number from {lowest} to {highest}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _TEXT_LENGTH:
+        raise ValueError(f"{value!r:.{_SHOWN}} is no text of at most {_TEXT_LENGTH} characters")
+    return value
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.{_SHOWN}} is no mapping")
+    return cast(dict[str, Any], value)

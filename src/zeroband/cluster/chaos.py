@@ -1,0 +1,304 @@
+"""`zeroband chaos @config ...`: a run of several nodes on this machine to which faults happen at random for minutes.
+
+Checks all along that no result diverges, no data is lost and nobody hangs, and ends with a report of one page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.cluster.chaos_checks import Pulse
+from zeroband.cluster.chaos_effects import left_behind
+from zeroband.cluster.chaos_measure import compare, round_costs
+from zeroband.cluster.chaos_plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
+from zeroband.cluster.chaos_report import Counts, Setting, render
+from zeroband.cluster.chaos_soak import Soak, SoakFailed, SoakRules
+from zeroband.cluster.chaos_watch import NodeFiles, Violations, Watch
+from zeroband.cluster.interrupts import counted_interrupts
+from zeroband.cluster.local import LocalCluster
+from zeroband.cluster.network import Network
+from zeroband.cluster.redis_server import RedisServer
+from zeroband.config import RunConfig, load_config
+from zeroband.data.audit import Audit
+from zeroband.elastic.store import Store
+from zeroband.errors import ConfigError
+
+_CONFIG = Path(__file__).parents[3] / "configs" / "chaos.toml"
+_EXIT_VIOLATED, _EXIT_CONFIG = 1, 2
+_STORE_PATIENCE_S = 10.0
+_LEAVING_S = 15.0
+"""For the last guardians to clean up."""
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """What to run, and for how long."""
+
+    arguments: tuple[str, ...]
+    """Of every node: `@config.toml --section.key value`."""
+    nodes: int = 8
+    mtbf_s: float = 20.0
+    """Mean time between two faults of the whole run."""
+    minutes: float = 10.0
+    baseline_minutes: float | None = None
+    """Undisturbed before that. None: a fifth of `minutes`."""
+    seed: int = 1
+    keep_undisturbed: int = 2
+    slack_s: float = 10.0
+    """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
+    directory: Path = Path("runs")
+    """Becomes run.dir."""
+
+    @property
+    def calm_minutes(self) -> float:
+        return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a soak ended."""
+
+    report: str
+    violations: tuple[str, ...]
+    run_dir: Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code: 0 only if all invariants held, 1 if not, 2 for wrong arguments."""
+    parser = _parser()
+    known, arguments = parser.parse_known_args(argv)
+    if not any(argument.startswith("@") for argument in arguments):
+        arguments.insert(0, f"@{_CONFIG}")
+    options = ChaosOptions(
+        arguments=tuple(arguments),
+        nodes=known.nodes,
+        mtbf_s=known.mtbf_s,
+        minutes=known.minutes,
+        baseline_minutes=known.baseline_minutes,
+        seed=known.seed,
+        keep_undisturbed=known.keep_undisturbed,
+        slack_s=known.slack_s,
+        directory=Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")),
+    )
+    try:
+        with counted_interrupts() as interrupts:
+            outcome = soak(options, is_stopped=lambda: interrupts.count > 0)
+            print(f"\n{outcome.report}")
+            if known.report is not None:
+                known.report.write_text(outcome.report, encoding="utf-8")
+            if interrupts.count:
+                return interrupts.exit_code
+            return _EXIT_VIOLATED if outcome.violations else 0
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except SoakFailed as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_VIOLATED
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = ChaosOptions(())
+    parser = argparse.ArgumentParser(
+        prog="zeroband chaos",
+        usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
+        description="Several nodes on this machine train together while faults strike them and their store at random; "
+        f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=int, default=default.nodes, help="default: %(default)s")
+    parser.add_argument("--mtbf-s", type=float, default=default.mtbf_s, help="mean gap of faults, default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=default.minutes, help="with faults, default: %(default)s")
+    parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
+    parser.add_argument(
+        "--keep-undisturbed",
+        type=int,
+        default=default.keep_undisturbed,
+        help="nodes left in peace, default: %(default)s",
+    )
+    parser.add_argument(
+        "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
+    )
+    parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
+    return parser
+
+
+def soak(
+    options: ChaosOptions,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> Outcome:
+    """Run a soak. Raises ConfigError for wrong options, SoakFailed where the nodes do not begin to train."""
+    if options.nodes < options.keep_undisturbed or min(options.mtbf_s, options.minutes, options.nodes) <= 0:
+        raise ConfigError("--nodes must be at least --keep-undisturbed; --mtbf-s and --minutes must be above 0")
+    obstacle = Network.obstacle()
+    violations = Violations(say)
+    with ExitStack() as stack:
+        network = None if obstacle else stack.enter_context(Network())
+        cluster = stack.enter_context(_open_cluster(options, network))
+        config = load_config(cluster.arguments, cluster.environment("node0", 1))
+        say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
+        outcome = _Conducted(options, cluster, config, violations, obstacle)
+        outcome.conduct(is_stopped, say)
+        outcome.check_left_behind(is_closed=False)
+    outcome.check_left_behind(is_closed=True)
+    report = outcome.report()
+    (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
+    return Outcome(report, tuple(violations.found), cluster.run_dir)
+
+
+def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
+    redis = RedisServer(persistent=True) if network is None else RedisServer.within(network, persistent=True)
+    return LocalCluster(
+        options.directory,
+        options.arguments,
+        nodes=options.nodes,
+        run_id=time.strftime("chaos-%Y%m%d-%H%M%S", time.gmtime()) + f"-{os.getpid()}",
+        env={"OMP_NUM_THREADS": "1"},
+        network=network,
+        redis=redis,
+    )
+
+
+class _Conducted:
+    """One soak, and what its report is made of."""
+
+    def __init__(
+        self, options: ChaosOptions, cluster: LocalCluster, config: RunConfig, violations: Violations, obstacle: str
+    ) -> None:
+        self._options, self._cluster, self._config = options, cluster, config
+        self._violations, self._obstacle = violations, obstacle
+        began_s, began_at_s = time.monotonic(), time.time()
+        self._now = lambda: time.monotonic() - began_s
+        names = tuple(f"node{number}" for number in range(options.nodes))
+        self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
+        self._plan = self._planned(names)
+
+    def _planned(self, names: tuple[str, ...]) -> tuple[Fault, ...]:
+        kinds = tuple(kind for kind in PLANNED if not (self._obstacle and kind in OF_NETWORK))
+        options = self._options
+        rules = PlanRules(
+            nodes=names,
+            duration_s=60 * options.minutes,
+            mtbf_s=options.mtbf_s,
+            kinds=kinds,
+            detect_s=self._config.fault.detect_s,
+            keep_undisturbed=options.keep_undisturbed,
+        )
+        self._left_out = self._why_left_out(rules)
+        return plan(rules, options.seed)
+
+    def _why_left_out(self, rules: PlanRules) -> str:
+        reasons: list[str] = []
+        if self._obstacle:
+            reasons.append(f"{', '.join(kind.value for kind in OF_NETWORK)} ({self._obstacle})")
+        if crowding := [kind.value for kind in rules.kinds if kind not in rules.possible_kinds()]:
+            reasons.append(
+                f"{', '.join(crowding)} (they would leave fewer than {rules.keep_undisturbed} nodes in peace)"
+            )
+        return "; ".join(reasons)
+
+    def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """All phases, from the first start to the last exit."""
+        options, cluster, fault = self._options, self._cluster, self._config.fault
+        assert cluster.redis is not None
+        rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)
+        url, run_id = cluster.redis.local_url, cluster.run_id
+        with closing(Store(url, run_id, lease_s=fault.lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+            self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
+            soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
+            self._course = soak.course
+            soak.found(self._ranks())
+            say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
+            round_s = soak.stay_calm(60 * options.calm_minutes)
+            watch.pulse = Pulse(round_s=round_s, detect_s=fault.detect_s, slack_s=options.slack_s)
+            for node in cluster.nodes:
+                watch.pulse.advanced(node, self._now())
+            say(f"{self._now():7.1f} s  {len(self._plan)} faults in {options.minutes:g} minutes")
+            soak.storm(self._plan, 60 * options.minutes)
+            say(f"{self._now():7.1f} s  no more faults; all nodes shall come back")
+            soak.calm_down()
+            soak.end()
+        self._audit: Audit = watch.check_data(is_final=True)
+
+    def _ranks(self) -> list[int]:
+        """The last of three or more nodes has two ranks, so that one can be lost alone."""
+        ranks = [1] * self._options.nodes
+        if len(ranks) >= 3:
+            ranks[-1] = 2
+        return ranks
+
+    def check_left_behind(self, *, is_closed: bool) -> None:
+        """Report what is there and should not be; guardians may take a moment to clean up."""
+        end_s = time.monotonic() + _LEAVING_S
+        while left := left_behind(self._cluster.run_id, self._cluster, is_closed=is_closed):
+            if time.monotonic() > end_s:
+                when = "after everything was closed" if is_closed else "after all nodes had ended"
+                self._violations.add(f"left behind {when}: {', '.join(left)}")
+                return
+            time.sleep(0.1)
+
+    def report(self) -> str:
+        """The page."""
+        course, options = self._course, self._options
+        costs, fences = [], []
+        for node, records in self._files.records.items():
+            of_node = round_costs(node, records)
+            costs += of_node[0]
+            fences += of_node[1]
+        comparison = compare(costs, fences, course.struck, course.calm, course.end_s)
+        calm_s = course.calm[1] - course.calm[0]
+        audit = self._audit
+        events = [record for records in self._files.records.values() for record in records if "kind" in record]
+        counts = Counts(
+            rounds=audit.rounds,
+            retries=len({(e["round"], e["reason"]) for e in events if e["kind"] == "round_retried"}),
+            fences=sum(e["kind"] == "fenced" for e in events),
+            mismatches=self._watch.agreement.mismatches,
+            hangs=self._watch.hangs,
+            planned=len(self._plan),
+            audit=_data_line(audit),
+            cpu_share=course.calm_cpu_s / calm_s / (os.cpu_count() or 1) if calm_s else 0.0,
+            restart_cpu_s=tuple(one.restart_cpu_s for one in course.struck if one.restart_cpu_s is not None),
+        )
+        setting = Setting(
+            machine=_machine(),
+            command=shlex.join(["zeroband", "chaos", *options.arguments]),
+            config=_summary(self._config),
+            seed=options.seed,
+            nodes=options.nodes,
+            minutes=options.minutes,
+            baseline_minutes=options.calm_minutes,
+            mtbf_s=options.mtbf_s,
+            left_out=self._left_out,
+        )
+        return render(setting, course.struck, comparison, counts, self._violations.found)
+
+
+def _data_line(audit: Audit) -> str:
+    repeated, skipped = (sum(stop - start for start, stop in spans) for spans in (audit.repeated, audit.skipped))
+    return f"{audit.trained} samples trained, {repeated} repeated, {skipped} skipped"
+
+
+def _machine() -> str:
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return f"{os.cpu_count()} cores, {memory_gb:.0f} GB, {platform.system()} {platform.release()}"
+
+
+def _summary(config: RunConfig) -> str:
+    outer = config.outer.model_dump(exclude_none=True, exclude={"optimizer"}) if config.outer is not None else {}
+    shown = {f"outer.{name}": value for name, value in outer.items()}
+    shown |= {"fault.detect_s": config.fault.detect_s, "fault.inject": " ".join(config.fault.inject) or "none"}
+    shown |= {"model.d_model": config.model.d_model, "train.batch_size": config.train.batch_size}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())

@@ -1,0 +1,173 @@
+"""The plan of a soak: which fault strikes which node when, drawn from a seed. Pure: time and chance are arguments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What happens. The value is its name in reports."""
+
+    MACHINE_KILLED = "machine killed"
+    RANKS_KILLED = "ranks killed"
+    OUT_OF_MEMORY = "out of memory"
+    MACHINE_FROZEN = "machine frozen"
+    RANKS_FROZEN = "ranks frozen"
+    CUT_OFF = "cut off"
+    SENDS_NOTHING = "sends nothing"
+    RECEIVES_NOTHING = "receives nothing"
+    PAIR_CUT = "pair cut"
+    LINK_DOWN = "link down"
+    STORE_PAUSED = "store paused"
+    STORE_RESTARTED = "store restarted"
+    STORE_EMPTIED = "store emptied"
+    LEAVES = "asked to leave"
+    ENDED = "ended by itself"
+
+
+PLANNED = tuple(kind for kind in Kind if kind is not Kind.ENDED)
+"""Those that a plan may hold."""
+
+OF_PROCESSES = (Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.LEAVES, Kind.ENDED)
+"""After these the node's processes end, and it is started again."""
+
+OF_RANKS = (Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RANKS_FROZEN, Kind.LEAVES)
+"""These need ranks to strike, not only a launcher."""
+
+OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR_CUT, Kind.LINK_DOWN)
+"""These need a network that can be broken."""
+
+OF_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
+"""These strike no node, and all."""
+
+MEANINGS = {
+    Kind.MACHINE_KILLED: "SIGKILL of every process of the node at once; its memory is gone",
+    Kind.RANKS_KILLED: "SIGKILL of the trainer's ranks; launcher and guardian live on",
+    Kind.OUT_OF_MEMORY: "SIGKILL of the last rank, as the kernel does when memory runs out",
+    Kind.MACHINE_FROZEN: "SIGSTOP of every process of the node, later SIGCONT",
+    Kind.RANKS_FROZEN: "SIGSTOP of the ranks only, later SIGCONT",
+    Kind.CUT_OFF: "all packets from and to the node are lost, silently",
+    Kind.SENDS_NOTHING: "all packets from the node are lost; it still receives",
+    Kind.RECEIVES_NOTHING: "all packets to the node are lost; it still sends",
+    Kind.PAIR_CUT: "two nodes do not reach one another; both reach all others and the store",
+    Kind.LINK_DOWN: "the node's interface is taken down, later up",
+    Kind.STORE_PAUSED: "SIGSTOP of Redis, later SIGCONT",
+    Kind.STORE_RESTARTED: "Redis is killed, and started later with its data",
+    Kind.STORE_EMPTIED: "Redis is killed, and started later without any data",
+    Kind.LEAVES: "SIGTERM to the ranks: the node hands over its work and ends",
+    Kind.ENDED: "not a fault of the plan: a node ended, and nothing had been done to it that explains it",
+}
+
+_SHORTEST, _LONGEST = 0.3, 6.0
+"""How long a fault lasts in units of detect_s: from what nobody should notice to what everybody must."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a plan."""
+
+    number: int
+    at_s: float
+    """After the end of the undisturbed phase."""
+    kind: Kind
+    nodes: tuple[str, ...]
+    """Those that it strikes; none for the store's."""
+    lasts_s: float
+    """Until it is undone: the node is started again, resumed, healed, or the store is back."""
+
+    def __str__(self) -> str:
+        struck = f" {' and '.join(self.nodes)}" if self.nodes else ""
+        return f"#{self.number}{struck} {self.kind.value} for {self.lasts_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What a plan must obey."""
+
+    nodes: tuple[str, ...]
+    duration_s: float
+    mtbf_s: float
+    """Mean of the exponential gaps between two faults of the whole run."""
+    kinds: tuple[Kind, ...]
+    detect_s: float
+    keep_undisturbed: int = 2
+    """So many nodes are left in peace at any time."""
+    recovery_s: float = 25.0
+    """Assumed time from the end of a fault until its node contributes again."""
+
+    def possible_kinds(self) -> tuple[Kind, ...]:
+        """Those that leave enough nodes in peace, in the order of `kinds`."""
+        spare = len(self.nodes) - self.keep_undisturbed
+        return tuple(kind for kind in self.kinds if targets_of(kind) <= spare)
+
+
+def targets_of(kind: Kind) -> int:
+    """How many nodes a fault of this kind strikes."""
+    if kind in OF_STORE:
+        return 0
+    return 2 if kind is Kind.PAIR_CUT else 1
+
+
+def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
+    """The faults of a soak in the order of time; the same for the same rules and seed.
+
+    Each kind comes once before any comes again. A node that has recovered from the last fault, or is recovering, may be
+    struck again; a fault that would leave too few in peace waits until it does not.
+    """
+    chance = random.Random(seed)
+    kinds, bag = rules.possible_kinds(), list[Kind]()
+    calendar = _Calendar(rules)
+    faults: list[Fault] = []
+    at_s = 0.0
+    while kinds:
+        at_s += chance.expovariate(1 / rules.mtbf_s)
+        bag = bag or chance.sample(kinds, len(kinds))
+        kind, lasts_s = bag.pop(), chance.uniform(_SHORTEST, _LONGEST) * rules.detect_s
+        at_s = calendar.first_chance_s(at_s, kind)
+        if at_s >= rules.duration_s:
+            break
+        nodes = tuple(sorted(chance.sample(calendar.candidates(at_s, kind), targets_of(kind))))
+        faults.append(Fault(len(faults) + 1, at_s, kind, nodes, lasts_s))
+        calendar.enter(faults[-1])
+    return tuple(faults)
+
+
+_STORE = ""
+
+
+class _Calendar:
+    """When each node, and the store, is struck, and when it is taken to have recovered."""
+
+    def __init__(self, rules: PlanRules) -> None:
+        self._rules = rules
+        self._undone_s = dict.fromkeys((*rules.nodes, _STORE), 0.0)
+
+    def enter(self, fault: Fault) -> None:
+        for node in fault.nodes or (_STORE,):
+            self._undone_s[node] = fault.at_s + fault.lasts_s
+
+    def _calm_s(self, node: str) -> float:
+        undone_s = self._undone_s[node]
+        return undone_s + self._rules.recovery_s if undone_s else 0.0
+
+    def candidates(self, at_s: float, kind: Kind) -> Sequence[str]:
+        """Nodes of which any may be struck; fewer than the kind needs where it must wait."""
+        undone = [node for node in self._rules.nodes if self._undone_s[node] <= at_s]
+        calm = [node for node in undone if self._calm_s(node) <= at_s]
+        spare = len(calm) - self._rules.keep_undisturbed
+        return undone if spare >= targets_of(kind) else [node for node in undone if node not in calm]
+
+    def first_chance_s(self, at_s: float, kind: Kind) -> float:
+        """The first time from `at_s` on when a fault of this kind is possible."""
+        while not self._is_possible(at_s, kind):
+            times = [time for node in self._undone_s for time in (self._undone_s[node], self._calm_s(node))]
+            at_s = min(time for time in times if time > at_s)
+        return at_s
+
+    def _is_possible(self, at_s: float, kind: Kind) -> bool:
+        if kind in OF_STORE:
+            return self._calm_s(_STORE) <= at_s
+        return len(self.candidates(at_s, kind)) >= targets_of(kind)

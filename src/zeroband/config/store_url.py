@@ -1,0 +1,222 @@
+"""The address of the run's Redis, taken apart and checked. Pure text: opens no file, asks no name server."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+_EXAMPLES = {
+    "redis": "redis://USER:PASSWORD@HOST:6379/0",
+    "rediss": "rediss://USER:PASSWORD@HOST:6379/0?ssl_ca_certs=/PATH/ca.pem",
+    "unix": "unix:///PATH/OF/SOCKET",
+    "redis+sentinel": "redis+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0",
+    "rediss+sentinel": "rediss+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0?ssl_ca_certs=/PATH/ca.pem",
+}
+"""By scheme."""
+
+_REDIS_PORT, _SENTINEL_PORT = 6379, 26379
+_BASIC_OPTIONS = ("db", "username", "password")
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_check_hostname", "ssl_cert_reqs")
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:@%]+))(?::([0-9]{1,5}))?")
+_SERVICE = re.compile(r"[A-Za-z0-9._-]+")
+_OPTION_NAME = re.compile(r"[a-z0-9_]{1,40}")
+
+
+@dataclass(frozen=True)
+class TlsOptions:
+    """How TLS is spoken; paths are as the user wrote them and may not exist."""
+
+    ca_certs: str | None = None
+    """PEM file of the authorities to trust. None: those of the system."""
+    certfile: str | None = None
+    """PEM file of our own certificate, for servers that ask for one."""
+    keyfile: str | None = None
+    """PEM file of its key. None: it lies in `certfile`."""
+    key_password: str | None = field(default=None, repr=False)
+    check_hostname: bool = True
+    """Whether the certificate must be for the host that the address names."""
+    verifies: bool = True
+    """Whether the server must prove who it is at all."""
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """Where the run's Redis is and how to log in. Neither `repr` nor `shown` holds a secret."""
+
+    scheme: str
+    hosts: tuple[tuple[str, int], ...]
+    """Host and port of the Redis, or of each Sentinel in the order of the address. Empty for a Unix socket."""
+    socket_path: str | None = None
+    service: str | None = None
+    """Name under which Sentinel knows the master. None: no Sentinel is asked."""
+    database: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+    tls: TlsOptions | None = None
+    """For the Redis and for its Sentinels. None: plain text."""
+
+    @property
+    def shown(self) -> str:
+        """The address without user, password and options, for messages."""
+        place = self.socket_path or ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
+        return f"{self.scheme}://{place}{f'/{self.service}' if self.service else ''}"
+
+
+def parse_store_url(text: str) -> StoreUrl:
+    """Take an address of a Redis apart: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `rediss+sentinel://`.
+
+    User, password, service, socket path and values of options may be percent-encoded; a `+` stays a `+`.
+    Raises: ValueError that says what is wrong and shows an example; it shows nothing that may be part of a password.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme not in _EXAMPLES:
+        raise _wrong("redis", f"it begins with none of {', '.join(f'{known}://' for known in _EXAMPLES)}")
+    if " " in text or not text.isprintable():
+        raise _wrong(scheme, "it holds a blank or a line break")
+    location, _, query = rest.partition("?")
+    authority, _, path = location.partition("/")
+    is_cut = "@" not in authority and "@" in (query if scheme == "unix" else rest)
+    if is_cut or "#" in rest:  # what follows may be the end of a password: never show it
+        raise _wrong(
+            scheme, "a user or password with one of / ? # @ % must have it percent-encoded: %2F %3F %23 %40 %25"
+        )
+    options = _options(scheme, query)
+    username, password, place = _credentials(scheme, authority, options)
+    socket_path, service, database = _path_parts(scheme, path, options)
+    return StoreUrl(
+        scheme=scheme,
+        hosts=_hosts(scheme, place),
+        socket_path=socket_path,
+        service=service,
+        database=database,
+        username=username,
+        password=password,
+        sentinel_username=options.get("sentinel_username"),
+        sentinel_password=options.get("sentinel_password"),
+        tls=_tls(scheme, options) if scheme.startswith("rediss") else None,
+    )
+
+
+def _wrong(scheme: str, why: str) -> ValueError:
+    return ValueError(f"store.url is no address of a Redis: {why}; it looks like {_EXAMPLES[scheme]}")
+
+
+def _options(scheme: str, query: str) -> dict[str, str]:
+    """The options behind the question mark, each checked to be known and to fit the scheme."""
+    options: dict[str, str] = {}
+    for item in query.split("&") if query else ():
+        name, _, value = item.partition("=")
+        if name in options:
+            raise _wrong(scheme, f"the option {name} stands there twice")
+        if (why := _objection(scheme, name)) is not None:
+            raise _wrong(scheme, why)
+        if not value:
+            raise _wrong(scheme, f"the option {name} is empty")
+        options[name] = unquote(value)
+    return options
+
+
+def _objection(scheme: str, name: str) -> str | None:
+    """Why an option may not stand in an address of this scheme, or None where it may."""
+    if name in _TLS_OPTIONS:
+        return None if scheme.startswith("rediss") else f"the option {name} needs TLS: rediss:// or rediss+sentinel://"
+    if name in _SENTINEL_OPTIONS:
+        return None if scheme.endswith("+sentinel") else f"the option {name} needs redis+sentinel://"
+    if name in _BASIC_OPTIONS:
+        return None
+    known = (*_BASIC_OPTIONS, *_TLS_OPTIONS, *_SENTINEL_OPTIONS)
+    if not _OPTION_NAME.fullmatch(name):  # perhaps the end of a password
+        return f"what follows the question mark is not NAME=VALUE&NAME=VALUE...; options are {', '.join(known)}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"the option {name} is unknown; " + (f"nearest: {near[0]}" if near else f"options are {', '.join(known)}")
+
+
+def _credentials(scheme: str, authority: str, options: Mapping[str, str]) -> tuple[str | None, str | None, str]:
+    """User, password, and what names the hosts."""
+    login, _, place = authority.rpartition("@")
+    user_part, _, password_part = login.partition(":")
+    chosen: list[str | None] = []
+    for name, part in (("username", user_part), ("password", password_part)):
+        if part and name in options:
+            raise _wrong(scheme, f"the {name} stands before the host and in the options")
+        chosen.append(unquote(part) or options.get(name))
+    username, password = chosen
+    if username and not password:
+        raise _wrong(scheme, "there is a user but no password; a password alone is written :PASSWORD@")
+    if options.get("sentinel_username") and not options.get("sentinel_password"):
+        raise _wrong(scheme, "there is a sentinel_username but no sentinel_password")
+    return username, password, place
+
+
+def _path_parts(scheme: str, path: str, options: Mapping[str, str]) -> tuple[str | None, str | None, int]:
+    """Path of the Unix socket, Sentinel's service, number of the database; where there is none: None, None, 0."""
+    if scheme == "unix":
+        if not path:
+            raise _wrong(scheme, "the path of the socket is missing")
+        return f"/{unquote(path)}", None, _database(scheme, "", options)
+    if not scheme.endswith("+sentinel"):
+        return None, None, _database(scheme, path, options)
+    service, _, database = path.partition("/")
+    if not _SERVICE.fullmatch(service := unquote(service)):
+        raise _wrong(scheme, "the service is missing or no name; SERVICE is what `sentinel monitor` calls the master")
+    return None, service, _database(scheme, database, options)
+
+
+def _database(scheme: str, part: str, options: Mapping[str, str]) -> int:
+    if part and "db" in options:
+        raise _wrong(scheme, "the database stands in the path and in the options")
+    chosen = part or options.get("db", "0")
+    if not re.fullmatch(r"[0-9]{1,6}", chosen):
+        raise _wrong(scheme, "the database is no number")
+    return int(chosen)
+
+
+def _hosts(scheme: str, place: str) -> tuple[tuple[str, int], ...]:
+    if scheme == "unix":
+        if place:
+            raise _wrong(scheme, "a Unix socket has no host: there are three slashes before the path")
+        return ()
+    if "," in place and not scheme.endswith("+sentinel"):
+        raise _wrong(scheme, "only Sentinels can be several: redis+sentinel://HOST:26379,HOST2:26379/SERVICE")
+    default_port = _SENTINEL_PORT if scheme.endswith("+sentinel") else _REDIS_PORT
+    return tuple(_host(scheme, item, default_port) for item in place.split(","))
+
+
+def _host(scheme: str, item: str, default_port: int) -> tuple[str, int]:
+    if not item:
+        raise _wrong(scheme, "a host is missing")
+    match = _HOST.fullmatch(item)
+    port = int(match[3] or default_port) if match else 0
+    if match is None or not 0 < port <= 65535:
+        raise _wrong(scheme, "a host or its port is wrong: a port is 1 to 65535, an IPv6 address stands in [ ]")
+    return match[1] or match[2], port
+
+
+def _tls(scheme: str, options: Mapping[str, str]) -> TlsOptions:
+    if "ssl_certfile" not in options and ("ssl_keyfile" in options or "ssl_password" in options):
+        raise _wrong(scheme, "ssl_keyfile and ssl_password need ssl_certfile")
+    requirement = options.get("ssl_cert_reqs", "required")
+    if requirement not in ("required", "none"):
+        raise _wrong(scheme, "ssl_cert_reqs is required or none")
+    check = options.get("ssl_check_hostname", "true").lower()
+    if check not in (*_YES, *_NO):
+        raise _wrong(scheme, "ssl_check_hostname is true or false")
+    verifies = requirement == "required"
+    if not verifies and "ssl_ca_certs" in options:
+        raise _wrong(scheme, "ssl_ca_certs has no use with ssl_cert_reqs=none")
+    return TlsOptions(
+        ca_certs=options.get("ssl_ca_certs"),
+        certfile=options.get("ssl_certfile"),
+        keyfile=options.get("ssl_keyfile"),
+        key_password=options.get("ssl_password"),
+        check_hostname=verifies and check in _YES,
+        verifies=verifies,
+    )

@@ -1,0 +1,285 @@
+"""The way to Redis: password, ACL user, TLS, Sentinel; and which of its errors pass by themselves. Any thread.
+
+Never retries: whoever calls counts the seconds. Knows no keys and no scripts.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthorizationError,
+    ClusterCrossSlotError,
+    ClusterDownError,
+    InvalidResponse,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
+)
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+
+from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
+from zeroband.errors import ConfigError
+
+COMMANDS = (
+    *("del", "evalsha", "exec", "exists", "expire", "get", "hdel", "hget", "hgetall", "hkeys", "hset", "hsetnx"),
+    *("incrby", "lpush", "lrange", "ltrim", "mget", "multi", "ping", "script|load", "select", "set", "time"),
+    *("zadd", "zrangebyscore", "zrem", "zscore"),
+)
+"""What a run says to Redis, inside its scripts and outside."""
+
+KEY_PATTERN = "zeroband:*"
+"""The keys of all runs."""
+
+ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
+"""All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
+
+RECHECK_S = 1.0
+"""So often Sentinel is asked whether the master is still the same. A healthy master that was replaced by command takes
+writes for about 10 s more (Sentinel's own wait before it demotes it), which would be lost."""
+
+_SENTINEL_TIMEOUT_S = 2.0
+"""A Sentinel that is down must not use up the time for the others."""
+_SENTINELS_AWAY_S = 10.0
+"""Pause before Sentinels are asked again while none of them answers."""
+
+_PASSING = re.compile(r"\b(READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|OOM|BUSY)\b")
+"""In the text of an error, since those of a script's calls carry no code of their own before Redis 7."""
+_FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
+_OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
+
+
+def connect(url: str, *, timeout_s: float) -> redis.Redis:
+    """A client of the Redis, or of the master that Sentinel names, at `url`. Connects at its first call.
+
+    A call over an open connection takes one round trip. `timeout_s`: longest wait for a connection, and for an answer.
+    With Sentinel, all its connections are new ones at most `RECHECK_S` after another master was named; Sentinels that
+    cannot be reached do not end a connection that works.
+    Raises: ConfigError where the address or a file that it names is wrong.
+    """
+    try:
+        store = parse_store_url(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if store.tls is not None:
+        _try_tls_files(store.tls)
+    return redis.Redis.from_pool(_pool(store, timeout_s))
+
+
+def forget_connections(client: redis.Redis) -> None:
+    """Have the next call look for the server anew, by name or through Sentinel. Calls in flight are left alone."""
+    client.connection_pool.disconnect(inuse_connections=False)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same call may succeed later: no connection, no answer in time, a replica, a server that starts."""
+    if is_refusal(error) is not None:
+        return False
+    kinds = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, ClusterDownError, TryAgainError)
+    return isinstance(error, (*kinds, OutOfMemoryError)) or _PASSING.search(str(error)) is not None
+
+
+def is_refusal(error: BaseException) -> str | None:
+    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass."""
+    if isinstance(error, SentinelRefusal):
+        return str(error)
+    return _refusal(error, _REDIS)
+
+
+class SentinelRefusal(redis.ConnectionError):
+    """Sentinels answered, and none of them will name the master, whatever time passes."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Who gave an answer. `login`: where in the address its user and password stand. `rules`: what that user needs."""
+
+    name: str
+    login: str
+    rules: str
+
+
+_REDIS = _Asked("Redis", "USER:PASSWORD@ before the host", ACL_RULES)
+_SENTINEL = _Asked(
+    "Sentinel",
+    "&sentinel_username=USER&sentinel_password=PASSWORD behind the ?",
+    "+sentinel|get-master-addr-by-name",
+)
+
+
+def _refusal(error: BaseException, asked: _Asked) -> str | None:
+    text, who = str(error), asked.name
+    if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
+        what = "asks for a password" if "equired" in text or "already authenticated" in text else "refused the login"
+        return f"store.url: {who} {what} ({text}); write {asked.login}, with / ? # @ : % in them percent-encoded"
+    if isinstance(error, NoPermissionError) or any(part in text for part in _FORBIDDEN_IN_SCRIPT):
+        return (
+            f"store.url: {who} does not let this user do what a run needs ({text}); its rules must hold {asked.rules}"
+        )
+    if isinstance(error, InvalidResponse):
+        return f"store.url: what answers there is no {who}; if it expects TLS, write rediss:// or rediss+sentinel://"
+    if isinstance(error, (MovedError, ClusterCrossSlotError)):
+        return f"store.url: this is a node of a Redis Cluster ({text}); name a Redis that is not part of a cluster"
+    if isinstance(error, redis.ResponseError):
+        return _refused_request(text, who)
+    return _refused_tls(error, who)
+
+
+def _refused_request(text: str, who: str) -> str | None:
+    if "DB index" in text or "SELECT is not allowed" in text:
+        return f"store.url: {who} has no database of that number ({text}); leave the number out"
+    if "unknown command" in text.lower() or "Unknown Redis command" in text:
+        return f"store.url: what answers there is no {who} that a run can use ({text}); it needs Redis 6 or later"
+    return None
+
+
+def _refused_tls(error: BaseException, who: str) -> str | None:
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            way_out = "name its authority with ?ssl_ca_certs=/PATH/ca.pem, or the host as the certificate does"
+            return f"store.url: the certificate of {who} is not accepted ({cause.verify_message}); {way_out}"
+        reason = (cause.reason or "") if isinstance(cause, ssl.SSLError) else ""
+        if reason in _NOT_TLS:
+            return f"store.url: {who} speaks no TLS at this port; write redis:// or redis+sentinel://, or its TLS port"
+        if _OUR_CERTIFICATE_REFUSED.search(reason):
+            way_out = "name another one with ?ssl_certfile=/PATH/cert.pem&ssl_keyfile=/PATH/key.pem"
+            return f"store.url: {who} does not accept our certificate, or misses it ({reason}); {way_out}"
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what led to it; redis-py replaces errors of the network by its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _try_tls_files(tls: TlsOptions) -> None:
+    """Read the files of an address once, so that a wrong path is an error of the user and not of the network."""
+    for option, path in (("ssl_ca_certs", tls.ca_certs), ("ssl_certfile", tls.certfile), ("ssl_keyfile", tls.keyfile)):
+        try:
+            if path is not None:
+                Path(path).open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"store.url: {option}={path} cannot be read: {error.strerror}") from error
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_certs)
+        if tls.certfile is not None:  # without a password here, OpenSSL would ask at the terminal
+            context.load_cert_chain(tls.certfile, tls.keyfile, tls.key_password or "")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"store.url: the files of ssl_ca_certs, ssl_certfile and ssl_keyfile do not fit ({error.reason or error}); "
+            "they are PEM files, the key belongs to the certificate, and ssl_password opens it"
+        ) from error
+
+
+def _pool(store: StoreUrl, timeout_s: float) -> redis.ConnectionPool:
+    shared: dict[str, Any] = {**_settings(store.username, store.password, timeout_s), "db": store.database}
+    if store.socket_path is not None:
+        by_socket: Any = redis.UnixDomainSocketConnection  # redis-py declares the argument too narrowly
+        return redis.ConnectionPool(connection_class=by_socket, path=store.socket_path, **shared)
+    shared["socket_keepalive"] = True
+    if store.tls is not None:
+        shared |= _tls_settings(store.tls)
+    if store.service is not None:
+        return _MasterPool(store.service, _sentinels(store, timeout_s), ssl=store.tls is not None, **shared)
+    host, port = store.hosts[0]
+    kind = redis.Connection if store.tls is None else redis.SSLConnection
+    return redis.ConnectionPool(connection_class=kind, host=host, port=port, **shared)
+
+
+def _settings(username: str | None, password: str | None, timeout_s: float) -> dict[str, Any]:
+    return {
+        "username": username,
+        "password": password,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,  # a PING before a call is a round trip more, and tells no more than the call
+        "protocol": 2,  # no HELLO: it is a round trip more for each connection
+        "driver_info": None,  # nor two to introduce the library
+    }
+
+
+def _tls_settings(tls: TlsOptions) -> dict[str, Any]:
+    return {
+        "ssl_ca_certs": tls.ca_certs,
+        "ssl_certfile": tls.certfile,
+        "ssl_keyfile": tls.keyfile,
+        "ssl_password": tls.key_password,
+        "ssl_check_hostname": tls.check_hostname,
+        "ssl_cert_reqs": "required" if tls.verifies else "none",
+    }
+
+
+def _sentinels(store: StoreUrl, timeout_s: float) -> _Sentinels:
+    login = _settings(store.sentinel_username, store.sentinel_password, min(timeout_s, _SENTINEL_TIMEOUT_S))
+    tls = {} if store.tls is None else {"ssl": True, **_tls_settings(store.tls)}
+    return _Sentinels(store.hosts, sentinel_kwargs={**login, "socket_keepalive": True, **tls})
+
+
+class _Sentinels(Sentinel):
+    """Asks one Sentinel after another for the master; says apart who is silent and who refuses."""
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Address of the master. Raises SentinelRefusal where most Sentinels refuse, else MasterNotFoundError."""
+        silent: list[str] = []
+        refusals: list[str] = []
+        for sentinel in tuple(self.sentinels):
+            try:
+                found: Any = sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service_name)
+            except redis.RedisError as error:
+                why = _refusal(error, _SENTINEL)
+                (silent if why is None else refusals).append(why or str(error))
+                continue
+            if found is not None:
+                self.sentinels.sort(key=lambda other: other is not sentinel)  # who answers is asked first
+                return found[0].decode(), int(found[1])
+            refusals.append(
+                f"store.url: Sentinel knows no service {service_name!r}; see its `sentinel monitor NAME ...`"
+            )
+        if len(refusals) > len(silent):
+            raise SentinelRefusal(refusals[0])
+        raise MasterNotFoundError(f"no Sentinel names the master of {service_name!r}: {'; '.join(silent + refusals)}")
+
+
+class _MasterPool(SentinelConnectionPool):
+    """Connections to the master. Besides asking for it at each new connection, asks now and then if it is another."""
+
+    def __init__(self, service: str, sentinels: _Sentinels, **settings: Any) -> None:
+        super().__init__(service, sentinels, **settings)
+        self._ask_at_s = 0.0
+
+    def get_connection(self, *args: Any, **options: Any) -> Any:
+        """A connection to the master, for one call."""
+        self._follow_master()
+        return super().get_connection(*args, **options)
+
+    def _follow_master(self) -> None:
+        now_s = time.monotonic()
+        if self.master_address is None or now_s < self._ask_at_s:  # a first connection asks by itself
+            return
+        self._ask_at_s = now_s + RECHECK_S
+        try:
+            self.get_master_address()  # closes idle connections to another one
+        except (redis.ConnectionError, redis.TimeoutError):
+            self._ask_at_s = time.monotonic() + _SENTINELS_AWAY_S
+
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close the idle connections; `inuse_connections`: all of them, and those to the Sentinels."""
+        super().disconnect(inuse_connections)
+        if inuse_connections:
+            self.sentinel_manager.close()

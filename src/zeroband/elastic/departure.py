@@ -1,0 +1,29 @@
+"""Departure: a node that was asked to leave, and how long it may take. Knows no signals and no clock."""
+
+from __future__ import annotations
+
+
+class Departure:
+    """Asked for by a signal; looked at by the trainer's loop, and wherever this node waits for others.
+
+    `grace_s`: how long the node may wait for the others to take over what it learned.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.holds_work = False
+        """Whether there is anything to hand over: not before the node is a member."""
+        self._grace_s = grace_s
+        self._asked_at_s: float | None = None
+
+    def ask(self, now_s: float) -> None:
+        """Leave at the next chance; asking again changes nothing."""
+        if self._asked_at_s is None:
+            self._asked_at_s = now_s
+
+    @property
+    def is_asked(self) -> bool:
+        return self._asked_at_s is not None
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether the node must go now, with what it learned or without."""
+        return self._asked_at_s is not None and now_s - self._asked_at_s >= self._grace_s

@@ -1,0 +1,140 @@
+"""Links: whether this node and each other member reach one another, apart from whether both reach the store.
+
+Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member. Runs an
+event loop in one thread of the guardian, so that a stall of the trainer's interpreter cuts no link. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+_PROBE_BYTES = 8
+_MAX_ASKERS = 256
+_START_DEADLINE_S = 10.0
+
+Address = tuple[str, int]
+
+
+class LinkMonitor:
+    """Answers the other guardians' probes and sends its own. `close()` ends its thread.
+
+    `detect_s`: a member that answers nothing for so long is cut off. `on_gone`: called in the monitor's thread with a
+    member whose connection was closed by its own machine and that refuses another one: its guardian has ended.
+    """
+
+    def __init__(self, host: str, *, detect_s: float, on_gone: Callable[[str], None]) -> None:
+        self._detect_s = detect_s
+        self._probe_s = min(0.5, detect_s / 5)
+        self._on_gone = on_gone
+        self._links: dict[str, _Link] = {}
+        self._askers = 0
+        self._looked_at_s = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        self._is_listening = threading.Event()
+        self.port = 0
+        self._thread = threading.Thread(target=self._run, args=(host,), name="links", daemon=True)
+        self._thread.start()
+        self._is_listening.wait(_START_DEADLINE_S)
+
+    def watch(self, members: Mapping[str, Address]) -> None:
+        """Probe exactly these members from now on."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._set_members, dict(members))
+
+    def cut_off(self) -> tuple[str, ...]:
+        """Members that did not answer for `detect_s`, in the order of their ids."""
+        now_s = time.monotonic()
+        was_away = now_s - self._looked_at_s > self._detect_s / 2  # this process was stopped, not all the others
+        self._looked_at_s = now_s
+        links = dict(self._links)
+        if was_away:
+            for link in links.values():
+                link.answered_at_s = now_s
+        return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    # -- in the loop's thread -----------------------------------------------------------------------------------
+
+    def _run(self, host: str) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            server = self._loop.run_until_complete(asyncio.start_server(self._answer, host, 0))
+            self.port = int(server.sockets[0].getsockname()[1])
+            self._is_listening.set()
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._askers += 1
+        try:
+            while self._askers <= _MAX_ASKERS:
+                writer.write(await reader.readexactly(_PROBE_BYTES))
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._askers -= 1
+            writer.close()
+
+    def _set_members(self, members: Mapping[str, Address]) -> None:
+        for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
+            self._links.pop(member).task.cancel()
+        for member, address in members.items():
+            if member not in self._links:
+                self._links[member] = _Link(address, self._loop.create_task(self._probe(member, address)))
+
+    async def _probe(self, member: str, address: Address) -> None:
+        has_ended = False
+        while True:
+            try:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), self._detect_s)
+            except ConnectionRefusedError:
+                if has_ended:
+                    self._on_gone(member)
+                    has_ended = False
+            except (OSError, TimeoutError):
+                pass
+            else:
+                has_ended = await self._ask(member, reader, writer)
+                writer.close()
+                if has_ended:
+                    continue  # dial again at once: a machine that is only cut off does not refuse
+            await asyncio.sleep(self._probe_s)
+
+    async def _ask(self, member: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Probe until the connection breaks. True: its other end closed it."""
+        try:
+            while True:
+                probe = os.urandom(_PROBE_BYTES)
+                writer.write(probe)
+                if await asyncio.wait_for(reader.readexactly(_PROBE_BYTES), self._detect_s) != probe:
+                    return False
+                self._links[member].answered_at_s = time.monotonic()
+                await asyncio.sleep(self._probe_s)
+        except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError):
+            return True
+        except (OSError, TimeoutError):
+            return False
+
+
+class _Link:
+    """One member as seen from here."""
+
+    def __init__(self, address: Address, task: asyncio.Task[None]) -> None:
+        self.address = address
+        self.task = task
+        self.answered_at_s = time.monotonic()

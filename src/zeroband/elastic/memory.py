@@ -1,0 +1,57 @@
+"""What a member remembers of its run, so that a store which lost its record gets it back. Any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zeroband.elastic.epoch import Opening, Ready, View
+from zeroband.elastic.store import Recollection
+
+
+class Memory:
+    """The newest that this member saw and said."""
+
+    def __init__(self, member_id: str, run: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._known = Recollection(member_id, run)
+
+    @property
+    def known(self) -> Recollection:
+        with self._lock:
+            return self._known
+
+    def announced(self, ready: Ready) -> None:
+        with self._lock:
+            self._known = replace(self._known, ready=ready)
+
+    def voted(self, opening: Opening, digest: str) -> None:
+        with self._lock:
+            self._known = replace(self._known, vote=(opening, digest))
+
+    def learn(self, view: View) -> None:
+        """Take over what a view shows that is newer."""
+        with self._lock:
+            known = self._known
+            opening, committed = known.opening, known.committed
+            if view.opening is not None and (opening is None or view.opening.version >= opening.version):
+                opening = view.opening
+            if view.committed is not None and (committed is None or view.committed.round >= committed.round):
+                committed = view.committed
+            self._known = replace(known, opening=opening, committed=committed)
+
+    def is_more_than(self, view: View, round: int) -> bool:
+        """Whether the store, looked at for `round`, has lost something of what this member saw or said."""
+        known = self.known
+        if not view.is_known or _is_behind(view, known):
+            return True
+        if known.ready is not None and known.ready.round == round and known.member_id not in view.ready:
+            return True
+        return known.vote is not None and known.vote[0] == view.opening and known.member_id not in view.votes
+
+
+def _is_behind(view: View, known: Recollection) -> bool:
+    if known.opening is not None and (view.opening is None or view.opening.version < known.opening.version):
+        return True
+    return known.committed is not None and (view.committed is None or view.committed.round < known.committed.round)

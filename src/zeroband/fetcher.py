@@ -1,0 +1,93 @@
+"""The fetcher: gets a committed state, or the rounds that this node missed, from the members. Local rank 0 only."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from zeroband.checkpoint.donors import Donor
+from zeroband.checkpoint.recovery import FetchedState, StateFetch, fetch_entry
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.progress import Progress
+from zeroband.elastic.store import Store
+from zeroband.errors import RunOver
+from zeroband.faults import FaultPoints
+from zeroband.observe.log import get_logger
+from zeroband.outer.flat import SharedBuffers
+from zeroband.outer.transaction import RESULT
+
+_SAY_S = 1.0
+
+_log = get_logger(__name__)
+
+
+class Fetcher:
+    """Asks the members that the store shows at that moment. `key`: proof that this node may ask."""
+
+    def __init__(self, store: Store, key: str, buffers: SharedBuffers, board: NodeBoard, faults: FaultPoints) -> None:
+        self._store = store
+        self._key = key
+        self._buffers = buffers
+        self._board = board
+        self._faults = faults
+        self._state: StateFetch | None = None
+
+    def begin(self, sections: tuple[str, ...]) -> None:
+        """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""
+        self._state = StateFetch(self._key, {name: self._buffers[name] for name in sections})
+
+    def fetch_state(self) -> FetchedState:
+        """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
+        return self._begun.fetch(self._donors(), _Meter(self._board, self._faults).count)
+
+    def distrust_state(self) -> None:
+        """The state that came is not what its donors said: ask others first."""
+        self._begun.distrust()
+
+    @property
+    def _begun(self) -> StateFetch:
+        assert self._state is not None, "begin comes first"
+        return self._state
+
+    def fetch_entry(self, round: int) -> dict[str, Any]:
+        """Fetch what a round did into the result buffer; its payload and state. Raises RecoveryFailed, RunOver."""
+        meter = _Meter(self._board, self._faults)
+        entry = fetch_entry(self._donors(), self._key, round, out=self._buffers[RESULT], on_chunk=meter.count)
+        return {"payload": entry.payload, "state": entry.state}
+
+    def _donors(self) -> list[Donor]:
+        """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver."""
+        view = self._store.view(FOUNDING_ROUND)
+        if view.committed is None:
+            return []
+        alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
+        if not alive and Progress.from_record(view.committed.payload["progress"]).is_complete:
+            raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
+        donors = [Donor(m, view.peers[m].host, view.peers[m].state_port) for m in alive if view.peers[m].state_port]
+        random.shuffle(donors)
+        return donors
+
+
+class _Meter:
+    """Logs how far a fetch is, and shows the guardian that the trainer moves."""
+
+    def __init__(self, board: NodeBoard, faults: FaultPoints) -> None:
+        self._board = board
+        self._faults = faults
+        self._started_at_s = self._said_at_s = time.monotonic()
+        self._done_bytes = 0
+
+    def count(self, chunk_bytes: int, total_bytes: int) -> None:
+        self._done_bytes += chunk_bytes
+        self._board.advance()
+        if 2 * self._done_bytes >= total_bytes:
+            self._faults.at("joining", 0)
+        now_s = time.monotonic()
+        if now_s - self._said_at_s > _SAY_S:
+            self._said_at_s = now_s
+            rate = self._done_bytes / (now_s - self._started_at_s)
+            eta_s = (total_bytes - self._done_bytes) / rate
+            fields = {"done": self._done_bytes / total_bytes, "bytes_per_s": rate, "eta_s": eta_s}
+            _log.info("fetching from the others", extra={"fields": fields})

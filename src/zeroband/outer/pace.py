@@ -1,0 +1,45 @@
+"""Pace: how many inner steps this node makes in a round, a fixed number or what fits into a fixed time. No clock."""
+
+from __future__ import annotations
+
+import math
+
+_FIRST_STEPS = 8
+"""Of a round that only shows how fast this node is."""
+
+_SURPLUS = 1.5
+"""Samples are asked for so many times the expected steps; what is not used goes back to the run."""
+
+
+class Pace:
+    """`steps`: in a round, at most. `round_s`: a round ends after this time; None: after `steps` alone."""
+
+    def __init__(self, steps: int, round_s: float | None = None) -> None:
+        self._steps = steps
+        self._round_s = round_s
+        self._step_s: float | None = None
+        self._began_at_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A round begins."""
+        self._began_at_s = now_s
+
+    def is_over(self, now_s: float, steps: int) -> bool:
+        """Whether the round's time is over after so many steps: another one would end further from it."""
+        if self._round_s is None or steps == 0:
+            return False
+        elapsed_s = now_s - self._began_at_s
+        return elapsed_s + elapsed_s / steps / 2 >= self._round_s
+
+    def learn(self, now_s: float, steps: int) -> None:
+        """The round took so many steps until now."""
+        if steps:
+            self._step_s = (now_s - self._began_at_s) / steps
+
+    def wanted_steps(self) -> int:
+        """Inner steps for which to ask samples."""
+        if self._round_s is None:
+            return self._steps
+        if self._step_s is None:
+            return min(_FIRST_STEPS, self._steps)
+        return min(math.ceil(_SURPLUS * self._round_s / max(self._step_s, 1e-6)) + 1, self._steps)

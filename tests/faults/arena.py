@@ -1,0 +1,169 @@
+"""A run in which one fault after the other strikes a victim: steady nodes that go on, and what must hold after each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeroband.cluster import LocalCluster, Network, NodeProcess, RedisServer
+from zeroband.data.audit import audit, read_rounds
+from zeroband.elastic.epoch import Verdict
+from zeroband.elastic.lease import process_state
+from zeroband.elastic.store import Store
+from zeroband.observe.view import node_id_of
+
+DEADLINE_S = 90.0
+DETECT_S = 2.0
+STEADY = ("steady0", "steady1")
+MOMENTS = (
+    *("joining", "inner", "waiting", "opened", "transfer50", "transfer99"),
+    *("voted", "committed", "leaving"),
+)
+"""Of the victim: fetching the state, in its inner steps, waiting for the others, in the transfer at 0, 50 and 99 % of
+its bytes, between vote and verdict, applying, leaving."""
+
+TINY = (
+    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
+    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
+    *("--data.source.documents", "200", "--train.total-steps", "1000000", "--train.dtype", "float32"),
+    *("--train.threads", "1", "--train.batch-size", "4", "--train.micro-bs", "4"),
+    *("--outer.type", "diloco", "--outer.inner-steps", "10", "--comm.chunk-mb", "0.0005"),
+    *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.1"),
+)
+"""Rounds of about a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more than a
+hundred chunks."""
+
+
+def fault_at(moment: str, action: str) -> list[str]:
+    """Arguments of a victim that meets this at that moment of its third round."""
+    round = "0" if moment in ("joining", "leaving") else "+2"
+    return ["--fault.inject", f"{moment}@{round}={action}"]
+
+
+@dataclass
+class Arena:
+    """The cluster, with everything a cell of the matrix does to it. Use as a context."""
+
+    folder: Path
+    network: Network | None
+    cluster: LocalCluster = field(init=False)
+    store: Store = field(init=False)
+    history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Arena:
+        env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        arguments = (*TINY, "--data.cache-dir", str(self.folder / "cache"))
+        redis = (
+            RedisServer(persistent=True) if self.network is None else RedisServer.within(self.network, persistent=True)
+        )
+        self.cluster = self._stack.enter_context(
+            LocalCluster(self.folder / "runs", arguments, nodes=len(STEADY), env=env, network=self.network, redis=redis)
+        )
+        for node_id in STEADY:
+            self.cluster.start(node_id)
+        self.store = Store(redis.local_url, self.cluster.run_id, patience_s=30.0)
+        self._stack.callback(self.store.close)
+        self.until_contributing(*STEADY)
+        return self
+
+    def __exit__(self, *_ending: object) -> None:
+        self._stack.close()
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Remember the history; the store keeps the newest part of it, and may lose that."""
+        for verdict in self.store.history():
+            known = self.history.setdefault(verdict.round, verdict)
+            assert known == verdict, f"round {verdict.round} was committed twice: {known} and {verdict}"
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not is_so():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not within {DEADLINE_S:g} s: {what}\n{self.cluster.describe()}")
+            self.collect()
+            time.sleep(0.05)
+        self.collect()
+
+    def newest(self) -> int:
+        committed = self.store.view(0).committed
+        return -1 if committed is None else committed.round
+
+    def contributing(self) -> set[str]:
+        """Nodes whose update counted in the newest round."""
+        committed = self.store.view(0).committed
+        return set() if committed is None else {node_id_of(m) for m in committed.opening.contributors()}
+
+    def until_contributing(self, *node_ids: str) -> None:
+        self.until(lambda: self.contributing() == set(node_ids), f"{', '.join(node_ids)} contribute, and nobody else")
+
+    def until_rounds(self, count: int) -> None:
+        """Wait for so many further rounds."""
+        newest = self.newest()
+        self.until(lambda: self.newest() >= newest + count, f"{count} rounds after round {newest}")
+
+    # -- doing --------------------------------------------------------------------------------------------------
+
+    def start(self, node_id: str, arguments: Sequence[str] = (), *, ranks: int = 1) -> NodeProcess:
+        """Start a node, or start it again."""
+        if self.cluster.nodes.get(node_id) is None:
+            return self.cluster.start(node_id, arguments=arguments, ranks=ranks)
+        return self.cluster.restart(node_id, arguments=arguments)
+
+    def start_victim(self, moment: str, action: str, *, node_id: str = "victim", ranks: int = 1) -> NodeProcess:
+        """Start a node that will meet its fault, bring it to the moment, and wait until it has happened to it."""
+        node = self.start(node_id, fault_at(moment, action), ranks=ranks)
+        if moment == "leaving":
+            self.until(lambda: node_id in self.contributing(), f"{node_id} contributes")
+            node.terminate()
+        if action == "SIGSTOP":
+            self.until(lambda: is_stopped(node), f"{node_id} stands still at {moment}")
+        else:
+            self.until(lambda: not node.is_running, f"{node_id} ends at {moment}")
+        return node
+
+    def go_on(self, node: NodeProcess) -> None:
+        """Let a node go on that stands still."""
+        for pid in node.rank_pids:
+            os.kill(pid, signal.SIGCONT)
+
+    def end(self, node_id: str) -> None:
+        """Remove a node and wait until the run goes on without it."""
+        self.cluster.nodes[node_id].kill()
+        self.until(lambda: node_id not in self.contributing(), f"the run goes on without {node_id}")
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Everything that holds after any fault: one line of history, equal digests, an exact ledger."""
+        self.collect()
+        digests: dict[int, set[str]] = {}
+        for node in self.cluster.nodes.values():
+            for event in node.events("round_committed"):
+                digests.setdefault(event["round"], set()).add(event["digest"])
+        assert {round: found for round, found in digests.items() if len(found) > 1} == {}
+        result = audit(read_rounds(self.cluster.run_dir))
+        assert (result.repeated, result.skipped) == ((), ())
+
+    def lost_s(self, since_round: int) -> float:
+        """The most that a steady node waited and transferred in one round after this one."""
+        costs = [
+            record["outer/wait_s"] + record["outer/transfer_s"]
+            for node_id in STEADY
+            if node_id in self.cluster.nodes
+            for record in self.cluster.nodes[node_id].metrics()
+            if record.get("outer/round", -1) > since_round
+        ]
+        return max(costs, default=0.0)
+
+
+def is_stopped(node: NodeProcess) -> bool:
+    """Whether a rank of a node stands still (SIGSTOP)."""
+    return any(process_state(pid) == "T" for pid in node.rank_pids)

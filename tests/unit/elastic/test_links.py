@@ -1,0 +1,246 @@
+"""Links over loopback: who answers, who does not, and who is gone."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from zeroband.elastic import links
+from zeroband.elastic.links import LinkMonitor
+
+HOST = "127.0.0.1"
+A, B, C = "a#1", "b#1", "c#1"
+DETECT_S = 0.1
+OpenMonitor = Callable[[], LinkMonitor]
+
+
+class Clock:
+    """Stands in for the module's `time`: runs as the real one does, and jumps where a test says so."""
+
+    def __init__(self) -> None:
+        self.jumped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.jumped_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def gone() -> queue.SimpleQueue[str]:
+    """Members whose guardian has ended, as the monitors say it."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def open_monitor(gone: queue.SimpleQueue[str]) -> Iterator[OpenMonitor]:
+    monitors: list[LinkMonitor] = []
+
+    def open_one() -> LinkMonitor:
+        monitors.append(LinkMonitor(HOST, detect_s=DETECT_S, on_gone=gone.put))
+        return monitors[-1]
+
+    yield open_one
+    for monitor in monitors:
+        monitor.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Accepts and never answers, as a stopped machine does."""
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(10)
+        yield listener
+
+
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    return HOST, listener.getsockname()[1]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    pause, end_s = threading.Event(), time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s, "not within 10 s"
+        pause.wait(0.005)
+
+
+def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:
+    link = monitor._links.get(member)
+    return link is not None and link.answered_at_s > after_s
+
+
+def test_monitor_listens_when_it_is_made(open_monitor: OpenMonitor) -> None:
+    with socket.create_connection((HOST, open_monitor().port), timeout=10) as connection:
+        connection.sendall(b"12345678")
+        assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
+
+
+def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
+    monitors = {member: open_monitor() for member in (A, B, C)}
+    from_s = time.monotonic()
+    for member, monitor in monitors.items():
+        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+    pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
+    until(lambda: all(has_answered(monitor, other, from_s + 2 * DETECT_S) for monitor, other in pairs))
+    assert [monitor.cut_off() for monitor in monitors.values()] == [(), (), ()]
+
+
+def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor, other = open_monitor(), open_monitor()
+    from_s = time.monotonic()
+    monitor.watch({B: address_of(silent), C: (HOST, other.port)})
+    until(lambda: monitor.cut_off() == (B,))
+    assert time.monotonic() - from_s > DETECT_S, "not sooner"
+
+
+def test_member_whose_machine_does_not_exist_is_cut_off(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor()
+    with socket.create_server((HOST, 0)) as listener:
+        address = address_of(listener)
+    monitor.watch({B: address})
+    until(lambda: monitor.cut_off() == (B,))
+
+
+def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
+    open_monitor: OpenMonitor, silent: socket.socket
+) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    connection, _ = silent.accept()
+    connection.settimeout(10)
+    connection.sendall(connection.recv(8, socket.MSG_WAITALL))
+    until(lambda: monitor.cut_off() == (B,))
+    again, _ = silent.accept()
+    stop = threading.Event()
+
+    def echo() -> None:
+        again.settimeout(10)
+        while not stop.is_set() and (probe := again.recv(8)):
+            again.sendall(probe)
+
+    echoing = threading.Thread(target=echo, daemon=True)
+    echoing.start()
+    until(lambda: monitor.cut_off() == ())
+    stop.set()
+    echoing.join(timeout=10)
+    for end in (connection, again):
+        end.close()
+
+
+def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    """Another program may have got the port of a guardian that ended."""
+    monitor, stop = open_monitor(), threading.Event()
+    silent.settimeout(0.01)
+
+    def answer_wrongly() -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = silent.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.sendall(b"no probe")
+
+    answering = threading.Thread(target=answer_wrongly, daemon=True)
+    answering.start()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    stop.set()
+    answering.join(timeout=10)
+
+
+def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
+    open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
+) -> None:
+    """Its machine closes the connection, and refuses another one."""
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    connection, _ = silent.accept()
+    silent.close()
+    connection.close()
+    assert gone.get(timeout=10) == B
+    until(lambda: monitor.cut_off() == (B,))
+    assert gone.empty()
+
+
+def test_connection_that_breaks_says_nobody_gone_while_another_one_is_taken(
+    open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
+) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    for _ in range(3):
+        connection, _ = silent.accept()
+        connection.close()
+    assert gone.empty()
+
+
+def test_member_that_was_never_reached_is_not_gone(open_monitor: OpenMonitor, gone: queue.SimpleQueue[str]) -> None:
+    """A firewall that refuses is no proof that a guardian ended."""
+    with socket.create_server((HOST, 0)) as listener:
+        address = address_of(listener)
+    monitor = open_monitor()
+    monitor.watch({B: address})
+    until(lambda: monitor.cut_off() == (B,))
+    assert gone.empty()
+
+
+def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent: socket.socket, clock: Clock) -> None:
+    """It was stopped for a minute, and everybody's answers are a minute old."""
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: B in monitor._links)
+    monitor.cut_off()
+    clock.jumped_s = 60.0
+    assert monitor.cut_off() == ()
+    until(lambda: monitor.cut_off() == (B,))
+
+
+def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    monitor.watch({})
+    until(lambda: monitor.cut_off() == ())
+
+
+def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor, other = open_monitor(), open_monitor()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    monitor.watch({B: (HOST, other.port)})
+    until(lambda: monitor.cut_off() == ())
+    from_s = time.monotonic()
+    until(lambda: has_answered(monitor, B, from_s))
+
+
+def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor()
+    monitor.close()
+    monitor.watch({B: (HOST, 1)})
+    monitor.close()
+    assert monitor._thread.is_alive() is False
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, monitor.port), timeout=10)
+
+
+def test_closed_monitor_hangs_up_in_silence(open_monitor: OpenMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks it must learn at once that it has ended, and the user must see no error of a loop that was stopped."""
+    monitor = open_monitor()
+    with socket.create_connection((HOST, monitor.port), timeout=10) as connection:
+        connection.sendall(b"12345678")
+        assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
+        monitor.close()
+        connection.settimeout(1)
+        assert connection.recv(8) == b""
+    assert caplog.records == []

@@ -1,0 +1,232 @@
+"""Stragglers: the others open a round without a node that lives; it catches up, and what it learned comes later."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.data.audit import Audit, CommittedRound, audit
+from zeroband.elastic.progress import Progress
+from zeroband.errors import Fenced, RunOver
+from zeroband.outer.diloco import MOMENTUM, PARAMS
+from zeroband.outer.flat import digest_of
+
+BATCH = 4
+StartRun = Callable[..., Any]
+Noise = Callable[..., Tensor]
+
+
+class Nesterov:
+    """DiLoCo's outer step written out: a node sends the way back to the parameters that it started from."""
+
+    config = OuterSGDConfig(lr=0.7, momentum=0.9)
+
+    def __init__(self, theta: Tensor) -> None:
+        self.theta, self.velocity = theta, torch.zeros_like(theta)
+
+    def sent(self, start: Tensor, inner: Tensor) -> Tensor:
+        return start - inner
+
+    def sent_late(self, starts: list[Tensor], inner: Tensor) -> Tensor:
+        return starts[0] - inner
+
+    def step(self, mean: Tensor) -> None:
+        self.velocity = self.velocity * 0.9 + mean
+        self.theta = self.theta - (self.velocity * 0.9 + mean) * 0.7
+
+
+class Average(Nesterov):
+    """The mean of parameters: those of a late node move along with the outer parameters."""
+
+    config = OuterSGDConfig(lr=1.0, momentum=0.0, nesterov=False)
+
+    def sent(self, start: Tensor, inner: Tensor) -> Tensor:
+        return inner
+
+    def sent_late(self, starts: list[Tensor], inner: Tensor) -> Tensor:
+        for before, after in itertools.pairwise(starts):
+            inner = inner - before + after
+        return inner
+
+    def step(self, mean: Tensor) -> None:
+        self.theta = mean
+
+
+REFERENCES = pytest.mark.parametrize("reference", [Nesterov, Average])
+
+
+def diloco(inner_steps: int = 2, optimizer: OuterSGDConfig = Nesterov.config) -> DilocoConfig:
+    return DilocoConfig(type="diloco", inner_steps=inner_steps, optimizer=optimizer)
+
+
+def weighted(sent: dict[str, Tensor], weights: dict[str, int]) -> Tensor:
+    """The mean as the lanes of these tests make it: shares first, then the sum in the order of the members."""
+    total = sum(weights[name] for name in sent)
+    return sum((sent[name] * (weights[name] / total) for name in sorted(sent)), torch.zeros(22))
+
+
+def audit_of(run: Any) -> Audit:
+    """What the committed rounds say of the samples."""
+    history = []
+    for verdict in run.store.verdicts:
+        progress = Progress.from_record(verdict.payload["progress"])
+        used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
+        history.append(CommittedRound(verdict.round, used, progress.ledger, progress.assigned))
+    return audit(history)
+
+
+def start_without_c(start_run: StartRun, noise: Noise, config: DilocoConfig, missed: int, **more: Any) -> Any:
+    """A run of a, b and c whose first rounds c misses."""
+    run = start_run(config, "a", "b", "c", **more)
+    run.store.given_up.add("c")
+    for round in range(1, missed + 1):
+        reports = run.round(a=noise(10 * round), b=noise(10 * round + 1))
+        assert (reports["a"].members, reports["a"].late) == (("a", "b"), ("c",))
+    return run
+
+
+@REFERENCES
+@pytest.mark.parametrize("missed", [1, 2])
+def test_late_node_catches_up_and_contributes_what_it_learned_from_its_old_start(
+    start_run: StartRun, noise: Noise, reference: type[Nesterov], missed: int
+) -> None:
+    run = start_without_c(start_run, noise, diloco(optimizer=reference.config), missed)
+    expected, learned = reference(run["c"].params), [noise(90), noise(91)]
+    inner_of_c = expected.theta + learned[0] + learned[1]
+    starts = [expected.theta]
+    for round in range(1, missed + 1):
+        updates = {"a": noise(10 * round), "b": noise(10 * round + 1)}
+        sent = {name: expected.sent(expected.theta, expected.theta + update) for name, update in updates.items()}
+        expected.step(weighted(sent, {"a": 10, "b": 10}))
+        starts.append(expected.theta)
+    updates = {"a": noise(3), "b": noise(4)}
+    reports = run.round_with_late("c", learned, **updates)
+    sent = {name: expected.sent(expected.theta, expected.theta + update) for name, update in updates.items()}
+    sent["c"] = expected.sent_late(starts, inner_of_c)
+    expected.step(weighted(sent, {"a": 10, "b": 10, "c": 20}))
+    for name, report in reports.items():
+        assert (report.round, report.weights, report.samples) == (missed + 1, (10, 10, 20), (4, 4, 8))
+        assert report.state == digest_of(expected.theta, expected.velocity)
+        assert torch.equal(run[name].params, expected.theta)
+    assert not torch.equal(expected.theta, starts[-1])
+
+
+def test_late_node_goes_on_as_a_member_like_the_others(start_run: StartRun, noise: Noise) -> None:
+    run = start_without_c(start_run, noise, diloco(), missed=2)
+    run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
+    run.store.given_up.clear()
+    reports = run.round(a=noise(4), b=noise(5), c=noise(6))
+    assert reports["c"].members == ("a", "b", "c") and reports["c"].late == ()
+    assert len({report.state for report in reports.values()}) == 1
+    assert run["c"].inner.step_count == run["a"].inner.step_count == 4
+    assert run["c"].outer.progress == run["a"].outer.progress
+
+
+def test_samples_of_a_late_node_are_settled_once_and_with_the_round_that_used_them(
+    start_run: StartRun, noise: Noise
+) -> None:
+    run = start_without_c(start_run, noise, diloco(), missed=2)
+    assert run["a"].outer.progress.assigned["c"] == ((16, 24),)
+    assert audit_of(run).is_exact
+    run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
+    progress = run["a"].outer.progress
+    assert all(start >= 16 for spans in progress.assigned.values() for start, _ in spans)
+    assert progress.ledger.returned == ()  # c's 20..24 came back, and were dealt out again
+    assert progress.assigned["a"][0] == (20, 24)
+    run.store.given_up.clear()
+    run.round(a=noise(4), b=noise(5), c=noise(6))
+    found = audit_of(run)
+    assert found.is_exact
+    assert found.trained == BATCH * (2 + 2 + 3 + 3)
+
+
+def test_samples_of_a_late_node_that_dies_go_back(start_run: StartRun, noise: Noise) -> None:
+    run = start_without_c(start_run, noise, diloco(), missed=1)
+    run["c"].member.close()
+    report = run.round(a=noise(2), b=noise(3))["a"]
+    assert report.late == () and "c" not in run["a"].outer.progress.assigned
+    assert run["a"].outer.progress.assigned["a"][0][0] < 24  # c's 16..24 are among the first to be read again
+    run.round(a=noise(4), b=noise(5))
+    assert audit_of(run).is_exact
+
+
+def test_late_node_whose_missed_rounds_nobody_keeps_is_fenced_and_keeps_its_state(
+    start_run: StartRun, noise: Noise
+) -> None:
+    run = start_without_c(start_run, noise, diloco(), missed=2, journal_rounds=1)
+    state = run["c"].outer.state
+    outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
+    assert isinstance(outcome, Fenced)
+    assert "late" in str(outcome) and "round 1" in str(outcome)
+    assert (run["c"].outer.round, run["c"].outer.state) == (0, state)
+
+
+def test_late_node_that_catches_up_with_a_journal_of_another_state_is_fenced(start_run: StartRun, noise: Noise) -> None:
+    run = start_without_c(start_run, noise, diloco(), missed=1)
+    for donor in ("a", "b"):
+        run[donor].journal.get(1).result[3] += 1.0
+    outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
+    assert isinstance(outcome, Fenced) and "has digest" in str(outcome)
+
+
+def test_late_node_at_the_end_of_the_run_is_told_that_it_is_over(start_run: StartRun, noise: Noise) -> None:
+    run = start_without_c(start_run, noise, diloco(inner_steps=1), missed=2, total_steps=2)
+    assert run["a"].outer.progress.is_complete
+    outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
+    assert isinstance(outcome, RunOver) and "round 2" in str(outcome)
+    assert run["c"].outer.state == run["a"].outer.state
+    assert torch.equal(run["c"].params, run["a"].params)
+    assert run["a"].outer.progress.ledger.returned == ((8, 12),)  # what it learned counts nowhere
+    assert audit_of(run).is_exact
+
+
+def test_last_round_waits_for_late_nodes(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(inner_steps=1), "a", "b", "c", total_steps=1)
+    run.store.given_up.add("c")
+
+    def come_late() -> Any:
+        run.store.await_ready(1, "a")
+        run.store.await_ready(1, "b")
+        return run["c"].take_steps([noise(3)], 10)
+
+    reports = run.together(
+        a=lambda: run["a"].take_steps([noise(1)], 10), b=lambda: run["b"].take_steps([noise(2)], 10), c=come_late
+    )
+    assert reports["a"].members == ("a", "b", "c") and reports["a"].progress.is_complete
+
+
+@REFERENCES
+def test_late_update_that_is_not_finite_is_left_out(
+    start_run: StartRun, noise: Noise, reference: type[Nesterov]
+) -> None:
+    run = start_without_c(start_run, noise, diloco(optimizer=reference.config), missed=1)
+    reports = run.round_with_late("c", [noise(1) * float("nan")], a=noise(2), b=noise(3))
+    assert reports["c"].weights == (10, 10, 0) and reports["c"].is_left_out
+    assert len({report.state for report in reports.values()}) == 1
+    assert run["c"].params.isfinite().all()
+    assert audit_of(run).is_exact
+
+
+@REFERENCES
+def test_round_of_a_late_node_that_loses_a_member_keeps_what_it_learned(
+    start_run: StartRun, noise: Noise, reference: type[Nesterov]
+) -> None:
+    inject = {"b": ["opened@2=SIGKILL"]}
+    run = start_without_c(start_run, noise, diloco(optimizer=reference.config), missed=1, inject=inject)
+    expected, first = reference(run["a"].params), run["c"].params
+    expected.theta, expected.velocity = run["a"].buffers[PARAMS].clone(), run["a"].buffers[MOMENTUM].clone()
+    reports = run.round_with_late("c", [noise(5)], a=noise(6), b=noise(7))
+    sent = {
+        "a": expected.sent(expected.theta, expected.theta + noise(6)),
+        "c": expected.sent_late([first, expected.theta], first + noise(5)),
+    }
+    expected.step(weighted(sent, {"a": 10, "c": 10}))
+    for name in ("a", "c"):
+        assert (reports[name].members, reports[name].retries) == (("a", "c"), 1)
+        assert torch.equal(run[name].params, expected.theta)
