@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.cluster import LocalCluster, Network, NodeProcess
@@ -47,6 +48,16 @@ def takes(step_s: float) -> list[str]:
     return ["--fault.inject", f"inner@+0=TAKES{step_s}"]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A run just after a verdict."""
+
+    round: int
+    tokens: int
+    """Of all nodes, in committed rounds."""
+    at_s: float
+
+
 class Run:
     """A cluster and the view of its store."""
 
@@ -65,10 +76,13 @@ class Run:
                 raise TimeoutError(self.cluster.describe())
             time.sleep(0.01)
 
-    def tokens(self) -> int:
-        """Of all nodes, in committed rounds."""
+    def after_round(self, round: int) -> Moment:
+        """Wait until this round is committed, or a newer one; the run at that moment."""
+        self.until(lambda: self.newest() >= round)
         committed = self.store.view(0).committed
-        return 0 if committed is None else Progress.from_record(committed.payload["progress"]).tokens
+        assert committed is not None
+        tokens = Progress.from_record(committed.payload["progress"]).tokens
+        return Moment(committed.round, tokens, time.monotonic())
 
 
 @contextmanager
@@ -98,26 +112,30 @@ def running(step_times_s: Sequence[float], *arguments: str, network: Network | N
 # -- one slow node --------------------------------------------------------------------------------------------------
 
 
-def measure_slow_node(rounds: int = 6) -> None:
-    """Tokens/s of four nodes, one at a third of the speed, over the sum of their speeds."""
-    steps_s = (STEP_S, STEP_S, STEP_S, SLOW_STEP_S)
-    sum_of_speeds = sum(TOKENS_PER_STEP / step_s for step_s in steps_s)
-    print(f"\n{'outer':<40}{'tokens/s':>10}{'of the sum of speeds':>24}")
-    print(f"{'what the four speeds add up to':<40}{sum_of_speeds:>10.0f}{1:>24.3f}")
+def measure_slow_node(for_s: float = 60.0) -> None:
+    """Tokens/s of four nodes, one at a third of the speed, over the sum of their speeds, from verdict to verdict."""
+    print(f"\n{'outer':<42}{'tokens/s':>10}{'sum of speeds':>16}{'ratio':>8}")
     for name, arguments in {
         "inner_steps = 60": ("--outer.inner-steps", "60"),
         "inner_steps = 60, straggler deadline 1 s": (
             *("--outer.inner-steps", "60"),
             *("--outer.straggler-deadline-s", "1"),
         ),
-        "inner_seconds = 6": ("--outer.inner-seconds", "6"),
+        "inner_seconds = 12": ("--outer.inner-seconds", "12"),
     }.items():
-        with running(steps_s, *arguments) as run:
-            run.until(lambda run=run: run.newest() >= 3)
-            first, from_s, tokens = run.newest(), time.monotonic(), run.tokens()
-            run.until(lambda run=run, first=first: run.newest() >= first + 3 * rounds)
-            rate = (run.tokens() - tokens) / (time.monotonic() - from_s)
-        print(f"{name:<40}{rate:>10.0f}{rate / sum_of_speeds:>24.3f}")
+        with running((STEP_S, STEP_S, STEP_S, SLOW_STEP_S), *arguments) as run:
+            first = run.after_round(max(3, run.newest() + 1))
+            last = first
+            while last.at_s < first.at_s + for_s:
+                last = run.after_round(last.round + 1)
+            rate = (last.tokens - first.tokens) / (last.at_s - first.at_s)
+            speeds = sum(own_speed(node) for node in run.cluster.nodes.values())
+        print(f"{name:<42}{rate:>10.0f}{speeds:>16.0f}{rate / speeds:>8.3f}")
+
+
+def own_speed(node: NodeProcess) -> float:
+    """Tokens/s of a node within its rounds, which is what it would do alone."""
+    return statistics.median(r["train/tokens_per_s"] for r in node.metrics() if "outer/round" not in r)
 
 
 # -- a joining node -------------------------------------------------------------------------------------------------

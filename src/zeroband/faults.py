@@ -52,10 +52,11 @@ def parse_fault(spec: str) -> Fault:
     is_known = match is not None and (
         not match["action"].startswith("SIG") or match["action"] in signal.Signals.__members__
     )
-    if match is None or not is_known or match["point"] not in POINTS:
+    is_slower = match is not None and (match["pace"] != SLOW or float(match["number"]) >= 1)
+    if match is None or not (is_known and is_slower) or match["point"] not in POINTS:
         raise ConfigError(
             f"fault.inject={spec!r} is not POINT@ROUND=ACTION with POINT one of {', '.join(POINTS)} and ACTION a "
-            "signal, OOM, SLOW with a factor or TAKES with seconds, for example opened@3=SIGKILL, inner@2=SLOW10, or "
+            "signal, OOM, SLOW with a factor of 1 or more, or TAKES with seconds, for example opened@3=SIGKILL, inner@2=SLOW10, or "
             "opened@+3=SIGKILL for three rounds after this node's first"
         )
     action, number = match["pace"] or match["action"], float(match["number"] or 0.0)
@@ -66,6 +67,7 @@ def signal_node(action: str) -> None:
     """Send a signal to this rank and to its launcher, which stands for losing the machine when it is SIGKILL."""
     if action == OUT_OF_MEMORY:
         os.kill(os.getpid(), signal.SIGKILL)
+        return
     number = signal.Signals[action]
     if number == signal.SIGKILL:
         os.kill(os.getppid(), number)

@@ -185,8 +185,8 @@ class RunParts:
         store = Store(
             self._store_url,
             config.run.id,
-            lease_s=config.fault.lease_s,
-            patience_s=config.fault.store_s,
+            lease_s=config.fault.time_outs.lease_s,
+            patience_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
         stack.callback(store.close)
@@ -217,7 +217,7 @@ class RunParts:
             shm_dir=self._folder,
         )
         run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall)
-        return Member(run, identity, self._board, config.fault, self._node.departure)
+        return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
@@ -230,7 +230,7 @@ class RunParts:
             LaneOwnership(config.comm.lanes, local.rank, local.world_size),
             host=self._host,
             chunk_bytes=int(config.comm.chunk_mb * 1e6),
-            transfer_s=config.fault.transfer_s,
+            transfer_s=config.fault.time_outs.transfer_s,
         )
         start_timeout_s = config.elastic.start_timeout_s
         return ElasticDeviceMesh(

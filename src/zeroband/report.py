@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,7 +76,7 @@ class Report:
 
     def started(self) -> None:
         if self._node.config.outer is not None:
-            _log.info("time-outs in seconds", extra={"fields": self._node.config.fault.time_outs()})
+            _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
         self.events.emit(
             "node_started",
             total_steps=self._node.config.train.total_steps,

@@ -34,7 +34,7 @@ from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.alone import Alone
-from zeroband.parallel import LocalMesh, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
 from zeroband.report import Learned, Report
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, partial(_leave_on_signal, departure))
         with ExitStack() as stack:
-            start_logging(config, stack)
+            start_logging(config)
             local = init_local_mesh()
             stack.callback(local.close)
             train(config, local, departure, stack)
@@ -65,15 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_logging(config: RunConfig, stack: ExitStack) -> None:
-    """Log to this rank's file in the node's folder, and to the console; have stacks written there when asked.
-
-    Raises ConfigError where the files cannot be made.
-    """
+def start_logging(config: RunConfig) -> None:
+    """Log to this rank's file in the node's folder, and to the console. Raises ConfigError where it cannot be made."""
     node_dir, local_rank = node_dir_of(config), _local_rank()
     try:
         setup_logging(config.log_level, node_id_of(config), local_rank, node_dir / f"rank{local_rank}.log")
-        stack.callback(register_stack_dump(node_dir, local_rank))
     except OSError as error:
         raise ConfigError(
             f"cannot write to {node_dir}: {error.strerror}; set run.dir to a folder that this user may write to"
@@ -103,6 +99,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
         stack.callback(report.close)
         report.started()
         stack.push(report.leave)
+    barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
+    stack.callback(register_stack_dump(node.node_dir, local.rank))
     entry = build_entry(node, report, stack)
     enter(entry, report)
     departure.holds_work = True

@@ -215,7 +215,7 @@ class _Conducted:
         assert cluster.redis is not None
         rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)
         url, run_id = cluster.redis.local_url, cluster.run_id
-        with closing(Store(url, run_id, lease_s=fault.lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+        with closing(Store(url, run_id, lease_s=fault.time_outs.lease_s, patience_s=_STORE_PATIENCE_S)) as store:
             self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
             soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
             self._course = soak.course

@@ -65,6 +65,11 @@ _SHORTEST, _LONGEST = 0.3, 6.0
 """How long a fault lasts in units of detect_s: from what nobody should notice to what everybody must."""
 
 
+_AT_PEACE = 0.75
+"""Share of faults that strike nodes which have recovered from their last one, where there are enough of them: only a
+member can be seen to be lost."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault of a plan."""
@@ -114,8 +119,8 @@ def targets_of(kind: Kind) -> int:
 def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
     """The faults of a soak in the order of time; the same for the same rules and seed.
 
-    Each kind comes once before any comes again. A node that has recovered from the last fault, or is recovering, may be
-    struck again; a fault that would leave too few in peace waits until it does not.
+    Each kind comes once before any comes again. Mostly nodes in peace are struck, at times those that are recovering; a
+    fault that would leave too few in peace waits until it does not.
     """
     chance = random.Random(seed)
     kinds, bag = rules.possible_kinds(), list[Kind]()
@@ -129,7 +134,8 @@ def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
         at_s = calendar.first_chance_s(at_s, kind)
         if at_s >= rules.duration_s:
             break
-        nodes = tuple(sorted(chance.sample(calendar.candidates(at_s, kind), targets_of(kind))))
+        is_at_peace = chance.random() < _AT_PEACE
+        nodes = tuple(sorted(chance.sample(calendar.candidates(at_s, kind, is_at_peace), targets_of(kind))))
         faults.append(Fault(len(faults) + 1, at_s, kind, nodes, lasts_s))
         calendar.enter(faults[-1])
     return tuple(faults)
@@ -153,12 +159,16 @@ class _Calendar:
         undone_s = self._undone_s[node]
         return undone_s + self._rules.recovery_s if undone_s else 0.0
 
-    def candidates(self, at_s: float, kind: Kind) -> Sequence[str]:
-        """Nodes of which any may be struck; fewer than the kind needs where it must wait."""
+    def candidates(self, at_s: float, kind: Kind, is_at_peace: bool) -> Sequence[str]:
+        """Nodes of which any may be struck; fewer than the kind needs where it must wait.
+
+        `is_at_peace`: rather those that have recovered from their last fault, where they are enough.
+        """
         undone = [node for node in self._rules.nodes if self._undone_s[node] <= at_s]
         calm = [node for node in undone if self._calm_s(node) <= at_s]
-        spare = len(calm) - self._rules.keep_undisturbed
-        return undone if spare >= targets_of(kind) else [node for node in undone if node not in calm]
+        if len(calm) - self._rules.keep_undisturbed >= targets_of(kind):
+            return calm if is_at_peace else undone
+        return [node for node in undone if node not in calm]
 
     def first_chance_s(self, at_s: float, kind: Kind) -> float:
         """The first time from `at_s` on when a fault of this kind is possible."""
@@ -170,4 +180,4 @@ class _Calendar:
     def _is_possible(self, at_s: float, kind: Kind) -> bool:
         if kind in OF_STORE:
             return self._calm_s(_STORE) <= at_s
-        return len(self.candidates(at_s, kind)) >= targets_of(kind)
+        return len(self.candidates(at_s, kind, False)) >= targets_of(kind)

@@ -143,7 +143,7 @@ def _restart_cpu(restarts_s: Sequence[float]) -> str:
 
 
 _NOTES = """\
-- Compute is emulated: where the config slows every inner step (`fault.inject`, SLOW), nodes sleep instead of
+- Compute is emulated: where the config slows every inner step (`fault.inject`), nodes sleep instead of
   computing, so that all of them fit on this machine. Waits, transfers, detection and recovery are real.
 - Detection: from the strike until the store no longer counts the node alive, or shows it cut off; looked at every
   20 ms. A fault that ended before that is not in the figure, nor are faults of the store and nodes that leave.

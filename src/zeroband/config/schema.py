@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from zeroband.config.store_url import parse_store_url
+from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 """Marks a field that may differ between the nodes of one run; every other field is compared at join."""
@@ -290,44 +291,37 @@ class ElasticConfig(Section):
 class FaultConfig(Section):
     detect_s: float = Field(default=5.0, ge=0.5, le=600)
     """Longest silence of a node before the others go on without it; every other time-out follows from it."""
-    lease_s: PositiveFloat = Field(default_factory=lambda data: data["detect_s"])
-    """Life of a lease that is not renewed, and of a link that does not answer; at most detect_s."""
-    renew_s: PositiveFloat = Field(default_factory=lambda data: data["detect_s"] / 5)
-    """Pause between two renewals of the lease; at most a third of it."""
-    watch_s: PositiveFloat = Field(default_factory=lambda data: min(data["detect_s"] / 10, 0.25))
-    """Pause between two looks at the other members during a transfer; below detect_s."""
-    hung_s: PositiveFloat = Field(default_factory=lambda data: max(300.0, 24 * data["detect_s"]))
-    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one."""
-    transfer_s: PositiveFloat = Field(default_factory=lambda data: max(600.0, 120 * data["detect_s"]))
-    """Time-out of the transport itself; the membership decides long before, so at least hung_s."""
-    store_s: PositiveFloat = Field(default_factory=lambda data: max(3600.0, 120 * data["detect_s"]))
-    """How long a node waits at its boundary for a Redis that is away, before it gives up."""
+    lease_s: PositiveFloat | None = None
+    """Life of a lease that is not renewed, and of a link that does not answer; at most detect_s. None: detect_s."""
+    renew_s: PositiveFloat | None = None
+    """Pause between two renewals of the lease; at most a third of it. None: a fifth of it."""
+    watch_s: PositiveFloat | None = None
+    """Pause between two looks at the other members during a transfer; at most half of detect_s. None: a tenth of it, at
+    most 0.25."""
+    hung_s: PositiveFloat | None = None
+    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, and above
+    detect_s. None: 24 times detect_s, at least 300."""
+    transfer_s: PositiveFloat | None = None
+    """Time-out of the transport itself; the membership decides long before, so at least hung_s. None: 120 times
+    detect_s, at least 600 and twice hung_s."""
+    store_s: PositiveFloat | None = None
+    """How long a node waits at its boundary for a Redis that is away, before it gives up; at least detect_s. None: 120
+    times detect_s, at least 3600."""
     grace_s: PositiveFloat = Field(default=25.0, json_schema_extra=NODE_LOCAL)
     """A node that is asked to leave (SIGTERM, SIGUSR1) waits so long for the others to take what it learned; below the
     time after which SIGKILL follows (torchrun and Slurm 30 s, `docker stop` 10 s unless told otherwise)."""
     inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...` counts from its first."""
 
+    @property
+    def time_outs(self) -> TimeOuts:
+        """All of them, those that were not set as they follow from detect_s."""
+        return TimeOuts.following(self.detect_s, {name: getattr(self, name) for name in TIME_OUT_NAMES})
+
     @model_validator(mode="after")
     def _are_ordered(self) -> FaultConfig:
-        bounds = {
-            "lease_s": (self.lease_s, self.detect_s, "fault.detect_s"),
-            "renew_s": (self.renew_s, self.lease_s / 3, "a third of fault.lease_s"),
-            "watch_s": (self.watch_s, self.detect_s / 2, "half of fault.detect_s"),
-            "detect_s": (self.detect_s, self.hung_s, "fault.hung_s"),
-            "hung_s": (self.hung_s, self.transfer_s, "fault.transfer_s"),
-        }
-        for name, (value, most, meaning) in bounds.items():
-            if value > most:
-                raise ValueError(
-                    f"fault.{name}={value:g} is above {meaning}, {most:g}; "
-                    "leave it out to have it follow from fault.detect_s"
-                )
+        self.time_outs.require_order()
         return self
-
-    def time_outs(self) -> dict[str, float]:
-        """All of them in seconds, by name."""
-        return {name: value for name, value in self.model_dump().items() if name.endswith("_s")}
 
 
 class WandbConfig(Section):

@@ -139,7 +139,12 @@ class View:
         return self.opening == opening and self.failed is None and not self.lost(opening)
 
     def lost(self, opening: Opening) -> tuple[str, ...]:
-        """Members that keep an opening from being finished: without lease, or cut off from another one."""
+        """Members that keep an opening from being finished: without lease, or cut off from another one.
+
+        One that has voted is not needed any more, unless nobody is left who would write the verdict.
+        """
+        if not any(m in self.alive for m in opening.members):
+            return opening.members
         unvoted = [m for m in opening.members if m not in self.votes]
         dead = [m for m in unvoted if m not in self.alive]
         cut = [m for m in unvoted if any(self.are_cut(m, other) for other in opening.members)]
@@ -254,15 +259,19 @@ def _same_state(states: Mapping[str, str], expected: tuple[str, ...]) -> tuple[s
 
 
 def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) -> tuple[str, ...]:
-    """The members without those that others do not reach; whoever is cut off from most goes first, joiners before."""
+    """The members without those that others do not reach: joiners go first, then who leaves, who is cut off from most.
+
+    Of two nodes one must stay that others can take the state from.
+    """
     left = list(members)
     while True:
         cuts = {m: sum(view.are_cut(m, other) for other in left if other != m) for m in left}
         if not any(cuts.values()):
             return tuple(left)
 
-        def blame(member: str, cuts: Mapping[str, int] = cuts) -> tuple[bool, int, int, str]:
-            return (member not in expected, cuts[member], -view.ready[member].weight, member)
+        def blame(member: str, cuts: Mapping[str, int] = cuts) -> tuple[bool, bool, int, int, str]:
+            ready = view.ready[member]
+            return (member not in expected, ready.wants == 0, cuts[member], -ready.weight, member)
 
         left.remove(max((m for m in left if cuts[m]), key=blame))
 
@@ -288,7 +297,11 @@ def _outvoted(view: View, round: int) -> frozenset[str]:
     for member in current.members:
         if member in view.votes:
             by_digest.setdefault(view.votes[member], []).append(member)
-    believed = max(by_digest.values(), key=len)  # of two as large, the one of the first member
+
+    def trust(group: list[str]) -> tuple[int, int]:
+        return (len(group), sum(view.ready[m].wants > 0 for m in group if m in view.ready))
+
+    believed = max(by_digest.values(), key=trust)  # of two as large, who stays; then the one of the first member
     return frozenset(m for group in by_digest.values() if group is not believed for m in group)
 
 

@@ -32,7 +32,7 @@ class LinkMonitor:
         self._probe_s = min(0.5, detect_s / 5)
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
-        self._askers = 0
+        self._askers: set[asyncio.StreamWriter] = set()
         self._looked_at_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._is_listening = threading.Event()
@@ -72,22 +72,28 @@ class LinkMonitor:
             self._is_listening.set()
             self._loop.run_forever()
         finally:
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._hang_up())
             self._loop.close()
 
+    async def _hang_up(self) -> None:
+        """Close all connections, so that those who ask learn at once that nobody answers any more."""
+        for writer in list(self._askers):
+            writer.transport.abort()
+        for link in self._links.values():
+            link.task.cancel()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._askers += 1
+        self._askers.add(writer)
         try:
-            while self._askers <= _MAX_ASKERS:
+            while len(self._askers) <= _MAX_ASKERS:
                 writer.write(await reader.readexactly(_PROBE_BYTES))
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            self._askers -= 1
+            self._askers.discard(writer)
             writer.close()
 
     def _set_members(self, members: Mapping[str, Address]) -> None:

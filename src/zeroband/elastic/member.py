@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zeroband.config.schema import FaultConfig
+from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import (
@@ -80,7 +80,7 @@ class Member:
     """
 
     def __init__(
-        self, run: RunAccess, identity: NodeIdentity, board: NodeBoard, fault: FaultConfig, departure: Departure
+        self, run: RunAccess, identity: NodeIdentity, board: NodeBoard, time_outs: TimeOuts, departure: Departure
     ) -> None:
         self.member_id = new_member_id(identity.node_id)
         self.identity = identity
@@ -101,13 +101,13 @@ class Member:
             shm_dir=str(identity.shm_dir),
             rank_pids=identity.rank_pids,
             launcher_pid=identity.launcher_pid,
-            lease_s=fault.lease_s,
-            renew_s=fault.renew_s,
-            hung_s=fault.hung_s,
+            lease_s=time_outs.lease_s,
+            renew_s=time_outs.renew_s,
+            hung_s=time_outs.hung_s,
             is_first=True,
         )
         self._guardian = _KeptGuardian(order)
-        self._watcher = _Watcher(self, board, departure, fault)
+        self._watcher = _Watcher(self, board, departure, time_outs)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -285,11 +285,11 @@ class _Watcher:
     It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
     """
 
-    def __init__(self, member: Member, board: NodeBoard, departure: Departure, fault: FaultConfig) -> None:
+    def __init__(self, member: Member, board: NodeBoard, departure: Departure, time_outs: TimeOuts) -> None:
         self._member = member
         self._board = board
         self._departure = departure
-        self._fault = fault
+        self._time_outs = time_outs
         self._opening: Opening | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
@@ -300,12 +300,12 @@ class _Watcher:
 
     def _run(self) -> None:
         looked_at_s = time.monotonic()
-        while not self._stop.wait(self._fault.watch_s):
+        while not self._stop.wait(self._time_outs.watch_s):
             try:
                 self._member.keep_guardian()
                 opening, now_s = self._opening, time.monotonic()
                 if opening is None:
-                    if now_s - looked_at_s > self._fault.renew_s:
+                    if now_s - looked_at_s > self._time_outs.renew_s:
                         self._member.look(0)
                         looked_at_s = now_s
                 elif not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):

@@ -105,9 +105,11 @@ RENEW = (
 local now, pulse = time_ms(), tonumber(redis.call('HGET', KEYS[2], 'pulse'))
 local ends = now + tonumber(ARGV[2])
 if is_silent(pulse, now, tonumber(ARGV[3])) then
+  local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', pulse)
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. pulse, '+inf')) do
     redis.call('ZADD', KEYS[1], ends, member)
   end
+  for _, member in ipairs(dead) do redis.call('ZADD', KEYS[1], 0, member) end -- also by a clock that was set back
 end
 if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) then
   local opening = redis.call('GET', KEYS[4])

@@ -192,14 +192,14 @@ def test_mistake_that_other_values_follow_from_is_named_alone(refusal: Refusal, 
 
 
 def test_time_outs_that_contradict_each_other_are_one_line(refusal: Refusal) -> None:
-    expected = "fault.lease_s=6 is above fault.detect_s, 5; leave it out to have it follow from fault.detect_s"
+    expected = "fault.lease_s=6 is above fault.detect_s=5; leave them out to have them follow from fault.detect_s"
     assert refusal("--fault.lease_s", "6") == expected
 
 
 def test_time_outs_follow_a_detect_s_from_wherever_it_comes(load: Load, write: Write) -> None:
     file = write("a.toml", "[fault]\nstore_s = 7200\n")
-    fault = load(file, ZERO_BAND_FAULT__DETECT_S="60").fault
-    assert (fault.lease_s, fault.renew_s, fault.hung_s, fault.store_s) == (60.0, 12.0, 1440.0, 7200.0)
+    t = load(file, ZERO_BAND_FAULT__DETECT_S="60").fault.time_outs
+    assert (t.lease_s, t.renew_s, t.hung_s, t.store_s) == (60.0, 12.0, 1440.0, 7200.0)
 
 
 def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write: Write) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeroband.config.schema import DilocoConfig, FaultConfig, ModelConfig
+from zeroband.config.time_outs import TimeOuts
 
 
 @pytest.mark.parametrize(
@@ -31,50 +33,44 @@ def test_sizes_left_out_follow_from_the_others() -> None:
 
 
 def test_time_outs_follow_detect_s() -> None:
-    fault = FaultConfig(detect_s=60.0)
-    assert fault.time_outs() == {
-        "detect_s": 60.0,
-        "lease_s": 60.0,
-        "renew_s": 12.0,
-        "watch_s": 0.25,
-        "hung_s": 1440.0,
-        "transfer_s": 7200.0,
-        "store_s": 7200.0,
-        "grace_s": 25.0,
-    }
-    fast = FaultConfig(detect_s=0.5)
-    assert (fast.lease_s, fast.renew_s, fast.watch_s) == (0.5, 0.1, 0.05)
-    assert (fast.hung_s, fast.transfer_s, fast.store_s) == (300.0, 600.0, 3600.0)
+    assert FaultConfig(detect_s=60.0).time_outs == TimeOuts(
+        detect_s=60.0, lease_s=60.0, renew_s=12.0, watch_s=0.25, hung_s=1440.0, transfer_s=7200.0, store_s=7200.0
+    )
+    assert FaultConfig(detect_s=0.5).time_outs == TimeOuts(
+        detect_s=0.5, lease_s=0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0
+    )
+
+
+def test_time_outs_follow_one_that_is_set() -> None:
+    assert FaultConfig(lease_s=3.0).time_outs.renew_s == 0.6
+    assert FaultConfig(hung_s=900.0).time_outs.transfer_s == 1800.0
 
 
 @given(detect_s=st.floats(0.5, 600.0))
 def test_time_outs_derived_from_detect_s_are_in_order(detect_s: float) -> None:
-    fault = FaultConfig(detect_s=detect_s)
-    assert fault.watch_s <= fault.detect_s / 2
-    assert 3 * fault.renew_s < fault.lease_s <= fault.detect_s < fault.hung_s < fault.transfer_s <= fault.store_s
-
-
-def test_time_outs_have_no_other_values() -> None:
-    assert FaultConfig(inject=("opened@3=SIGKILL",)).time_outs() == FaultConfig().time_outs()
+    t = FaultConfig(detect_s=detect_s).time_outs
+    assert t.watch_s <= t.detect_s / 2
+    assert 3 * t.renew_s < t.lease_s <= t.detect_s < t.hung_s < t.transfer_s <= t.store_s
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"lease_s": 6.0}, r"fault\.lease_s=6 is above fault\.detect_s, 5;"),
-        ({"detect_s": 2.0, "lease_s": 3.0}, r"fault\.lease_s=3 is above fault\.detect_s, 2;"),
-        ({"renew_s": 2.0}, r"fault\.renew_s=2 is above a third of fault\.lease_s, 1\.6"),
-        ({"lease_s": 3.0, "renew_s": 1.5}, r"fault\.renew_s=1\.5 is above a third of fault\.lease_s, 1;"),
-        ({"watch_s": 3.0}, r"fault\.watch_s=3 is above half of fault\.detect_s, 2\.5;"),
-        ({"detect_s": 10.0, "hung_s": 9.0}, r"fault\.detect_s=10 is above fault\.hung_s, 9;"),
-        ({"hung_s": 900.0, "transfer_s": 700.0}, r"fault\.hung_s=900 is above fault\.transfer_s, 700;"),
-        ({"transfer_s": 200.0}, r"fault\.hung_s=300 is above fault\.transfer_s, 200;"),
+        ({"lease_s": 6.0}, "fault.lease_s=6 is above fault.detect_s=5;"),
+        ({"detect_s": 2.0, "lease_s": 3.0}, "fault.lease_s=3 is above fault.detect_s=2;"),
+        ({"renew_s": 2.0}, "fault.renew_s=2 is above fault.lease_s / 3=1.66667;"),
+        ({"lease_s": 3.0, "renew_s": 1.5}, "fault.renew_s=1.5 is above fault.lease_s / 3=1;"),
+        ({"watch_s": 3.0}, "fault.watch_s=3 is above fault.detect_s / 2=2.5;"),
+        ({"detect_s": 10.0, "hung_s": 9.0}, "fault.detect_s=10 is above fault.hung_s=9;"),
+        ({"hung_s": 900.0, "transfer_s": 700.0}, "fault.hung_s=900 is above fault.transfer_s=700;"),
+        ({"transfer_s": 200.0}, "fault.hung_s=300 is above fault.transfer_s=200;"),
+        ({"store_s": 1.0}, "fault.detect_s=5 is above fault.store_s=1;"),
     ],
 )
 def test_time_outs_that_contradict_each_other_are_refused_with_both_names(
     overrides: dict[str, float], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
         FaultConfig(**overrides)
 
 
@@ -87,12 +83,12 @@ def test_time_outs_that_contradict_each_other_are_refused_with_both_names(
         {"watch_s": 2.5},
         {"detect_s": 300.0, "hung_s": 300.0},
         {"hung_s": 300.0, "transfer_s": 300.0},
-        {"store_s": 1.0, "grace_s": 1e4},
+        {"store_s": 5.0},
     ],
 )
 def test_time_outs_may_be_set_within_their_order(overrides: dict[str, float]) -> None:
-    time_outs = FaultConfig(**overrides).time_outs()
-    assert {name: time_outs[name] for name in overrides} == overrides
+    time_outs = FaultConfig(**overrides).time_outs
+    assert {name: getattr(time_outs, name) for name in overrides} == overrides
 
 
 @pytest.mark.parametrize("name", ["lease_s", "renew_s", "watch_s", "hung_s", "transfer_s", "store_s", "grace_s"])

@@ -53,17 +53,6 @@ def test_digest_and_items_differ_where_a_shared_value_does(
     assert {name for name, item in shared_items(theirs).items() if item != shared_items(ours)[name]} == {key}
 
 
-def test_detect_s_differs_with_the_time_outs_that_follow_from_it(load: Callable[..., RunConfig]) -> None:
-    ours, theirs = shared_items(load()), shared_items(load("--fault.detect_s", "20"))
-    assert {name for name, item in theirs.items() if item != ours[name]} == {
-        *("fault.detect_s", "fault.lease_s", "fault.renew_s", "fault.hung_s", "fault.transfer_s"),
-    }
-
-
-def test_time_outs_given_as_they_would_follow_are_no_difference(load: Callable[..., RunConfig]) -> None:
-    assert shared_digest(load("--fault.lease_s", "5", "--fault.renew_s", "1")) == shared_digest(load())
-
-
 @pytest.mark.parametrize("steps", ["7", "none"])
 def test_nodes_may_do_different_numbers_of_inner_steps(load: Callable[..., RunConfig], steps: str) -> None:
     ours, theirs = load("--outer.inner_steps", "50", **DILOCO), load("--outer.inner_steps", steps, **DILOCO)

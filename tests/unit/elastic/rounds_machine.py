@@ -349,10 +349,9 @@ class Run:
             assert not holders and self.has_lost_data, f"round {round} has two results; {holders} hold the other"
             del self.line[round:], self.states[round:]
         if round == len(self.line):
-            excluded = [
-                m for m in verdict.members if self.gone.get(m, verdict.opening.version) < verdict.opening.version
-            ]
-            assert not excluded, f"{excluded} were excluded before version {verdict.opening.version}"
+            version = verdict.opening.version
+            excluded = [m for m in verdict.members if self.gone.get(m, version) < version]
+            assert not excluded, f"{excluded} were excluded before version {version}"
             self.line.append(verdict)
             self.states.append(state)
 
@@ -436,8 +435,9 @@ class Run:
         self.bury_the_dead()
         committed = self.store.view(FOUNDING_ROUND).committed
         newest = -1 if committed is None else committed.round
-        if not any(self.carries_on(node, newest) for node in self.nodes.values()):
-            return
+        holders = [node for node in self.nodes.values() if self.holds_the_run(node, newest)]
+        if all(n.is_leaving for n in [n for n in holders if not n.is_joiner] or holders):
+            return  # they may take the run with them
         for _ in range(60):
             self.renew_all()
             self.all_act()
@@ -446,9 +446,9 @@ class Run:
         assert not self.nodes or len(self.line) >= newest + 6, standing
         assert not self.nodes or set(self.line[-1].members) == {n.id for n in self.nodes.values()}, standing
 
-    def carries_on(self, node: Node, newest_round: int) -> bool:
+    def holds_the_run(self, node: Node, newest_round: int) -> bool:
         """Whether a node can found the run, or hand its newest state to the others."""
-        return not (node.is_fenced or node.is_leaving) and node.round >= newest_round and node.phase != "recovering"
+        return not node.is_fenced and node.round >= newest_round and node.phase != "recovering"
 
 
 def samples(ranges: Any) -> list[int]:

@@ -32,7 +32,7 @@ from zeroband.elastic.epoch import (
 )
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
-LATE = Patience(stragglers_are_late=True)
+PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
 
 
 def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
@@ -80,7 +80,7 @@ def boundary(*members: str, **fields: Any) -> View:
     return a_view(**{**usual, **fields})
 
 
-def decide(view: View, round: int = 3, patience: Patience = Patience(), **rules: Any) -> Opening | Wait:
+def decide(view: View, round: int = 3, patience: Patience = PATIENT, **rules: Any) -> Opening | Wait:
     return next_opening(view, round, Rules(**rules), patience)
 
 
@@ -106,6 +106,12 @@ def test_next_opening_keeps_one_whose_lost_member_has_voted() -> None:
 def test_next_opening_replaces_one_whose_member_was_lost_before_its_vote() -> None:
     view = boundary(A, B, opening=an_opening(A, B), alive=frozenset({A}))
     assert decide(view) == an_opening(A, version=6, epoch=3)
+
+
+def test_next_opening_replaces_one_whose_members_all_voted_and_died() -> None:
+    """Nobody is left who would write its verdict; a late member or a joiner would wait for it for ever."""
+    view = boundary(A, B, C, opening=an_opening(A, B, late=(C,)), alive=frozenset({C}), votes={A: "d", B: "d"})
+    assert decide(view) == an_opening(C, version=6, epoch=3)
 
 
 def test_next_opening_replaces_a_failed_one_with_new_groups_even_for_the_same_members() -> None:
@@ -312,6 +318,12 @@ def test_next_opening_drops_of_two_the_one_with_less_to_lose() -> None:
     assert members_of(decide(boundary(A, B, ready={**words, **ready(B, weight=30)}, peers=cut(a="b")))) == (B,)
 
 
+def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
+    """The other one would have nobody left to take the state from, and the run would end."""
+    words = {**ready(A, weight=20, wants=0), **ready(B, weight=10)}
+    assert members_of(decide(boundary(A, B, ready=words, peers=cut(a="b")))) == (B,)
+
+
 # -- results that differ ----------------------------------------------------------------------------------------------
 
 
@@ -332,6 +344,12 @@ def test_round_whose_results_differ_twice_goes_on_without_the_minority() -> None
 
 def test_of_two_that_differ_twice_the_first_goes_on() -> None:
     assert members_of(decide(disputed({A: "z", B: "a"}, disputes=1))) == (A,)
+
+
+def test_of_two_that_differ_twice_the_one_that_stays_goes_on() -> None:
+    """The other one would have nobody left to take the state from, and the run would end."""
+    view = replace(disputed({A: "z", B: "a"}, disputes=1), ready={**ready(A, wants=0), **ready(B)})
+    assert members_of(decide(view)) == (B,)
 
 
 def test_dispute_counts_in_its_own_round_only() -> None:

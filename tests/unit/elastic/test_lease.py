@@ -193,12 +193,14 @@ def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> 
 
 
 @pytest.fixture
-def other(store: Store) -> Iterator[socket.socket]:
-    """Where another member's guardian listens, which answers nothing."""
+def other(redis_url: str) -> Iterator[socket.socket]:
+    """Where another member's guardian listens, which answers nothing; its lease is long."""
+    store = Store(redis_url, "run", lease_s=1000.0, patience_s=5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", 0, listener.getsockname()[1]), first=True)
         yield listener
+    store.close()
 
 
 @pytest.mark.slow

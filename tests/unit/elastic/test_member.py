@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-from zeroband.config.schema import FaultConfig
+from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import Opening, Peer, Ready, Rules, Verdict
@@ -21,6 +21,7 @@ from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost
 
 RULES = Rules()
+TIME_OUTS = TimeOuts(0.5, 0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
 NEVER_S = float("inf")
 SHARED = {"model.d_model": "256"}
 MakeMember = Callable[..., Member]
@@ -64,8 +65,7 @@ def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) ->
         boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
         identity = NodeIdentity(node_id, "host", (), 0, tmp_path)
         run = RunAccess(store, "unused", "run", store.found_or_match(SHARED, None))
-        fault = FaultConfig(detect_s=0.5)
-        members.append(Member(run, identity, boards[-1], fault, departure or Departure(grace_s=1000.0)))
+        members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
         return members[-1]
 
     yield make
@@ -177,7 +177,7 @@ def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monk
     verdict = b.await_verdict(opening, {})
     looks = iter([outdated])
     fresh = Store.view
-    monkeypatch.setattr(Store, "view", lambda store, round: next(looks, None) or fresh(store, round))
+    monkeypatch.setattr(Store, "view", lambda *looked_at: next(looks, None) or fresh(*looked_at))
     assert a.await_verdict(opening, {}) == verdict
 
 
