@@ -46,6 +46,8 @@ class RecordingStore(Store):
         self.on_the_way: list[tuple[Opening, Opening | None] | Verdict] = []
         self.is_slow = False
         self.newest_version = 0
+        self.failed: set[str] = set()
+        """Openings that somebody gave up, so that nobody may commit them."""
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
         if self.is_slow:
@@ -61,6 +63,12 @@ class RecordingStore(Store):
             return False
         self.proposed.append(verdict)
         return super().propose_verdict(verdict)
+
+    def report_failure(self, opening: Opening, reason: str) -> bool:
+        is_failed = super().report_failure(opening, reason)
+        if is_failed:
+            self.failed.add(opening.id)
+        return is_failed
 
     def propose(self, proposal: tuple[Opening, Opening | None] | Verdict) -> bool:
         if isinstance(proposal, Verdict):
@@ -282,14 +290,18 @@ class Run:
             self.give_up(node, "it cannot be finished")
             return
         entered = self.connect(node, opening)
-        slots = [n.slot for n in self.nodes.values() if n.id in opening.members]
-        if set(entered) != set(opening.members) or any((a, b) in self.cuts for a in slots for b in slots):
+        if set(entered) != set(opening.members) or self.is_held_up(opening, view):
             return
         if len(set(entered.values())) > 1:
             assert self.has_lost_data, f"some have groups of epoch {opening.epoch}, others wait for them"
             self.give_up(node, "the groups do not come together")
             return
         self.vote(node, hashed(opening.id, node.id if node.is_faulty else ""))
+
+    def is_held_up(self, opening: Opening, view: View) -> bool:
+        """Whether a member that still reduces and another one do not reach each other."""
+        slots = {n.slot: n.id in view.votes for n in self.nodes.values() if n.id in opening.members}
+        return any((a, b) in self.cuts and not (slots[a] and slots[b]) for a in slots for b in slots)
 
     def connect(self, node: Node, opening: Opening) -> dict[str, bool]:
         """Have groups for the opening, as LaneGroups does; a group's keys in the store serve once."""
@@ -349,6 +361,7 @@ class Run:
             assert not holders and self.has_lost_data, f"round {round} has two results; {holders} hold the other"
             del self.line[round:], self.states[round:]
         if round == len(self.line):
+            assert verdict.opening.id not in self.store.failed or self.has_lost_data, "committed what somebody dropped"
             version = verdict.opening.version
             excluded = [m for m in verdict.members if self.gone.get(m, version) < version]
             assert not excluded, f"{excluded} were excluded before version {version}"
@@ -426,25 +439,33 @@ class Run:
             assert versions == sorted(set(versions))
 
     def assert_rounds_follow_again_once_faults_end(self) -> None:
-        """No deadlock: whatever happened, those who live commit rounds together, all of them."""
+        """No deadlock: whatever happened, those who live commit rounds; all of them together once links heal."""
         self.start_is_over = True
-        self.cuts.clear()
         for node in self.nodes.values():
             node.seen, node.is_leaving, node.is_faulty = None, node.is_leaving and node.phase != "training", False
         self.settle()
         self.bury_the_dead()
+        if self.cuts:
+            self.assert_rounds_follow()
+            self.cuts.clear()
+        if self.assert_rounds_follow():
+            standing = [(n.id, n.phase, n.round) for n in self.nodes.values()]
+            assert set(self.line[-1].members) == {n.id for n in self.nodes.values()}, standing
+
+    def assert_rounds_follow(self) -> bool:
+        """Everybody acts for long enough. False: the run may have ended with those who held it."""
         committed = self.store.view(FOUNDING_ROUND).committed
         newest = -1 if committed is None else committed.round
         holders = [node for node in self.nodes.values() if self.holds_the_run(node, newest)]
         if all(n.is_leaving for n in [n for n in holders if not n.is_joiner] or holders):
-            return  # they may take the run with them
+            return False
         for _ in range(60):
             self.renew_all()
             self.all_act()
         self.assert_every_sample_has_one_place()
         standing = [(n.id, n.phase, n.round) for n in self.nodes.values()]
-        assert not self.nodes or len(self.line) >= newest + 6, standing
-        assert not self.nodes or set(self.line[-1].members) == {n.id for n in self.nodes.values()}, standing
+        assert len(self.line) >= newest + 6, standing
+        return True
 
     def holds_the_run(self, node: Node, newest_round: int) -> bool:
         """Whether a node can found the run, or hand its newest state to the others."""

@@ -102,9 +102,9 @@ class Rounds(RuleBasedStateMachine):
     def store_is_out_of_reach_for_long(self, order: list[int], later: list[int]) -> None:
         """Nobody renews meanwhile; nobody who held a lease may lose it by that."""
         self.run.act_in(order)
-        alive = {node.id for node in self.run.nodes.values()} & self.run.store.view(FOUNDING_ROUND).alive
-        away_ms = int(5000 * LEASE_S)
-        self.run.set_clock_forward(away_ms)
+        alive = self.run.store.view(FOUNDING_ROUND).alive
+        self.run.set_clock_forward(int(5000 * LEASE_S))
+        assert self.run.store.view(FOUNDING_ROUND).alive == alive
         self.run.act_in(later)
         for node in self.run.nodes.values():
             self.run.renew(node)
