@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from zeroband.errors import ConfigError
 
@@ -66,7 +67,7 @@ def parse_fault(spec: str) -> Fault:
 def signal_node(action: str) -> None:
     """Send a signal to this rank and to its launcher, which stands for losing the machine when it is SIGKILL."""
     if action == OUT_OF_MEMORY:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(_last_rank(), signal.SIGKILL)
         return
     number = signal.Signals[action]
     if number == signal.SIGKILL:
@@ -74,22 +75,20 @@ def signal_node(action: str) -> None:
     os.kill(os.getpid(), number)
 
 
+def _last_rank() -> int:
+    """Process id of the node's last rank: a child of the same launcher, or this process where it is the only one."""
+    mark = f"LOCAL_RANK={int(os.environ.get('LOCAL_WORLD_SIZE', '1')) - 1}".encode()
+    launcher = os.getppid()
+    siblings = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii").split()
+    marked = (pid for pid in siblings if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return int(next(marked, os.getpid()))
+
+
 class FaultPoints:
-    """The faults that this node was asked to have; each strikes once.
+    """The faults that this node was asked to have; each strikes once. Local rank 0 passes the points for all."""
 
-    `is_first`, `is_last`: of the node's ranks; a machine that runs out of memory loses its last one.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[str],
-        strike: Callable[[str], None] = signal_node,
-        *,
-        is_first: bool = True,
-        is_last: bool = True,
-    ) -> None:
-        faults = [parse_fault(spec) for spec in specs]
-        self._faults = [f for f in faults if (is_last if f.action == OUT_OF_MEMORY else is_first)]
+    def __init__(self, specs: Sequence[str], strike: Callable[[str], None] = signal_node) -> None:
+        self._faults = [parse_fault(spec) for spec in specs]
         self._strike = strike
         self._first_round: int | None = None
         self._slowness, self._least_step_s = 1.0, 0.0

@@ -116,7 +116,7 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
         model=model,
         inner=inner,
         departure=departure,
-        faults=FaultPoints(config.fault.inject, is_first=local.rank == 0, is_last=local.rank == local.world_size - 1),
+        faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from tests.faults.conftest import left_behind
+
 from zeroband.cluster import LocalCluster, Network, NodeProcess, RedisServer
+from zeroband.cluster.network import STORE
 from zeroband.data.audit import audit, read_rounds
 from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.lease import process_state
@@ -19,6 +23,8 @@ from zeroband.observe.view import node_id_of
 
 DEADLINE_S = 90.0
 DETECT_S = 2.0
+SLACK_S = 15.0
+"""What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 STEADY = ("steady0", "steady1")
 MOMENTS = (
     *("joining", "inner", "waiting", "opened", "transfer50", "transfer99"),
@@ -35,8 +41,8 @@ TINY = (
     *("--outer.type", "diloco", "--outer.inner-steps", "10", "--comm.chunk-mb", "0.0005"),
     *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.1"),
 )
-"""Rounds of about a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more than a
-hundred chunks."""
+"""Rounds of about a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more than
+a hundred chunks."""
 
 
 def fault_at(moment: str, action: str) -> list[str]:
@@ -51,6 +57,8 @@ class Arena:
 
     folder: Path
     network: Network | None
+    more: Sequence[str] = ()
+    """Arguments of all nodes."""
     cluster: LocalCluster = field(init=False)
     store: Store = field(init=False)
     history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
@@ -58,7 +66,7 @@ class Arena:
 
     def __enter__(self) -> Arena:
         env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
-        arguments = (*TINY, "--data.cache-dir", str(self.folder / "cache"))
+        arguments = (*TINY, *self.more, "--data.cache-dir", str(self.folder / "cache"))
         redis = (
             RedisServer(persistent=True) if self.network is None else RedisServer.within(self.network, persistent=True)
         )
@@ -134,6 +142,23 @@ class Arena:
         for pid in node.rank_pids:
             os.kill(pid, signal.SIGCONT)
 
+    @contextmanager
+    def cell(self) -> Generator[None]:
+        """One fault: begins with the steady nodes alone, and what must hold is checked after it."""
+        for node_id in [node.node_id for node in self.cluster.running if node.node_id not in STEADY]:
+            self.end(node_id)
+        for node_id in STEADY:
+            if not self.cluster.nodes[node_id].is_running:
+                self.start(node_id)
+        self.until_contributing(*STEADY)
+        since_round = self.newest()
+        yield
+        if self.network is not None:
+            self.network.heal_all()
+        self.until_rounds(1)
+        self.check()
+        assert self.lost_s(since_round) < DETECT_S + SLACK_S
+
     def end(self, node_id: str) -> None:
         """Remove a node and wait until the run goes on without it."""
         self.cluster.nodes[node_id].kill()
@@ -152,6 +177,23 @@ class Arena:
         result = audit(read_rounds(self.cluster.run_dir))
         assert (result.repeated, result.skipped) == ((), ())
 
+    def others_go_on(self) -> None:
+        """The steady nodes contribute, alone."""
+        self.until_contributing(*STEADY)
+        self.until_rounds(2)
+
+    def comes_back(self, victim: NodeProcess, moment: str = "") -> None:
+        """A victim that lives contributes again; one that was leaving has left, as it was asked to."""
+        if moment == "leaving":
+            self.until(lambda: not victim.is_running, f"{victim.node_id} leaves")
+            assert victim.exit_code == 0, victim.console_tail()
+        else:
+            self.until_contributing(*STEADY, victim.node_id)
+
+    def leaves_nothing(self, victim: NodeProcess) -> None:
+        """Of a victim that has ended, no process and no shared memory stays."""
+        self.until(lambda: not victim.pids and not victim.spec.memory.exists(), f"nothing is left of {victim.node_id}")
+
     def lost_s(self, since_round: int) -> float:
         """The most that a steady node waited and transferred in one round after this one."""
         costs = [
@@ -164,6 +206,56 @@ class Arena:
         return max(costs, default=0.0)
 
 
+@contextmanager
+def open_arena(folder: Path, *arguments: str) -> Generator[Arena]:
+    """An arena, with a network of its own where this machine allows one; leaves nothing behind."""
+    with ExitStack() as stack:
+        network = None if Network.obstacle() else stack.enter_context(Network())
+        yield (arena := stack.enter_context(Arena(folder, network, arguments)))
+    assert left_behind(arena.cluster.run_id) == []
+
+
 def is_stopped(node: NodeProcess) -> bool:
     """Whether a rank of a node stands still (SIGSTOP)."""
     return any(process_state(pid) == "T" for pid in node.rank_pids)
+
+
+CUTS: dict[str, Callable[[Network], object]] = {
+    "silent partition": lambda network: network.cut_off("victim"),
+    "one way, outwards": lambda network: network.drop_outgoing("victim"),
+    "one way, inwards": lambda network: network.drop_incoming("victim"),
+    "link down": lambda network: network.link_down("victim"),
+    "from one other node": lambda network: network.cut_between("victim", STEADY[0]),
+    "from the store": lambda network: network.cut_between("victim", STORE),
+}
+"""Ways to cut off a node called victim."""
+
+
+def cut_and_heal(arena: Arena, moment: str, cut: str) -> None:
+    """Cut a victim off at a moment; the others go on; when the link is there again, it comes back."""
+    network = arena.network
+    if network is None:
+        pytest.skip(f"no network of its own: {Network.obstacle()}")
+    victim = arena.start_victim(moment, "SIGSTOP")
+    CUTS[cut](network)
+    arena.go_on(victim)
+    if cut == "from one other node":  # one of the two goes on; which one, the rules say
+        arena.until(lambda: not {"victim", STEADY[0]} <= arena.contributing(), "they do not take part together")
+        arena.until_rounds(2)
+    else:
+        arena.others_go_on()
+    if cut == "link down":
+        network.link_up("victim")
+    network.heal_all()
+    arena.comes_back(victim, moment)
+
+
+def restart_store(arena: Arena, moment: str, *, is_empty: bool) -> None:
+    """Kill the store at a moment of the victim and start it again; nobody is lost over it."""
+    victim = arena.start_victim(moment, "SIGSTOP")
+    assert arena.cluster.redis is not None
+    arena.cluster.redis.stop()
+    arena.go_on(victim)
+    arena.cluster.redis.start(empty=is_empty)
+    arena.comes_back(victim, moment)
+    arena.until_rounds(2)

@@ -108,6 +108,7 @@ def start_trainer(tmp_path: Path, store: Store, redis_url: str) -> Iterator[Call
         until(lambda trainer=trainer: process_state(trainer.guardian_pid) in "ZX", within_s=20)
 
 
+@pytest.mark.defect(2)
 def test_lease_and_guardian_and_shared_memory_end_with_a_killed_trainer(start_trainer: Callable[..., Trainer]) -> None:
     """A predecessor's orphan kept the heartbeat of a killed trainer going for ever."""
     trainer = start_trainer()

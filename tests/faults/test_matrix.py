@@ -1,82 +1,35 @@
 """Every fault at every moment of a round: the others go on within the time of detection, nothing is lost or doubled.
 
-By hand, about half an hour on two cores: `./scripts/test.sh -m matrix`. What runs every day is a selection of it.
+By hand, about an hour on two cores: `./scripts/test.sh -m matrix`. `test_daily.py` is a selection of it.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.arena import DETECT_S, MOMENTS, STEADY, Arena
+from tests.faults.arena import CUTS, DETECT_S, MOMENTS, STEADY, Arena, cut_and_heal, open_arena, restart_store
 from tests.faults.clock import preload
 from tests.faults.conftest import left_behind
 
-from zeroband.cluster import Network, NodeProcess
-from zeroband.cluster.network import STORE
-
 pytestmark = [pytest.mark.matrix, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
-
-SLACK_S = 8.0
-"""What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 
 every_moment = pytest.mark.parametrize("moment", MOMENTS)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    folder = tmp_path_factory.mktemp("arena")
-    if Network.obstacle():
-        with Arena(folder, None) as arena:
-            yield arena
-    else:
-        with Network() as network, Arena(folder, network) as arena:
-            yield arena
-    assert left_behind(arena.cluster.run_id) == []
+    with open_arena(tmp_path_factory.mktemp("arena")) as arena:
+        yield arena
 
 
 @pytest.fixture
 def arena(built: Arena) -> Iterator[Arena]:
     """The arena with its steady nodes alone; what must hold is checked after the fault."""
-    for node_id in [node.node_id for node in built.cluster.running if node.node_id not in STEADY]:
-        built.end(node_id)
-    for node_id in STEADY:
-        if not built.cluster.nodes[node_id].is_running:
-            built.start(node_id)
-    built.until_contributing(*STEADY)
-    since_round = built.newest()
-    yield built
-    built.until_rounds(1)
-    built.check()
-    assert built.lost_s(since_round) < DETECT_S + SLACK_S
-
-
-@pytest.fixture
-def network(arena: Arena) -> Iterator[Network]:
-    if arena.network is None:
-        pytest.skip(f"no network of its own: {Network.obstacle()}")
-    yield arena.network
-    arena.network.heal_all()
-
-
-def others_go_on(arena: Arena) -> None:
-    arena.until_contributing(*STEADY)
-    arena.until_rounds(2)
-
-
-def comes_back(arena: Arena, victim: NodeProcess, moment: str) -> None:
-    """A victim that lives contributes again; one that was leaving has left, as it was asked to."""
-    if moment == "leaving":
-        arena.until(lambda: not victim.is_running, f"{victim.node_id} leaves")
-        assert victim.exit_code == 0, victim.console_tail()
-    else:
-        arena.until_contributing(*STEADY, victim.node_id)
-
-
-def leaves_nothing(arena: Arena, victim: NodeProcess) -> None:
-    arena.until(lambda: not victim.pids and not victim.spec.memory.exists(), f"nothing is left of {victim.node_id}")
+    with built.cell():
+        yield built
 
 
 # -- the victim's own end -------------------------------------------------------------------------------------------
@@ -86,8 +39,8 @@ def leaves_nothing(arena: Arena, victim: NodeProcess) -> None:
 def test_killed_node(arena: Arena, moment: str) -> None:
     victim = arena.start_victim(moment, "SIGKILL")
     assert victim.exit_code == -signal.SIGKILL
-    leaves_nothing(arena, victim)
-    others_go_on(arena)
+    arena.leaves_nothing(victim)
+    arena.others_go_on()
 
 
 @every_moment
@@ -95,24 +48,24 @@ def test_node_that_is_asked_to_leave(arena: Arena, moment: str) -> None:
     """While leaving, the signal is the second one: it ends at once."""
     victim = arena.start_victim(moment, "SIGTERM")
     assert (victim.exit_code == 0) == (moment != "leaving"), victim.console_tail()
-    leaves_nothing(arena, victim)
-    others_go_on(arena)
+    arena.leaves_nothing(victim)
+    arena.others_go_on()
 
 
 @every_moment
 def test_node_that_loses_a_rank_to_lack_of_memory(arena: Arena, moment: str) -> None:
     victim = arena.start_victim(moment, "OOM", node_id="wide", ranks=2)
     assert victim.exit_code not in (0, None)
-    leaves_nothing(arena, victim)
-    others_go_on(arena)
+    arena.leaves_nothing(victim)
+    arena.others_go_on()
 
 
 @every_moment
 def test_frozen_node_that_wakes_up(arena: Arena, moment: str) -> None:
     victim = arena.start_victim(moment, "SIGSTOP")
-    others_go_on(arena)
+    arena.others_go_on()
     arena.go_on(victim)
-    comes_back(arena, victim, moment)
+    arena.comes_back(victim, moment)
 
 
 @every_moment
@@ -121,7 +74,7 @@ def test_two_nodes_at_once(arena: Arena, moment: str) -> None:
     second = arena.start_victim(moment, "SIGSTOP", node_id="victim2")
     first.kill()
     second.kill()
-    others_go_on(arena)
+    arena.others_go_on()
 
 
 @every_moment
@@ -135,31 +88,11 @@ def test_all_but_one(arena: Arena, moment: str) -> None:
 
 # -- the links ------------------------------------------------------------------------------------------------------
 
-CUTS: dict[str, Callable[[Network], object]] = {
-    "silent partition": lambda network: network.cut_off("victim"),
-    "one way, outwards": lambda network: network.drop_outgoing("victim"),
-    "one way, inwards": lambda network: network.drop_incoming("victim"),
-    "link down": lambda network: network.link_down("victim"),
-    "from one other node": lambda network: network.cut_between("victim", STEADY[0]),
-    "from the store": lambda network: network.cut_between("victim", STORE),
-}
-
 
 @every_moment
 @pytest.mark.parametrize("cut", CUTS)
-def test_node_that_is_cut_off(arena: Arena, network: Network, moment: str, cut: str) -> None:
-    victim = arena.start_victim(moment, "SIGSTOP")
-    CUTS[cut](network)
-    arena.go_on(victim)
-    if cut == "from one other node":  # one of the two goes on; which one, the rules say
-        arena.until(lambda: not {"victim", STEADY[0]} <= arena.contributing(), "they do not take part together")
-        arena.until_rounds(2)
-    else:
-        others_go_on(arena)
-    if cut == "link down":
-        network.link_up("victim")
-    network.heal_all()
-    comes_back(arena, victim, moment)
+def test_node_that_is_cut_off(arena: Arena, moment: str, cut: str) -> None:
+    cut_and_heal(arena, moment, cut)
 
 
 # -- the store ------------------------------------------------------------------------------------------------------
@@ -168,13 +101,7 @@ def test_node_that_is_cut_off(arena: Arena, network: Network, moment: str, cut: 
 @every_moment
 @pytest.mark.parametrize("is_empty", [False, True], ids=["with its data", "empty"])
 def test_store_is_killed_and_comes_back(arena: Arena, moment: str, is_empty: bool) -> None:
-    victim = arena.start_victim(moment, "SIGSTOP")
-    assert arena.cluster.redis is not None
-    arena.cluster.redis.stop()
-    arena.go_on(victim)
-    arena.cluster.redis.start(empty=is_empty)
-    comes_back(arena, victim, moment)
-    arena.until_rounds(2)
+    restart_store(arena, moment, is_empty=is_empty)
 
 
 @every_moment
@@ -186,7 +113,7 @@ def test_store_is_silent_for_longer_than_a_lease(arena: Arena, moment: str) -> N
     pause_ends_s = 2 * DETECT_S
     signal.sigtimedwait([], pause_ends_s)
     arena.cluster.redis.resume()
-    comes_back(arena, victim, moment)
+    arena.comes_back(victim, moment)
     assert not victim.events("fenced")
 
 
@@ -201,7 +128,7 @@ def test_clock_that_is_off(arena: Arena, tmp_path: Path, offset_s: int) -> None:
     arena.until_rounds(3)
     assert not victim.events("fenced")
     victim.terminate()
-    comes_back(arena, victim, "leaving")
+    arena.comes_back(victim, "leaving")
 
 
 def test_node_that_becomes_ten_times_slower(arena: Arena) -> None:
@@ -212,7 +139,7 @@ def test_node_that_becomes_ten_times_slower(arena: Arena) -> None:
     assert arena.contributing() == {*STEADY, "slow"}
     assert not victim.events("fenced")
     victim.terminate()
-    comes_back(arena, victim, "leaving")
+    arena.comes_back(victim, "leaving")
 
 
 @pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "joining"])

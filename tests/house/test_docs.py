@@ -75,6 +75,17 @@ def test_package_folders_and_files_are_in_the_readme(root: Path, modules: Mappin
     assert sorted(path for path in named if path not in readme) == []
 
 
+@pytest.mark.defect(10)
+def test_environment_variables_of_the_readme_are_accepted(root: Path) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    given = dict(re.findall(r"\b(ZERO_BAND_\w+)=(\S+)", readme))
+    assert set(re.findall(r"\bZERO_BAND_\w+", readme)) == set(given)
+    assert len(given) >= 5
+    environ = {name: re.sub(r"\$\w+", "secret", value) for name, value in given.items()}
+    config = zeroband.config.load_config([f"@{CONFIGS / '150M.toml'}"], environ=environ)
+    assert (config.log_level, config.train.micro_bs, config.run.id) == ("DEBUG", 8, "first-try")
+
+
 def test_readme_has_no_open_places(root: Path) -> None:
     assert re.findall(r"<!-- FILL.*?-->", (root / "README.md").read_text(encoding="utf-8")) == []
 

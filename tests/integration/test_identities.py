@@ -216,6 +216,7 @@ def test_two_ranks_and_one_learn_what_one_and_one_learn_within_rounding(
         assert seen.losses == pytest.approx(node.losses, rel=1e-5)
 
 
+@pytest.mark.defect(9)
 def test_two_data_parallel_nodes_learn_what_one_learns_from_their_batches_together(
     local: LocalMesh, tmp_path: Path
 ) -> None:

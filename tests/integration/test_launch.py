@@ -74,6 +74,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.defect(10)
 def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..., Ended]) -> None:
     done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.micro_bs", "4", "--train.total_steps", "4"))
     assert done.code == 0, done.errors
@@ -88,6 +89,7 @@ def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..
 
 
 @pytest.mark.slow
+@pytest.mark.defect(10)
 def test_simulate_diloco_trains_two_nodes_of_two_ranks_to_one_state(launch: Callable[..., Ended]) -> None:
     script = "./scripts/simulate_multi_node_diloco.sh"
     arguments = ("2", "2", TRAINER, "@configs/debug/diloco.toml", "--train.total_steps", "20")
@@ -114,6 +116,7 @@ def test_simulate_trains_two_nodes_with_ddp(launch: Callable[..., Ended]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.defect(12)
 def test_simulate_refuses_nodes_that_would_train_alone(launch: Callable[..., Ended]) -> None:
     done = launch("./scripts/simulate_multi_node.sh", "2", "1", TRAINER, "@configs/debug/normal.toml")
     assert done.code == 2
@@ -202,6 +205,7 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (("--fault.inject=lunch@3=SIGKILL",), "lunch@3=SIGKILL"),
     ],
 )
+@pytest.mark.defect(12)
 def test_wrong_configuration_is_exit_code_2_and_one_line(
     rank: Rank, redis_url: str, arguments: Sequence[str], said: str
 ) -> None:
@@ -288,6 +292,7 @@ def test_run_directory_that_cannot_be_written_is_named(rank: Rank) -> None:
     assert line.startswith(f"zeroband: cannot write to {rank.node_dir}: ") and line.endswith("may write to")
 
 
+@pytest.mark.defect(12)
 def test_torchrun_over_several_nodes_is_refused(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -102,6 +102,7 @@ def test_each_rank_holds_its_rows_of_the_moments(two: Run) -> None:
     assert rows == [31, 30]
 
 
+@pytest.mark.defect(5)
 def test_decisions_come_from_rank_0_and_need_all(two: Run) -> None:
     for rank in (0, 1):
         seen = two.seen(rank)["decisions"]

@@ -33,7 +33,7 @@ class LinkMonitor:
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
         self._askers: set[asyncio.StreamWriter] = set()
-        self._looked_at_s = time.monotonic()
+        self._beat_at_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._is_listening = threading.Event()
         self.port = 0
@@ -48,13 +48,9 @@ class LinkMonitor:
 
     def cut_off(self) -> tuple[str, ...]:
         """Members that did not answer for `detect_s`, in the order of their ids."""
-        now_s = time.monotonic()
-        was_away = now_s - self._looked_at_s > self._detect_s / 2  # this process was stopped, not all the others
-        self._looked_at_s = now_s
-        links = dict(self._links)
-        if was_away:
-            for link in links.values():
-                link.answered_at_s = now_s
+        now_s, links = time.monotonic(), dict(self._links)
+        if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
+            return ()
         return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
 
     def close(self) -> None:
@@ -70,7 +66,9 @@ class LinkMonitor:
             server = self._loop.run_until_complete(asyncio.start_server(self._answer, host, 0))
             self.port = int(server.sockets[0].getsockname()[1])
             self._is_listening.set()
+            beat = self._loop.create_task(self._beat())
             self._loop.run_forever()
+            beat.cancel()
         finally:
             self._loop.run_until_complete(self._hang_up())
             self._loop.close()
@@ -83,6 +81,16 @@ class LinkMonitor:
             link.task.cancel()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Notice that this thread stood still: then everybody gets the time to answer again."""
+        while True:
+            now_s = time.monotonic()
+            if now_s - self._beat_at_s > self._detect_s / 2:
+                for link in self._links.values():
+                    link.answered_at_s = now_s
+            self._beat_at_s = now_s
+            await asyncio.sleep(self._probe_s / 2)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._askers.add(writer)

@@ -213,6 +213,9 @@ class Member:
             if self.store.restore(self._memory.known):
                 _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
             view = self.store.view(round)
+        if (failure := self._memory.failure_unknown_to(view)) is not None:
+            self.store.report_failure(*failure)
+            view = self.store.view(round)
         self._memory.learn(view)
         return view
 
@@ -223,6 +226,7 @@ class Member:
         self._watcher.watch(opening)
 
     def report_failure(self, opening: Opening, reason: str) -> None:
+        self._memory.failed(opening, reason)
         self.store.report_failure(opening, f"{self.member_id}: {reason}")
 
     def record_stall(self, round: int, reason: str) -> None:

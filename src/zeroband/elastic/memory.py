@@ -16,6 +16,7 @@ class Memory:
     def __init__(self, member_id: str, run: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._known = Recollection(member_id, run)
+        self._failed: tuple[Opening, str] | None = None
 
     @property
     def known(self) -> Recollection:
@@ -28,7 +29,18 @@ class Memory:
 
     def voted(self, opening: Opening, digest: str) -> None:
         with self._lock:
-            self._known = replace(self._known, vote=(opening, digest))
+            self._known = replace(self._known, opening=opening, vote=(opening, digest))
+
+    def failed(self, opening: Opening, reason: str) -> None:
+        """This member has left the groups of an opening: it must not be finished."""
+        with self._lock:
+            self._failed = (opening, reason)
+
+    def failure_unknown_to(self, view: View) -> tuple[Opening, str] | None:
+        """The failure that this member reported and that the store has lost."""
+        with self._lock:
+            is_lost = self._failed is not None and self._failed[0] == view.opening and view.failed is None
+            return self._failed if is_lost else None
 
     def learn(self, view: View) -> None:
         """Take over what a view shows that is newer."""

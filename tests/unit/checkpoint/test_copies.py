@@ -88,6 +88,7 @@ def test_one_copy_of_a_round_serves_all_who_ask_at_once(copies: Copies, trainer:
     assert trainer.copied == [3]
 
 
+@pytest.mark.defect(9)
 def test_newest_copy_follows_the_rounds(copies: Copies, trainer: Trainer) -> None:
     assert kept(copies.newest()).round == 3
     trainer.round = 4

@@ -221,6 +221,7 @@ def no_straggler(limits: FetchLimits) -> FetchLimits:
 # -- a state from donors that are well -----------------------------------------------------------------------------
 
 
+@pytest.mark.defect(7)
 def test_fetched_state_is_the_donors_to_the_last_bit_with_what_belongs_to_it(serve: Serve) -> None:
     chunks: list[tuple[int, int]] = []
     sections = zeros()
@@ -544,6 +545,7 @@ def test_all_connections_to_a_donor_that_lied_are_cut(interpose: Interpose, serv
     is_over.set()
 
 
+@pytest.mark.defect(9)
 def test_nothing_is_written_that_does_not_match_its_hash(interpose: Interpose) -> None:
     liar = interpose(alter=only(CHUNKS_OF_7, flip))
     sections = zeros()

@@ -63,6 +63,7 @@ def get(server: StateServer, path: str, authorization: str | None = f"Bearer {KE
     "authorization",
     [None, "", "Bearer ", "Bearer wrong", KEY[:-1], f"Bearer {access_key('other', 'run')}", "Bearer \xe9"],
 )
+@pytest.mark.defect(11)
 def test_nothing_is_served_without_the_key(server: StateServer, path: str, authorization: str | None) -> None:
     assert get(server, path, authorization) == (403, b"")
 

@@ -48,6 +48,7 @@ def step_of_node(store: TokenStore, ranks: int, **options: Any) -> tuple[list[li
     return tokens, targets, counts
 
 
+@pytest.mark.defect(8)
 def test_one_pass_learns_every_token_of_the_corpus_from_the_one_before(store: TokenStore) -> None:
     corpus = store.read(0, len(store)).tolist()
     index = SampleIndex(len(store), T, 0, 0.0)
@@ -130,6 +131,7 @@ def test_data_pass_is_that_of_the_last_sample_of_the_step(store: TokenStore) -> 
     assert passes == [0, 1]
 
 
+@pytest.mark.defect(8)
 def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> None:
     ranges = [(2, 9), (30, 47)]
     steady = loader(store)

@@ -169,6 +169,7 @@ def test_prepare_builds_once_for_all_that_ask_at_once(config: DataConfig, monkey
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.defect(9)
 def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -> None:
     script = """
 import os, signal, sys

@@ -134,11 +134,13 @@ def test_next_opening_waits_for_living_members_and_names_them() -> None:
     assert decide(view) == Wait("2 of 3 members have not reached round 3", (B, C))
 
 
+@pytest.mark.defect(7)
 def test_next_opening_waits_for_nobody_who_only_joins() -> None:
     view = boundary(A, B, alive=frozenset({A, B, C}))
     assert decide(view) == an_opening(A, B)
 
 
+@pytest.mark.defect(1)
 def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
     """Predecessors compared integer ranks with string ids here, and evicted nobody."""
     assert members_of(decide(boundary(A, B, C, alive=frozenset({A, C})))) == (A, C)

@@ -253,6 +253,7 @@ def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: Sta
 
 
 @pytest.mark.parametrize("cleanly", [True, False])
+@pytest.mark.defect(2)
 def test_lease_ends_with_the_pipe_to_the_trainer(start_guard: StartGuard, cleanly: bool) -> None:
     guarded = start_guard(rank_pids=())
     guarded.leave(cleanly=cleanly)

@@ -126,6 +126,7 @@ def test_members_open_and_commit_a_round(make_member: MakeMember) -> None:
 
 
 @pytest.mark.parametrize("proposer", ["a", "b", "c"])
+@pytest.mark.defect(3)
 def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: MakeMember, proposer: str) -> None:
     """A predecessor's followers polled for ever when their leader died: here one alone brings a round to its end."""
     members = {name: make_member(name) for name in "abc"}
@@ -139,6 +140,7 @@ def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: Ma
 
 
 @pytest.mark.parametrize("dead", range(3))
+@pytest.mark.defect(1)
 def test_members_go_on_without_any_one_that_died(make_member: MakeMember, dead: int) -> None:
     """A predecessor compared integer ranks with string ids: nobody was ever evicted."""
     members = [make_member(name) for name in "abc"]

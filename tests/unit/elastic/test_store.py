@@ -139,6 +139,7 @@ def test_verdict_without_an_opening_is_refused(store: Store) -> None:
     assert not store.propose_verdict(a_verdict(an_opening(A)))
 
 
+@pytest.mark.defect(11)
 def test_failed_opening_can_not_be_committed_any_more(store: Store) -> None:
     """Who saw a failure has dropped the result: the others must not be able to commit it behind its back."""
     assert open_next(store, an_opening(A, B))
@@ -220,6 +221,7 @@ def test_renewal_names_the_living(store: Store) -> None:
     assert store.renew_lease(A, a_peer(A)) == {A: a_peer(A), B: a_peer(B)}
 
 
+@pytest.mark.defect(2)
 def test_lease_runs_out_by_the_clock_of_the_store_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A predecessor compared the wall clocks of two hosts: 10 s of skew killed healthy nodes."""
     monkeypatch.setattr(time, "time", lambda: 0.0)

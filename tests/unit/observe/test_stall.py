@@ -249,6 +249,22 @@ def test_newest_bundles_stay_whatever_the_clock_did(
     assert numbers == set(range(4, KEPT_BUNDLES + 4))
 
 
+@pytest.mark.defect(9)
+def test_bundle_that_breaks_off_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen() -> list[str]:
+        return [path.name for path in (tmp_path / STALLS_FOLDER).iterdir() if not path.name.startswith(".")]
+
+    during: list[list[str]] = []
+
+    def break_off(*_: object, **__: object) -> int:
+        during.append(seen())
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_bytes", break_off)  # of the last file
+    assert write_bundle(tmp_path, reason="r", view={}, rank_pids=()) is None
+    assert (during, seen()) == ([[]], [])
+
+
 @pytest.mark.parametrize("trouble", ["disk", "view"])
 def test_bundle_that_cannot_be_written_is_a_warning(
     trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

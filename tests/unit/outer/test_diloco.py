@@ -30,6 +30,7 @@ def test_round_ends_every_inner_steps_and_with_the_run(start_run: StartRun, nois
     assert run["a"].outer.progress.assigned == {}
 
 
+@pytest.mark.defect(6)
 def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(), "a", "b", lanes=3)
     theta, velocity = run["a"].params, torch.zeros(22)
@@ -71,6 +72,7 @@ def test_moments_stay_on_their_node_over_a_round(start_run: StartRun, noise: Noi
         assert all((first == value).all() for first, _ in run[name].inner.moments().values())
 
 
+@pytest.mark.defect(11)
 def test_joiner_goes_on_with_the_learning_rate_of_the_others(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(inner_steps=2), "a", total_steps=8)
     for seed in range(4):
@@ -81,6 +83,7 @@ def test_joiner_goes_on_with_the_learning_rate_of_the_others(start_run: StartRun
     assert joiner.inner.lr == run["a"].inner.lr != fresh
 
 
+@pytest.mark.defect(9)
 def test_copies_made_while_rounds_go_on_are_each_of_one_round(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(), "a")
     digests, copies, is_over = {0: run["a"].outer.state}, [], threading.Event()

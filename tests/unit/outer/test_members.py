@@ -195,6 +195,7 @@ def test_fault_points_are_passed_in_the_order_of_a_nodes_life(
 
 @ALGORITHMS
 @pytest.mark.parametrize("missed", [1, 3])
+@pytest.mark.defect(7)
 def test_joiner_that_misses_rounds_while_joining_catches_up_and_joins_the_next(
     start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig, missed: int
 ) -> None:

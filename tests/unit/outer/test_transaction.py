@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
-from zeroband.elastic.epoch import Ready
-from zeroband.errors import Fenced
+from zeroband.elastic.epoch import Opening, Ready
+from zeroband.errors import Fenced, PeerLost
 from zeroband.outer.flat import digest_of
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
 
@@ -38,6 +38,8 @@ def test_founding_is_a_round_of_all_founders_that_moves_nothing(
 
 @ALGORITHMS
 @pytest.mark.parametrize("lanes", [1, 3, 4])
+@pytest.mark.defect(6)
+@pytest.mark.defect(11)
 def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(
     start_run: StartRun, noise: Noise, algorithm: Algorithm, lanes: int
 ) -> None:
@@ -54,6 +56,8 @@ def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(
 
 @ALGORITHMS
 @pytest.mark.parametrize("point", ["opened", "reduced"])
+@pytest.mark.defect(4)
+@pytest.mark.defect(11)
 def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
     start_run: StartRun, noise: Noise, algorithm: Algorithm, point: str
 ) -> None:
@@ -69,6 +73,44 @@ def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
         assert torch.equal(run[name].buffers[RESULT], expected)
     assert reports["a"].state == reports["b"].state
     assert any("c" in reason for report in reports.values() for reason in report.failures)
+
+
+def fail_transfers(lanes: Any, until_version: int) -> None:
+    """Have all transfers up to this version of the opening break, and leave the same behind on every member."""
+    all_reduce = lanes.all_reduce
+
+    def fail(parts: Any, opening: Opening, on_progress: Any) -> None:
+        if opening.version > until_version:
+            return all_reduce(parts, opening, on_progress)
+        for _, part in parts:
+            part.zero_()
+        raise PeerLost("the transfer broke")
+
+    lanes.all_reduce = fail
+
+
+@pytest.mark.defect(4)
+@pytest.mark.defect(11)
+@ALGORITHMS
+def test_round_whose_transfers_fail_is_committed_by_none_of_them(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    """Nodes that failed together hold equal results, and one that has failed often still has its own update."""
+    run = start_run(algorithm, "a", "b")
+    before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
+    for name in ("a", "b"):
+        fail_transfers(run[name].lanes, until_version=founding.version + 5)
+    reports = run.round(**updates)
+    tried = [opening for opening in run.store.openings if opening.round == 1]
+    assert [opening.id in run.store.failed for opening in tried] == [True] * 5 + [False]
+    assert [verdict.opening for verdict in run.store.verdicts if verdict.round == 1] == tried[-1:]
+    contributions = {name: contribution_of(algorithm, before, updates[name]) for name in ("a", "b")}
+    for name, report in reports.items():
+        assert torch.equal(run[name].buffers[CONTRIBUTION], contributions[name])
+        assert torch.equal(run[name].buffers[RESULT], contributions["a"] * 0.5 + contributions["b"] * 0.5)
+        assert report.weights == (10, 10)
+    assert reports["a"].state == reports["b"].state
+    assert torch.equal(run["a"].params, run["b"].params)
 
 
 @ALGORITHMS
@@ -109,6 +151,7 @@ def test_member_that_dies_after_its_vote_does_not_stop_the_round(
 
 
 @ALGORITHMS
+@pytest.mark.defect(6)
 def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
@@ -225,6 +268,7 @@ def test_report_says_what_crossed_the_network(start_run: StartRun, noise: Noise,
 
 
 @ALGORITHMS
+@pytest.mark.defect(7)
 def test_node_that_receives_the_state_holds_what_its_members_hold(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:

@@ -56,11 +56,13 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.defect(10)
 def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
     assert (mesh.rank, mesh.world_size, mesh.mesh.size()) == (0, 1, 1)
     assert dist.get_backend(mesh.control) == "gloo"
 
 
+@pytest.mark.defect(12)
 def test_mesh_refuses_torchrun_over_several_nodes() -> None:
     with pytest.raises(ConfigError, match="--nnodes 1"):
         init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
