@@ -57,8 +57,8 @@ def parse_fault(spec: str) -> Fault:
     if match is None or not (is_known and is_slower) or match["point"] not in POINTS:
         raise ConfigError(
             f"fault.inject={spec!r} is not POINT@ROUND=ACTION with POINT one of {', '.join(POINTS)} and ACTION a "
-            "signal, OOM, SLOW with a factor of 1 or more, or TAKES with seconds, for example opened@3=SIGKILL, inner@2=SLOW10, or "
-            "opened@+3=SIGKILL for three rounds after this node's first"
+            "signal, OOM, SLOW with a factor of 1 or more, or TAKES with seconds, for example opened@3=SIGKILL, "
+            "inner@2=SLOW10, or opened@+3=SIGKILL for three rounds after this node's first"
         )
     action, number = match["pace"] or match["action"], float(match["number"] or 0.0)
     return Fault(match["point"], int(match["round"]), action, number, bool(match["relative"]))

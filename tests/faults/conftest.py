@@ -155,7 +155,7 @@ def left_behind(run_id: str) -> list[object]:
     """Processes and shared memory of a run."""
     mark = f"ZERO_BAND_RUN__ID={run_id}".encode()
     pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [*Path("/dev/shm").glob(f"zeroband-{run_id}-*"), *(pid for pid in pids if mark in environment_of(pid))]
+    return [*Path("/dev/shm").glob(f"zeroband-{run_id}@*"), *(pid for pid in pids if mark in environment_of(pid))]
 
 
 def environment_of(pid: int) -> list[bytes]:

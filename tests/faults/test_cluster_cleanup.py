@@ -29,7 +29,7 @@ node_id, local_rank = os.environ["ZERO_BAND_NODE__ID"], os.environ["LOCAL_RANK"]
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if local_rank == "0":
-    folder = Path(f"/dev/shm/zeroband-{os.environ['ZERO_BAND_RUN__ID']}-{node_id}")
+    folder = Path(f"/dev/shm/zeroband-{os.environ['ZERO_BAND_RUN__ID']}@{node_id}")
     folder.mkdir(exist_ok=True)
     (folder / "state").write_bytes(bytes(1000))
     subprocess.Popen(["sleep", "300"], start_new_session=True)
@@ -58,7 +58,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def _shared(run_id: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"zeroband-{run_id}-*"))
+    return list(Path("/dev/shm").glob(f"zeroband-{run_id}@*"))
 
 
 # -- LocalCluster ---------------------------------------------------------------------------------------------------

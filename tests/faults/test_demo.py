@@ -41,7 +41,7 @@ class Demo:
 
     def left_behind(self) -> list[object]:
         """Processes and folders in shared memory that belong to the run."""
-        return [*_pids_with(f"ZERO_BAND_RUN__ID={self.run_id}"), *Path("/dev/shm").glob(f"zeroband-{self.run_id}-*")]
+        return [*_pids_with(f"ZERO_BAND_RUN__ID={self.run_id}"), *Path("/dev/shm").glob(f"zeroband-{self.run_id}@*")]
 
 
 def _pids_with(variable: str) -> list[int]:

@@ -132,7 +132,7 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
 def left_behind(run_id: str, cluster: LocalCluster, *, is_closed: bool) -> list[str]:
     """Processes and shared memory of a run; with `is_closed`, also its server's folder and its network."""
     mark = f"ZERO_BAND_RUN__ID={run_id}".encode()
-    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"zeroband-{run_id}-*")]
+    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"zeroband-{run_id}@*")]
     numbered = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
     found += [f"process {folder.name}" for folder in numbered if mark in _environment_of(folder)]
     if is_closed:

@@ -41,7 +41,7 @@ class NodeFolder:
 
     @staticmethod
     def path_of(shm_dir: Path, run_id: str, node_id: str) -> Path:
-        return shm_dir / f"{_PREFIX}{run_id}-{node_id}"
+        return shm_dir / f"{_PREFIX}{run_id}@{node_id}"  # no id has an @: two nodes never share a folder
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -57,7 +57,7 @@ def left_over(shm_dir: Path, node_id: str, *, age_s: float = 0.0, has_lock: bool
 
 def test_folder_is_made_for_its_owner_only_and_removed_at_the_end(tmp_path: Path) -> None:
     folder = NodeFolder(tmp_path, "run", "a")
-    assert folder.path == tmp_path / "zeroband-run-a" and folder.path.stat().st_mode & 0o777 == 0o700
+    assert folder.path == tmp_path / "zeroband-run@a" and folder.path.stat().st_mode & 0o777 == 0o700
     (folder.path / "params").touch()
     folder.close()
     assert list(tmp_path.iterdir()) == []
@@ -169,3 +169,7 @@ def test_one_of_many_claims_of_a_left_over_wins(tmp_path: Path) -> None:
         thread.join()
     assert len(claimed) == 1 and (claimed[0].path / "lock").exists()
     claimed[0].close()
+
+
+def test_nodes_of_two_runs_whose_names_run_together_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert NodeFolder.path_of(tmp_path, "a", "b-c") != NodeFolder.path_of(tmp_path, "a-b", "c")
