@@ -26,7 +26,7 @@ _COMMANDS = {
     "launch": _Command("zeroband.cluster.launch", "torchrun on this machine, ending as Docker and Slurm expect"),
     "simulate": _Command("zeroband.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
     "demo": _Command("zeroband.demo", "4 nodes train a small model here; one is killed and comes back"),
-    "chaos": _Command("zeroband.cluster.chaos", "faults at random for minutes, what must hold checked, and a report"),
+    "chaos": _Command("zeroband.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
     "data": _Command("zeroband.data.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
     "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
     "config": _Command("zeroband.cli", "@file.toml --flags ...: the configuration that `train` would run with"),

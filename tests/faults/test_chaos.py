@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.cluster.chaos import main
+from zeroband.chaos.command import main
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 

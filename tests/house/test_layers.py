@@ -20,7 +20,7 @@ LAYERS = (
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},
-    {"cli", "demo"},
+    {"chaos", "cli", "demo"},
 )
 """From the bottom: files and folders directly below the package."""
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from zeroband.cluster.chaos_checks import Pulse
-from zeroband.cluster.chaos_measure import Struck
-from zeroband.cluster.chaos_plan import Fault, Kind
-from zeroband.cluster.chaos_watch import NodeFiles, Violations, Watch
+from zeroband.chaos.checks import Pulse
+from zeroband.chaos.measure import Struck
+from zeroband.chaos.plan import Fault, Kind
+from zeroband.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.elastic.epoch import Opening, Peer, Verdict, View
 from zeroband.elastic.store import Store
 

@@ -16,13 +16,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroband.cluster.chaos_checks import Pulse
-from zeroband.cluster.chaos_effects import left_behind
-from zeroband.cluster.chaos_measure import compare, round_costs
-from zeroband.cluster.chaos_plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
-from zeroband.cluster.chaos_report import Counts, Setting, render
-from zeroband.cluster.chaos_soak import Soak, SoakFailed, SoakRules
-from zeroband.cluster.chaos_watch import NodeFiles, Violations, Watch
+from zeroband.chaos.checks import Pulse
+from zeroband.chaos.effects import left_behind
+from zeroband.chaos.measure import compare, round_costs
+from zeroband.chaos.plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
+from zeroband.chaos.report import Counts, Setting, render
+from zeroband.chaos.soak import Soak, SoakFailed, SoakRules
+from zeroband.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.cluster.interrupts import counted_interrupts
 from zeroband.cluster.local import LocalCluster
 from zeroband.cluster.network import Network

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from zeroband.cluster.chaos_plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Fault, Kind
+from zeroband.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Fault, Kind
 from zeroband.cluster.local import LocalCluster
 from zeroband.cluster.network import Network
 from zeroband.cluster.node import NodeProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroband.cluster.chaos_measure import Comparison, KindRow, Share, Struck, percentile, rows_of
+from zeroband.chaos.measure import Comparison, KindRow, Share, Struck, percentile, rows_of
 
 _TITLE = "# Chaos soak"
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from zeroband.cluster.chaos_effects import Striker, cpu_s, set_background
-from zeroband.cluster.chaos_measure import Struck
-from zeroband.cluster.chaos_plan import OF_PROCESSES, OF_STORE, Fault, Kind
-from zeroband.cluster.chaos_watch import Watch
+from zeroband.chaos.effects import Striker, cpu_s, set_background
+from zeroband.chaos.measure import Struck
+from zeroband.chaos.plan import OF_PROCESSES, OF_STORE, Fault, Kind
+from zeroband.chaos.watch import Watch
 from zeroband.cluster.local import LocalCluster
 from zeroband.cluster.node import NodeProcess
 from zeroband.elastic.epoch import Verdict

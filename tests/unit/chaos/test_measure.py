@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from zeroband.cluster.chaos_measure import Struck, compare, percentile, round_costs, rows_of
-from zeroband.cluster.chaos_plan import Fault, Kind
-from zeroband.cluster.chaos_report import Counts, Setting, render
+from zeroband.chaos.measure import Struck, compare, percentile, round_costs, rows_of
+from zeroband.chaos.plan import Fault, Kind
+from zeroband.chaos.report import Counts, Setting, render
 
 SETTING = Setting("2 cores", "zeroband chaos", "outer.type diloco", 1, 3, 1.0, 0.2, 20.0, left_out="")
 COUNTS = Counts(9, 1, 0, 0, 0, 4, "9 samples trained", 0.3, (5.0, 7.0))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.cluster.chaos_plan import MEANINGS, OF_NETWORK, OF_STORE, PLANNED, Kind, PlanRules, plan, targets_of
+from zeroband.chaos.plan import MEANINGS, OF_NETWORK, OF_STORE, PLANNED, Kind, PlanRules, plan, targets_of
 
 NODES = tuple(f"node{number}" for number in range(5))
 RULES = PlanRules(nodes=NODES, duration_s=3600.0, mtbf_s=20.0, kinds=PLANNED, detect_s=3.0)

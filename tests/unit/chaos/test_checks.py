@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.cluster.chaos_checks import Agreement, CommittedLine, Pulse, audit_violations
+from zeroband.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.data.audit import Audit
 from zeroband.elastic.epoch import Opening, Verdict
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zeroband.cluster.chaos_plan import Fault, Kind
+from zeroband.chaos.plan import Fault, Kind
 
 Span = tuple[float, float]
 """From, to, in seconds since the soak began."""

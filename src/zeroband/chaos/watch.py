@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.cluster.chaos_checks import Agreement, CommittedLine, Pulse, audit_violations
-from zeroband.cluster.chaos_measure import Struck
-from zeroband.cluster.chaos_plan import Kind
+from zeroband.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
+from zeroband.chaos.measure import Struck
+from zeroband.chaos.plan import Kind
 from zeroband.data.audit import Audit, audit, read_rounds
 from zeroband.elastic.epoch import Verdict, View
 from zeroband.elastic.store import Store

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.cluster import chaos
-from zeroband.cluster.chaos import ChaosOptions, Outcome, main
+from zeroband.chaos import command as chaos
+from zeroband.chaos.command import ChaosOptions, Outcome, main
 from zeroband.errors import ConfigError
 
 Given = list[ChaosOptions]
