@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.epoch import Opening
+from zeroband.elastic.epoch import Opening, Peer
 from zeroband.elastic.lease import process_state
 from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-MEMBER = "a#1"
+MEMBER, OTHER = "a#1", "other#1"
 DETECT_S = 1.0
 SLACK_S = 0.75
 """What a contended machine may need to run the next instruction of three processes."""
@@ -40,7 +40,8 @@ shm_dir, url, detect_s, hung_s, stall_s = sys.argv[1], sys.argv[2], *map(float, 
 folder = NodeFolder(Path(shm_dir).parent, "run", "a")
 board = NodeBoard(folder.path / "board", create=True)
 guardian = Guardian(GuardianOrder(
-    store_url=url, run_id="run", member_id="a#1", board=str(board.path), shm_dir=shm_dir, rank_pids=(os.getpid(),),
+    store_url=url, run_id="run", member_id="a#1", node_id="a", host="127.0.0.1", board=str(board.path),
+    shm_dir=shm_dir, rank_pids=(os.getpid(),),
     launcher_pid=os.getpid(), lease_s=detect_s, renew_s=detect_s / 5, hung_s=hung_s, is_first=True,
 ))
 print(guardian.pid, flush=True)
@@ -68,6 +69,8 @@ class Trainer:
         self.process.stdin.flush()
 
     def has_lease(self) -> bool:
+        """As another member sees it, which renews its own: the store's time stands still while nobody does."""
+        self.store.renew_lease(OTHER, Peer("other", "127.0.0.1", 0, 0), first=True)
         return MEMBER in self.store.view(0).alive
 
     def signal(self, number: signal.Signals) -> None:
@@ -84,8 +87,9 @@ def until(condition: Callable[[], bool], *, within_s: float) -> float:
 
 
 @pytest.fixture
-def start_trainer(tmp_path: Path, store: Store, redis_url: str) -> Iterator[Callable[..., Trainer]]:
+def start_trainer(tmp_path: Path, redis_url: str) -> Iterator[Callable[..., Trainer]]:
     trainers: list[Trainer] = []
+    store = Store(redis_url, "run", lease_s=DETECT_S, patience_s=5.0)
 
     def start(*, hung_s: float = 1000.0) -> Trainer:
         shm_dir = NodeFolder.path_of(tmp_path, "run", "a")
@@ -106,6 +110,7 @@ def start_trainer(tmp_path: Path, store: Store, redis_url: str) -> Iterator[Call
         trainer.process.kill()
         trainer.process.communicate()
         until(lambda trainer=trainer: process_state(trainer.guardian_pid) in "ZX", within_s=20)
+    store.close()
 
 
 @pytest.mark.defect(2)
@@ -131,7 +136,7 @@ def test_continued_trainer_learns_that_the_run_went_on(start_trainer: Callable[.
     trainer = start_trainer()
     trainer.signal(signal.SIGSTOP)
     until(lambda: not trainer.has_lease(), within_s=DETECT_S + SLACK_S)
-    assert trainer.store.propose_opening(Opening(1, 1, 0, ("other#1",), (0,)))
+    assert trainer.store.propose_opening(Opening(1, 1, 0, (OTHER,), (0,)), current=None)
     trainer.signal(signal.SIGCONT)
     board = NodeBoard(trainer.shm_dir / "board", create=False)
     until(lambda: board.is_fenced, within_s=DETECT_S + SLACK_S)

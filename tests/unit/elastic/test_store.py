@@ -231,6 +231,20 @@ def test_lease_runs_out_by_the_clock_of_the_store_alone(store: Store, monkeypatc
     assert store.view(0).alive == {A, B}
 
 
+@pytest.mark.defect(2)
+def test_dead_member_is_noticed_by_hosts_whose_clocks_differ(
+    store: Store, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    hold(store, A)
+    for _ in range(2):
+        let_pass(redis_client, store, 3000, is_silent=False)
+        for member, skew_s in ((B, 10.0), (C, -10.0)):
+            monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now_s + skew_s)
+            hold(store, member)
+    assert store.view(0).alive == {B, C}
+
+
 @pytest.mark.parametrize(("away_ms", "alive"), [(4900, {A, B}), (5100, {B})])
 def test_lease_that_is_not_renewed_ends_after_its_life(
     store: Store, redis_client: redis.Redis, away_ms: int, alive: set[str]
