@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.chaos.command import main
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECTIONS = ("# Chaos soak: all invariants held", "## Invariants", "## Faults", "## What survivors lost")
 

@@ -269,7 +269,7 @@ def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
         os.close(held)
     assert code == 2
     assert "node.id='n0' of run.id='default' is already running" in line
-    assert sorted(path.name for path in rank.node_dir.iterdir()) == ["rank0.log", "rank0.stacks"]
+    assert sorted(path.name for path in rank.node_dir.iterdir()) == ["rank0.log"]
 
 
 def test_stack_dumps_of_a_running_node_are_left_alone(rank: Rank) -> None:
