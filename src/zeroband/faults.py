@@ -100,14 +100,19 @@ class FaultPoints:
             self._first_round = round
         first_round = 0 if self._first_round is None or point in _WITHOUT_ROUND else self._first_round
         for fault in [f for f in self._faults if f.point == point]:
-            if fault.round + (first_round if fault.is_relative else 0) == round:
+            since = round - fault.round - (first_round if fault.is_relative else 0)
+            lasts = fault.action in (SLOW, TAKES)  # a joiner passes its first inner step a round after its first round
+            if since == 0 or (lasts and since > 0):
                 self._faults.remove(fault)
-                if fault.action == SLOW:
-                    self._slowness = fault.number
-                elif fault.action == TAKES:
-                    self._least_step_s = fault.number
-                else:
-                    self._strike(fault.action)
+                self._happen(fault)
+
+    def _happen(self, fault: Fault) -> None:
+        if fault.action == SLOW:
+            self._slowness = fault.number
+        elif fault.action == TAKES:
+            self._least_step_s = fault.number
+        else:
+            self._strike(fault.action)
 
     def at_progress(self, round: int) -> Callable[[float], None]:
         """Pass the points of a transfer as its share in 0..1 that is done grows."""

@@ -131,6 +131,13 @@ def test_slow_node_takes_its_factor_from_the_point_on_and_nobody_is_struck() -> 
     assert struck == []
 
 
+def test_node_that_joins_is_slow_from_its_first_inner_step_which_is_a_round_after_its_first_round() -> None:
+    faults = FaultPoints(["inner@+0=TAKES2"])
+    faults.at("opened", 7)
+    faults.at("inner", 8)
+    assert faults.extra_s(0.5) == 1.5
+
+
 def test_node_whose_steps_take_a_time_sleeps_for_the_rest_of_it() -> None:
     faults = FaultPoints(["inner@2=TAKES2"])
     faults.at("inner", 1)
