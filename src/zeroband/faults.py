@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -78,10 +79,13 @@ def signal_node(action: str) -> None:
 def _last_rank() -> int:
     """Process id of the node's last rank: a child of the same launcher, or this process where it is the only one."""
     mark = f"LOCAL_RANK={int(os.environ.get('LOCAL_WORLD_SIZE', '1')) - 1}".encode()
-    launcher = os.getppid()
-    siblings = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii").split()
-    marked = (pid for pid in siblings if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-    return int(next(marked, os.getpid()))
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # no process, or gone meanwhile
+            pid, stat = int(folder.name), (folder / "stat").read_text(encoding="ascii", errors="replace")
+            is_sibling = int(stat.rpartition(")")[2].split()[1]) == os.getppid()
+            if is_sibling and mark in (folder / "environ").read_bytes().split(b"\0"):
+                return pid
+    return os.getpid()
 
 
 class FaultPoints:

@@ -99,11 +99,11 @@ from zeroband.faults import signal_node
 
 def rank(number):
     os.environ["LOCAL_RANK"] = str(number)
-    os.execvp("sleep", ["sleep", "60"])
+    os.execvp("sleep", ["sleep", "20"])
 
 children = [multiprocessing.Process(target=rank, args=(n,)) for n in range(2)]
 [child.start() for child in children]
-while any(b"sleep" not in Path(f"/proc/{c.pid}/cmdline").read_bytes() for c in children):
+while any(b"LOCAL_RANK" not in Path(f"/proc/{c.pid}/environ").read_bytes() for c in children):
     time.sleep(0.01)
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 os.getppid = os.getpid
