@@ -182,7 +182,7 @@ def kill_trainer(node: NodeProcess, _network: Network | None) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def measure_detection(times: int = 10) -> None:
+def measure_detection(times: int = 5) -> None:
     """Seconds until the store no longer counts a node alive."""
     is_possible = not Network.obstacle()
     faults: dict[str, Callable[[NodeProcess, Network | None], object]] = {
