@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from zeroband.cluster import LocalCluster, NodeProcess
+from zeroband.cluster.processes import pids_with
 from zeroband.data.ledger import take
 from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.progress import Progress
@@ -153,16 +154,7 @@ def samples_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
 
 def left_behind(run_id: str) -> list[object]:
     """Processes and shared memory of a run."""
-    mark = f"ZERO_BAND_RUN__ID={run_id}".encode()
-    pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [*Path("/dev/shm").glob(f"zeroband-{run_id}@*"), *(pid for pid in pids if mark in environment_of(pid))]
-
-
-def environment_of(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone meanwhile, or another user's
-        return []
+    return [*Path("/dev/shm").glob(f"zeroband-{run_id}@*"), *pids_with("ZERO_BAND_RUN__ID", run_id)]
 
 
 @dataclass(frozen=True)

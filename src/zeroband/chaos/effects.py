@@ -14,7 +14,7 @@ from zeroband.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Fault, Kind
 from zeroband.cluster.local import LocalCluster
 from zeroband.cluster.network import Network
 from zeroband.cluster.node import NodeProcess
-from zeroband.cluster.processes import signal_all
+from zeroband.cluster.processes import pids_with, signal_all
 from zeroband.cluster.redis_server import RedisServer
 
 _TICKS_PER_S = 100.0
@@ -131,20 +131,11 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
 
 def left_behind(run_id: str, cluster: LocalCluster, *, is_closed: bool) -> list[str]:
     """Processes and shared memory of a run; with `is_closed`, also its server's folder and its network."""
-    mark = f"ZERO_BAND_RUN__ID={run_id}".encode()
     found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"zeroband-{run_id}@*")]
-    numbered = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    found += [f"process {folder.name}" for folder in numbered if mark in _environment_of(folder)]
+    found += [f"process {pid}" for pid in pids_with("ZERO_BAND_RUN__ID", run_id)]
     if is_closed:
         assert cluster.redis is not None
         server = Path(cluster.redis.local_url.removeprefix("unix://")).parent
         found += [str(server)] if server.exists() else []
         found += [str(path) for path in Path("/var/run/netns").glob(f"zeroband-{os.getpid()}-*")]
     return found
-
-
-def _environment_of(folder: Path) -> list[bytes]:
-    try:
-        return (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # gone meanwhile, or another user's
-        return []

@@ -78,7 +78,12 @@ def variable_of(pid: int, name: str) -> str | None:
 
 def marked_pids(mark: str) -> list[int]:
     """All living processes that inherited a mark, in no order."""
-    entry = f"{MARK}={mark}".encode()
+    return pids_with(MARK, mark)
+
+
+def pids_with(name: str, value: str) -> list[int]:
+    """All living processes that were started with this value of an environment variable, in no order."""
+    entry = f"{name}={value}".encode()
     found: list[int] = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

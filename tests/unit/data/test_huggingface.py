@@ -15,8 +15,8 @@ from zeroband.data.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokeni
 from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError
 
-datasets = pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 @pytest.fixture(autouse=True)

@@ -148,7 +148,7 @@ def test_wandb_sink_does_not_wait_for_a_stuck_service_at_the_end(
 def test_wandb_sink_writes_an_offline_run_with_the_real_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs the extra wandb")
     (tmp_path / "run-1" / "n0").mkdir(parents=True)
     sink = open_sink(tmp_path)
     sink.write({"step": 5, "train/loss": 2.5, "outer/digest": "ab12"})
