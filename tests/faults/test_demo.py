@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import zeroband
+from zeroband.cluster.processes import pids_with
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -41,18 +42,7 @@ class Demo:
 
     def left_behind(self) -> list[object]:
         """Processes and folders in shared memory that belong to the run."""
-        return [*_pids_with(f"ZERO_BAND_RUN__ID={self.run_id}"), *Path("/dev/shm").glob(f"zeroband-{self.run_id}@*")]
-
-
-def _pids_with(variable: str) -> list[int]:
-    found: list[int] = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if variable.encode() in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-        except OSError:
-            continue
-    return found
+        return [*pids_with("ZERO_BAND_RUN__ID", self.run_id), *Path("/dev/shm").glob(f"zeroband-{self.run_id}@*")]
 
 
 @pytest.mark.timeout(900)

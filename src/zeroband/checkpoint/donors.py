@@ -75,8 +75,6 @@ class Inquiry:
     patience: Patience
     connections: int = 3
     """To each donor: one TCP stream does not fill a long link."""
-    state: str | None = None
-    """The only digest that is believed; None if the donors' majority decides."""
 
     def path(self, round: int) -> str:
         return f"/{self.kind}/{round}"
@@ -107,8 +105,6 @@ class Inquiry:
             return Refusal(f"{self.path(round)} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
         if manifest.round != round:
             return Refusal(f"it answers with round {manifest.round} where round {round} was asked for")
-        if self.state is not None and manifest.state != self.state:
-            return Refusal(f"its state is {manifest.state!r}, that of round {round} is {self.state!r}")
         return manifest
 
     def _await_manifest(self, connection: DonorConnection, round: int) -> tuple[int, bytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zeroband.checkpoint.election import Believed, believe_newest, believe_round
 from zeroband.checkpoint.transfer import Tally, Transfer
 from zeroband.errors import RecoveryFailed
 
-__all__ = ["Donor", "FetchLimits", "FetchedEntry", "FetchedState", "StateFetch", "fetch_entry", "fetch_state"]
+__all__ = ["Donor", "FetchLimits", "FetchedEntry", "FetchedState", "StateFetch", "fetch_entry"]
 
 _RESULT = "result"
 _MAX_ENTRY_BYTES = 16 << 30
@@ -94,24 +94,16 @@ class StateFetch:
         self._tally = Tally()
         self._took_s = 0.0
 
-    def fetch(
-        self,
-        donors: Sequence[Donor],
-        on_chunk: Callable[[int, int], None] = _ignore,
-        *,
-        expected_state: str | None = None,
-    ) -> FetchedState:
+    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = _ignore) -> FetchedState:
         """Fetch the newest committed state into the sections, or go on with the one that was begun.
 
         Donors are used in their order, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that this
-        call has to fetch) in this thread. `expected_state`: the only digest that is believed, where the caller knows
-        it. Raises RecoveryFailed when no donor is left; another call then goes on where this one ended, if some donor
-        still serves the same state.
+        call has to fetch) in this thread. Raises RecoveryFailed when no donor is left; another call then goes on where
+        this one ended, if some donor still serves the same state.
         """
         started_at_s = time.monotonic()
-        inquiry = replace(self._inquiry, state=expected_state)
         try:
-            manifest = self._fetch(self._trusted(donors), inquiry, on_chunk)
+            manifest = self._fetch(self._trusted(donors), on_chunk)
         finally:
             self._took_s += time.monotonic() - started_at_s
         return FetchedState(
@@ -132,27 +124,25 @@ class StateFetch:
         """All but the distrusted; all where nobody else is left."""
         return [donor for donor in donors if donor.member_id not in self._distrusted] or donors
 
-    def _fetch(self, donors: Sequence[Donor], inquiry: Inquiry, on_chunk: Callable[[int, int], None]) -> Manifest:
+    def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> Manifest:
         begun, missing = self._manifest, self._missing
-        if begun is not None and missing and inquiry.state in (None, begun.state):
+        if begun is not None and missing:
             try:
-                return self._pull(Believed(begun, (), {}), donors, inquiry, on_chunk)
+                return self._pull(Believed(begun, (), {}), donors, on_chunk)
             except RecoveryFailed:
                 if len(self._missing) < len(missing):
                     raise
-        believed = believe_newest(donors, self._limits.donors_at_once, inquiry)
+        believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry)
         if begun is None or not missing or begun.claim != believed.manifest.claim:
             self._forget()
             self._manifest, self._missing = believed.manifest, tuple(believed.manifest.chunks())
         self._tally.dropped |= believed.dropped
-        return self._pull(believed, donors, inquiry, on_chunk)
+        return self._pull(believed, donors, on_chunk)
 
-    def _pull(
-        self, believed: Believed, donors: Sequence[Donor], inquiry: Inquiry, on_chunk: Callable[[int, int], None]
-    ) -> Manifest:
+    def _pull(self, believed: Believed, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> Manifest:
         """Fetch what is missing. Raises RecoveryFailed when no donor is left."""
         chunks = ChunkQueue(self._missing, straggler_s=self._limits.straggler_s)
-        transfer = Transfer(believed.manifest, inquiry, self._targets, chunks, self._tally)
+        transfer = Transfer(believed.manifest, self._inquiry, self._targets, chunks, self._tally)
         try:
             transfer.run(
                 believed.supporters, believed.spare(donors), on_chunk, donors_at_once=self._limits.donors_at_once
@@ -160,19 +150,6 @@ class StateFetch:
         finally:
             self._missing = transfer.missing
         return believed.manifest
-
-
-def fetch_state(
-    donors: Sequence[Donor],
-    key: str,
-    sections: Mapping[str, Tensor],
-    on_chunk: Callable[[int, int], None] = _ignore,
-    *,
-    expected_state: str | None = None,
-    limits: FetchLimits = _LIMITS,
-) -> FetchedState:
-    """Fetch the newest committed state into `sections` in one go; see StateFetch."""
-    return StateFetch(key, sections, limits=limits).fetch(donors, on_chunk, expected_state=expected_state)
 
 
 def fetch_entry(

@@ -21,7 +21,7 @@ from torch import Tensor
 from zeroband.checkpoint import transfer
 from zeroband.checkpoint.chunks import chunk_hash
 from zeroband.checkpoint.donors import DonorConnection, Patience
-from zeroband.checkpoint.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry, fetch_state
+from zeroband.checkpoint.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
 from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.errors import RecoveryFailed
 
@@ -205,7 +205,7 @@ def zeros() -> dict[str, Tensor]:
 
 def fetch(*donors: Donor, limits: FetchLimits = LIMITS, **options: Any) -> tuple[FetchedState, dict[str, Tensor]]:
     sections = zeros()
-    return fetch_state(donors, KEY, sections, limits=limits, **options), sections
+    return StateFetch(KEY, sections, limits=limits).fetch(donors, **options), sections
 
 
 def require_honest(fetched: FetchedState, sections: dict[str, Tensor]) -> None:
@@ -225,7 +225,9 @@ def no_straggler(limits: FetchLimits) -> FetchLimits:
 def test_fetched_state_is_the_donors_to_the_last_bit_with_what_belongs_to_it(serve: Serve) -> None:
     chunks: list[tuple[int, int]] = []
     sections = zeros()
-    fetched = fetch_state([serve()], KEY, sections, lambda *sizes: chunks.append(sizes), limits=no_straggler(LIMITS))
+    fetched = StateFetch(KEY, sections, limits=no_straggler(LIMITS)).fetch(
+        [serve()], lambda *sizes: chunks.append(sizes)
+    )
     require_honest(fetched, sections)
     assert fetched.received_bytes == {"honest": STATE_BYTES}
     assert fetched.dropped == {}
@@ -304,7 +306,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
             others.append(fetch(donor)[0])  # another joiner, in the middle of this one
 
     sections = zeros()
-    fetched = fetch_state([donor], KEY, sections, go_on, limits=LIMITS)
+    fetched = StateFetch(KEY, sections, limits=LIMITS).fetch([donor], go_on)
     assert fetched.round == 7
     assert others[0].round == 8
     assert torch.equal(sections["params"], values(70))
@@ -313,7 +315,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
 
 def test_state_without_values_is_fetched(serve: Serve) -> None:
     copy = Copy(sections={"params": torch.zeros(0)})
-    assert fetch_state([serve(copy=copy)], KEY, {"params": torch.zeros(0)}, limits=LIMITS).round == 7
+    assert StateFetch(KEY, {"params": torch.zeros(0)}, limits=LIMITS).fetch([serve(copy=copy)]).round == 7
 
 
 # -- donors that leave, stall or come back --------------------------------------------------------------------------
@@ -550,7 +552,7 @@ def test_nothing_is_written_that_does_not_match_its_hash(interpose: Interpose) -
     liar = interpose(alter=only(CHUNKS_OF_7, flip))
     sections = zeros()
     with pytest.raises(RecoveryFailed, match=r"liar at .* does not match its hash"):
-        fetch_state([liar.donor], KEY, sections, limits=LIMITS)
+        StateFetch(KEY, sections, limits=LIMITS).fetch([liar.donor])
     assert all(not section.any() for section in sections.values())
 
 
@@ -574,7 +576,7 @@ def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: 
     monkeypatch.setattr(transfer, "_STOP_S", 0.01)
     sections = zeros()
     with pytest.raises(KeyboardInterrupt):
-        fetch_state([serve()], KEY, sections, interrupt, limits=no_straggler(LIMITS))
+        StateFetch(KEY, sections, limits=no_straggler(LIMITS)).fetch([serve()], interrupt)
     for section in sections.values():
         section.zero_()
     threads = [thread for thread in threading.enumerate() if thread.name == "recovery"]
@@ -611,14 +613,14 @@ def test_consistent_lie_is_outvoted_by_two_honest_donors(
     assert set(fetched.dropped) <= {"liar"}
 
 
-def test_digest_that_the_caller_knows_outvotes_all_donors(serve: Serve) -> None:
+def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serve) -> None:
     lie = Copy(7, {"params": values(3), "momentum": values(4)}, {}, "digest of a lie")
     donors = [serve("liar", lie), serve("its friend", lie), serve("honest")]
-    assert fetch(*donors)[0].state == "digest of a lie"
-    fetched, sections = fetch(*donors, expected_state="digest of 7")
-    require_honest(fetched, sections)
-    with pytest.raises(RecoveryFailed, match="its state is 'digest of 7', that of round 7 is 'no such digest'"):
-        fetch(*donors, expected_state="no such digest")
+    sections = zeros()
+    state = StateFetch(KEY, sections, limits=LIMITS)
+    assert state.fetch(donors).state == "digest of a lie"
+    state.distrust()
+    require_honest(state.fetch(donors), sections)
 
 
 def test_donors_whose_state_was_not_what_they_claimed_are_not_asked_again(serve: Serve, interpose: Interpose) -> None:

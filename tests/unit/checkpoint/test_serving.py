@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeroband.checkpoint import serving
 from zeroband.checkpoint.chunks import chunk_hash, parse_manifest
-from zeroband.checkpoint.recovery import Donor, fetch_entry, fetch_state
+from zeroband.checkpoint.recovery import Donor, StateFetch, fetch_entry
 from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.errors import RecoveryFailed
 
@@ -71,7 +71,7 @@ def test_nothing_is_served_without_the_key(server: StateServer, path: str, autho
 def test_joiner_with_the_wrong_token_is_refused_everywhere(server: StateServer) -> None:
     donors, wrong = [Donor("honest", "127.0.0.1", server.port)], access_key("guessed", "run")
     with pytest.raises(RecoveryFailed, match=r"honest at .*/state answered 403"):
-        fetch_state(donors, wrong, {"params": torch.zeros(1000)})
+        StateFetch(wrong, {"params": torch.zeros(1000)}).fetch(donors)
     with pytest.raises(RecoveryFailed, match=r"/journal/4 answered 403"):
         fetch_entry(donors, wrong, 4)
 
