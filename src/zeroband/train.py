@@ -123,6 +123,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
 def leave_if_asked(node: NodeParts, round: int) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here."""
     if broadcast_json(node.departure.is_asked, node.local):
+        node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
 
 
