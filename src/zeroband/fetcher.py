@@ -65,7 +65,7 @@ class Fetcher:
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
         if not alive and Progress.from_record(view.committed.payload["progress"]).is_complete:
             raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
-        donors = [Donor(m, view.peers[m].host, view.peers[m].state_port) for m in alive if view.peers[m].state_port]
+        donors = [Donor(m, view.peers[m].host, view.peers[m].port) for m in alive if view.peers[m].serves_state]
         random.shuffle(donors)
         return donors
 

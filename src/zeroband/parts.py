@@ -16,7 +16,6 @@ import torch.distributed as dist
 from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.config.load import shared_items
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
-from zeroband.config.store_url import parse_store_url
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
@@ -24,13 +23,12 @@ from zeroband.data.tokens import prepare
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import Rules, View, view_to_record
-from zeroband.elastic.groups import LaneGroups, LaneOwnership
 from zeroband.elastic.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
 from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
-from zeroband.errors import Leaving, StoreLost
+from zeroband.errors import Leaving
 from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
 from zeroband.model.init import init_weights
@@ -45,6 +43,7 @@ from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
 from zeroband.parallel import LocalMesh, parallelize
+from zeroband.plane_parts import PlaneParts
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
@@ -154,7 +153,7 @@ class RunParts:
         self._node = node
         self._store_url = config.store.url.get_secret_value()
         self._token = config.run.token.get_secret_value() if config.run.token else None
-        self._host = config.node.advertise_host or address_towards(self._store_url)
+        self._server: StateServer | None = None
         key = access_key(self._token, config.run.id)
         with ExitStack() as stack:
             self.store = self._open_store(stack)
@@ -165,6 +164,8 @@ class RunParts:
             self._board = NodeBoard(self._folder / "board", create=False)
             stack.callback(self._board.close)
             self._pids = _pids_of_ranks(local)
+            self._plane = PlaneParts(config, self.store, self._board, local, self._answer_request)
+            stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
@@ -211,12 +212,12 @@ class RunParts:
         config = self._node.config
         identity = NodeIdentity(
             node_id=self._node.node_id,
-            host=self._host,
+            door=self._plane.door,
             rank_pids=self._pids,
             launcher_pid=os.getppid(),
             shm_dir=self._folder,
         )
-        run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall)
+        run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall, self._plane.inbox)
         return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
 
     def _record_stall(self, reason: str, view: View) -> None:
@@ -224,17 +225,13 @@ class RunParts:
 
     def _build_mesh(self) -> ElasticDeviceMesh:
         config, local = self._node.config, self._node.local
-        groups = LaneGroups(
-            self.store,
-            self._board,
-            LaneOwnership(config.comm.lanes, local.rank, local.world_size),
-            host=self._host,
-            chunk_bytes=int(config.comm.chunk_mb * 1e6),
-            transfer_s=config.fault.time_outs.transfer_s,
-        )
-        start_timeout_s = config.elastic.start_timeout_s
         return ElasticDeviceMesh(
-            local, self._new_member(), groups, self._board, rules_of(config), start_timeout_s=start_timeout_s
+            local,
+            self._new_member(),
+            self._plane.open(),
+            self._board,
+            rules_of(config),
+            start_timeout_s=config.elastic.start_timeout_s,
         )
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
@@ -266,12 +263,17 @@ class RunParts:
     def _serve(self, key: str, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
-            current_round = lambda: self.outer.round  # noqa: E731
-            server = StateServer(
-                self._host, key, self.outer.copy_state, self.journal.await_entry, current_round=current_round
+            self._server = StateServer(
+                key, self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
             )
-            stack.callback(server.close)
-            self._board.set_state_port(server.port)
+            stack.callback(self._server.close)
+            self._board.set_serves_state(True)
+
+    def _answer_request(self, connection: socket.socket) -> None:
+        if self._server is None:
+            connection.close()
+        else:
+            self._server.take(connection)
 
     def come_back(self) -> None:
         """Become another member after a fence. Called by all local ranks."""
@@ -288,20 +290,3 @@ def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
     dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
     return tuple(int(pid) for pid in pids)
-
-
-def address_towards(store_url: str) -> str:
-    """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
-    problem = ""
-    hosts = parse_store_url(store_url).hosts
-    for host, port in hosts:
-        try:
-            family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-                probe.connect(remote)
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            problem = f"no way to {host}: {error.strerror}; check store.url"
-    if hosts:
-        raise StoreLost(problem)
-    return "127.0.0.1"

@@ -33,14 +33,14 @@ TRAINER = """
 import ctypes, json, os, sys, time
 from pathlib import Path
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.lease import Guardian, GuardianOrder
+from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.shm import NodeFolder
 
 shm_dir, url, detect_s, hung_s, stall_s = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
 folder = NodeFolder(Path(shm_dir).parent, "run", "a")
 board = NodeBoard(folder.path / "board", create=True)
 guardian = Guardian(GuardianOrder(
-    store_url=url, run_id="run", member_id="a#1", node_id="a", host="127.0.0.1", board=str(board.path),
+    store_url=url, run_id="run", member_id="a#1", node_id="a", door=Door("127.0.0.1"), board=str(board.path),
     shm_dir=shm_dir, rank_pids=(os.getpid(),),
     launcher_pid=os.getpid(), lease_s=detect_s, renew_s=detect_s / 5, hung_s=hung_s, is_first=True,
 ))
@@ -70,7 +70,7 @@ class Trainer:
 
     def has_lease(self) -> bool:
         """As another member sees it, which renews its own: the store's time stands still while nobody does."""
-        self.store.renew_lease(OTHER, Peer("other", "127.0.0.1", 0, 0), first=True)
+        self.store.renew_lease(OTHER, Peer("other", "127.0.0.1", 0, False), first=True)
         return MEMBER in self.store.view(0).alive
 
     def signal(self, number: signal.Signals) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 LAYERS = (
     {"config", "errors", "faults", "kernels", "observe"},
-    {"data", "model", "optim", "parallel"},
+    {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
-    {"fetcher"},
+    {"fetcher", "plane_parts"},
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},

@@ -73,7 +73,7 @@ def train_nodes(tmp_path: Path, outer: str, ranks: Sequence[int]) -> list[Seen]:
     """Run a node for each entry of `ranks`, to the end."""
     config = tmp_path / "run.toml"
     config.write_text(outer + BASE)
-    arguments = [f"@{config}", f"--data.cache-dir={tmp_path / 'cache'}", "--fault.detect-s=10"]
+    arguments = [f"@{config}", f"--data.cache-dir={tmp_path / 'cache'}", "--fault.detect-s=10", "--comm.codec=fp32"]
     env = {"OMP_NUM_THREADS": "1"}
     with LocalCluster(tmp_path, arguments, nodes=len(ranks), alone=not outer, env=env) as cluster:
         for rank_count in ranks:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import zeroband.parts
+import zeroband.plane_parts
 import zeroband.train
 from zeroband.config import load_config
 from zeroband.elastic.departure import Departure
@@ -256,7 +257,7 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
-        zeroband.parts.address_towards("redis://:s3cret@nowhere:6379")
+        zeroband.plane_parts.address_towards("redis://:s3cret@nowhere:6379")
 
 
 def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +27,6 @@ from zeroband.observe.log import get_logger
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202 and its round: the joiner turns to other donors meanwhile."""
 
-_CLOSE_POLL_S = 0.05
 _NUMBER_DIGITS = 18
 
 _log = get_logger(__name__)
@@ -40,7 +38,7 @@ def access_key(token: str | None, run_id: str) -> str:
 
 
 class StateServer:
-    """Listens on a free port of `host` until `close()`. `port` tells which.
+    """Answers the connections that it is given, until `close()`.
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `current_round` tells the
     round of the state without a copy of it; with it, one copy of a round serves all joiners that ask for it.
@@ -48,7 +46,6 @@ class StateServer:
 
     def __init__(
         self,
-        host: str,
         key: str,
         copy_state: Callable[[], ServedState],
         journal_entry: Callable[[int], ServedEntry | None],
@@ -65,16 +62,17 @@ class StateServer:
             def answer(self) -> None:
                 self.serve(library)
 
-        class Server(_Server):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-        self._server = Server((host, 0), Handler)
-        self.port: int = self._server.server_address[1]
-        serve: Callable[[], None] = lambda: self._server.serve_forever(poll_interval=_CLOSE_POLL_S)  # noqa: E731
-        self._thread = threading.Thread(target=serve, name="state-server", daemon=True)
-        self._thread.start()
+        self._server = _Server(Handler)
         self._sweeper = threading.Thread(target=self._sweep, name="state-copies", daemon=True)
         self._sweeper.start()
+
+    def take(self, connection: socket.socket) -> None:
+        """Answer a connected socket, in a thread of its own; after `close()`, hang up. Any thread."""
+        if self._stop.is_set():
+            connection.close()
+            return
+        connection.setblocking(True)
+        self._server.process_request(connection, connection.getpeername())
 
     def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
@@ -83,10 +81,8 @@ class StateServer:
     def close(self) -> None:
         self._stop.set()
         self._hasher.close()
-        self._server.shutdown()
         self._server.server_close()
         self._server.cut()
-        self._thread.join(timeout=5)
 
 
 class _Library:
@@ -108,8 +104,9 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(address, handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("", 0), handler, bind_and_activate=False)  # connections come from elsewhere
+        self.socket.close()
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
 
@@ -129,9 +126,6 @@ class _Server(ThreadingHTTPServer):
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own asks the name service for our name, which may take long
 
     def handle_error(self, request: object, client_address: object) -> None:
         _log.debug("a joiner's connection broke", exc_info=True, extra={"fields": {"from": str(client_address)}})

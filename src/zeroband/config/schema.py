@@ -49,6 +49,12 @@ class NodeSection(Section):
     """Name of this machine for the life of the run. None: host name."""
     advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
+    advertise_port: PositiveInt | None = Field(default=None, le=65535, json_schema_extra=NODE_LOCAL)
+    """Port under which they reach it, where a router or container forwards another one to it. None: node.port."""
+    bind_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
+    port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
+    """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter."""
 
@@ -258,12 +264,20 @@ Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
 
 
 class CommConfig(Section):
-    backend: Literal["gloo"] = "gloo"
-    """Data path between nodes: gloo float32, for trusted networks."""
+    backend: Literal["native", "gloo"] = "native"
+    """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted networks."""
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
+    """How the native path encodes what it averages. None: int8 for pseudo-gradients, fp32 for DDP's gradients."""
+    encryption: bool = True
+    """Seal what the native path sends, by keys that the nodes agree on with run.token; off only in trusted networks."""
+    streams: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """TCP connections of the native path to each other node. None: as many as make it faster."""
+    threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Threads of the native path on this node. None: one for each eight cores, at least one, at most four."""
     lanes: PositiveInt = 1
-    """Parallel process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
+    """gloo: process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
     chunk_mb: PositiveFloat = 16.0
-    """Megabytes of a lane that are reduced at a time; a node shows progress with every one of them."""
+    """gloo: megabytes of a lane that are reduced at a time; a node shows progress with every one of them."""
 
 
 class StoreConfig(Section):

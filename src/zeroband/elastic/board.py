@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ABORTED, _FENCED, _STATE_PORT = range(4)
+_PROGRESS, _ABORTED, _FENCED, _SERVES = range(4)
 
 
 class NodeBoard:
@@ -58,12 +58,12 @@ class NodeBoard:
         self._write(_FENCED, int(fenced))
 
     @property
-    def state_port(self) -> int:
-        """Where this node serves its state; 0 while it does not. Written by local rank 0, published by the guardian."""
-        return self._read(_STATE_PORT)
+    def serves_state(self) -> bool:
+        """Whether others may fetch this node's state. Written by local rank 0, published by the guardian."""
+        return self._read(_SERVES) != 0
 
-    def set_state_port(self, port: int) -> None:
-        self._write(_STATE_PORT, port)
+    def set_serves_state(self, serves: bool) -> None:
+        self._write(_SERVES, int(serves))
 
     def close(self) -> None:
         self._page.close()

@@ -101,10 +101,10 @@ class Peer:
 
     node_id: str
     host: str
-    state_port: int
-    """Where its state is served; 0 while it is not."""
-    link_port: int
-    """Where its guardian answers the others' probes."""
+    port: int
+    """Its one port: for probes, for its state and for the data plane."""
+    serves_state: bool
+    """Whether others may fetch its state."""
     cut_off: tuple[str, ...] = ()
     """Members that did not answer its probes for `fault.detect_s`."""
 

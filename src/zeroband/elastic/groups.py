@@ -42,8 +42,15 @@ class LaneOwnership:
         return list(range(self.local_rank, self.lanes, self.local_world_size))
 
 
+def ring_bytes(numel: int, nodes: int) -> int:
+    """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
+    return 8 * numel * (nodes - 1) // nodes
+
+
 class LaneGroups:
-    """The groups of this rank's lanes in one epoch. Main thread only."""
+    """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks."""
+
+    keeps_buffers = False
 
     def __init__(
         self,
@@ -64,7 +71,31 @@ class LaneGroups:
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    def connect(self, opening: Opening, node_rank: int) -> None:
+    def reduce_mean(
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+    ) -> tuple[int, int]:
+        self._connect(opening, opening.members.index(member_id))
+        share = opening.share(member_id)
+        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        parts: list[tuple[int, torch.Tensor]] = []
+        for lane in self.ownership.owned():
+            start, stop = bounds[lane]
+            part = result[start:stop]
+            if share > 0:
+                torch.mul(contribution[start:stop], share, out=part)
+            else:
+                part.zero_()
+            parts.append((lane, part))
+        self._all_reduce(parts, opening, on_progress)
+        moved = ring_bytes(result.numel(), len(opening.members))
+        return moved, moved
+
+    def _connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
         if self._connected == (opening.epoch, opening.members):
             return
@@ -89,13 +120,10 @@ class LaneGroups:
 
         return _in_daemon_thread(build, is_aborted, f"lane {lane} of epoch {opening.epoch}")
 
-    def all_reduce(
+    def _all_reduce(
         self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
     ) -> None:
-        """Sum (lane, tensor) over the nodes, in place. `on_progress`: called with the share of it that is done.
-
-        Raises PeerLost; then the tensors must not be used again.
-        """
+        """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
         if len(opening.members) == 1:
             return
         chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
@@ -118,6 +146,9 @@ class LaneGroups:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    def close(self) -> None:
+        self.leave_behind()
 
     def leave_behind(self) -> None:
         """Part from the current groups without waiting for what may still run in them."""

@@ -14,6 +14,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,10 +29,30 @@ from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
 from zeroband.errors import StoreLost, ZerobandError
+from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.plane.handshake import DATA_CALL, RunKey
+from zeroband.plane.port import HTTP_CALL, shake_hands
 
 _LEAVE = b"leave\n"
 _START_DEADLINE_S = 60.0
 _TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Door:
+    """The node's one port: where it listens, and as what the others know it."""
+
+    host: str
+    """Under which the other nodes reach this one."""
+    port: int | None = None
+    """Under which they reach it; None: the port that it listens on."""
+    bind_host: str | None = None
+    """Address to listen on; None: `host`."""
+    bind_port: int = 0
+    """0: any that is free."""
+    run_key: str = ""
+    """Hexadecimal; of the data plane. Empty: there is none."""
+    is_sealed: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,8 +63,7 @@ class GuardianOrder:
     run_id: str
     member_id: str
     node_id: str
-    host: str
-    """Under which the other nodes reach this one."""
+    door: Door
     board: str
     shm_dir: str
     rank_pids: tuple[int, ...]
@@ -56,15 +76,25 @@ class GuardianOrder:
 
 
 class Guardian:
-    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back."""
+    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back.
 
-    def __init__(self, order: GuardianOrder) -> None:
+    `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
+    """
+
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
+        theirs, ours = channel()
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-m", "zeroband.elastic.lease"],
+            [sys.executable, "-m", "zeroband.elastic.lease", str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=[theirs.fileno()],
         )
+        theirs.close()
+        if inbox is None:
+            ours.close()
+        else:
+            inbox.attach(ours)
         self._send((json.dumps(asdict(order)) + "\n").encode())
         ready, _, _ = select.select([self._output], [], [], _START_DEADLINE_S)
         if not ready or self._output.readline() != b"holding\n":
@@ -128,12 +158,12 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> None:
-    """The guardian's whole life. Ends when the pipe to the trainer does."""
+def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
+    """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
     store = Store(order.store_url, order.run_id, lease_s=order.lease_s, patience_s=patience_s)
     board = NodeBoard(Path(order.board), create=False)
-    watch = _Watch(order, store, board)
+    watch = _Watch(order, store, board, calls)
     try:
         while not watch.takes_lease():
             if select.select([trainer], [], [], 0)[0]:
@@ -155,13 +185,21 @@ def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes]) -> Non
 class _Watch:
     """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
 
-    def __init__(self, order: GuardianOrder, store: Store, board: NodeBoard) -> None:
+    def __init__(self, order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> None:
         self._order = order
         self._store = store
         self._board = board
         self._vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._links = LinkMonitor(order.host, detect_s=order.lease_s, on_gone=self._gone.put)
+        self._calls = calls
+        door = order.door
+        self._links = LinkMonitor(
+            door.bind_host or door.host,
+            port=door.bind_port,
+            answers={HTTP_CALL: self._pass_request_on, DATA_CALL: self._pass_stream_on},
+            detect_s=order.lease_s,
+            on_gone=self._gone.put,
+        )
         self._renewed_at_s = 0.0
         self._cut_off: tuple[str, ...] = ()
 
@@ -187,14 +225,26 @@ class _Watch:
         """Keep the lease; a refusal goes to the node's board. Raises StoreLost."""
         self._cut_off = self._links.cut_off()
         order = self._order
-        peer = Peer(order.node_id, order.host, self._board.state_port, self._links.port, self._cut_off)
+        port = order.door.port or self._links.port
+        peer = Peer(order.node_id, order.door.host, port, self._board.serves_state, self._cut_off)
         members = self._store.renew_lease(order.member_id, peer, first=is_first)
         self._renewed_at_s = time.monotonic()
         if members is None:
             self._board.set_fenced(True)
             return
-        others = {m: (p.host, p.link_port) for m, p in members.items() if m != order.member_id}
+        others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
         self._links.watch(others)
+
+    async def _pass_request_on(self, connection: socket.socket) -> None:
+        """The trainer's state server asks for a proof of its own."""
+        hand_over(self._calls, connection, HandedOver("http"))
+
+    async def _pass_stream_on(self, connection: socket.socket) -> None:
+        order = self._order
+        if order.door.run_key:
+            key, is_sealed = RunKey(bytes.fromhex(order.door.run_key)), order.door.is_sealed
+            stream = await shake_hands(connection, key, callee=order.member_id, is_sealed=is_sealed)
+            hand_over(self._calls, connection, stream)
 
     def close(self) -> None:
         self._links.close()
@@ -217,9 +267,10 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
     record: dict[str, Any] = json.loads(trainer.readline())
-    record["rank_pids"] = tuple(record["rank_pids"])
-    order = GuardianOrder(**record)
-    stand_guard(order, trainer, sys.stdout.buffer)
+    record |= {"rank_pids": tuple(record["rank_pids"]), "door": Door(**record["door"])}
+    calls = socket.socket(fileno=int(sys.argv[1]))
+    calls.setblocking(False)
+    stand_guard(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Links: whether this node and each other member reach one another, apart from whether both reach the store.
 
-Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member. Runs an
-event loop in one thread of the guardian, so that a stall of the trainer's interpreter cuts no link. Decides nothing.
+Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, and holds
+the node's one port, on which all other connections come in too. Runs an event loop in one thread of the guardian, so
+that a stall of the trainer's interpreter cuts no link. Decides nothing.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+
+from zeroband.plane.port import PROBE_CALL, Answer, Port
 
 _PROBE_BYTES = 8
 _MAX_ASKERS = 256
@@ -23,23 +27,37 @@ Address = tuple[str, int]
 class LinkMonitor:
     """Answers the other guardians' probes and sends its own. `close()` ends its thread.
 
-    `detect_s`: a member that answers nothing for so long is cut off. `on_gone`: called in the monitor's thread with a
-    member whose connection was closed by its own machine and that refuses another one: its guardian has ended.
+    `host` and `port`: where to listen; port 0 takes a free one. `answers`: to calls that are no probes. `detect_s`: a
+    member that answers nothing for so long is cut off. `on_gone`: called in the monitor's thread with a member whose
+    connection was closed by its own machine and that refuses another one: its guardian has ended.
+    Raises OSError when it cannot listen.
     """
 
-    def __init__(self, host: str, *, detect_s: float, on_gone: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        detect_s: float,
+        on_gone: Callable[[str], None],
+        port: int = 0,
+        answers: Mapping[bytes, Answer] | None = None,
+    ) -> None:
         self._detect_s = detect_s
         self._probe_s = min(0.5, detect_s / 5)
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
         self._askers: set[asyncio.StreamWriter] = set()
+        self._door = Port({PROBE_CALL: self._answer, **(answers or {})})
         self._beat_at_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._is_listening = threading.Event()
         self.port = 0
-        self._thread = threading.Thread(target=self._run, args=(host,), name="links", daemon=True)
+        self._problem: OSError | None = None
+        self._thread = threading.Thread(target=self._run, args=(host, port), name="links", daemon=True)
         self._thread.start()
         self._is_listening.wait(_START_DEADLINE_S)
+        if self._problem is not None:
+            raise self._problem
 
     def watch(self, members: Mapping[str, Address]) -> None:
         """Probe exactly these members from now on."""
@@ -60,21 +78,27 @@ class LinkMonitor:
 
     # -- in the loop's thread -----------------------------------------------------------------------------------
 
-    def _run(self, host: str) -> None:
+    def _run(self, host: str, port: int) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            server = self._loop.run_until_complete(asyncio.start_server(self._answer, host, 0))
-            self.port = int(server.sockets[0].getsockname()[1])
-            self._is_listening.set()
+            self._loop.run_until_complete(self._listen(host, port))
+            self._is_listening.set()  # not sooner: a stop before `run_forever` would be forgotten
             beat = self._loop.create_task(self._beat())
             self._loop.run_forever()
             beat.cancel()
+        except OSError as error:
+            self._problem = error
         finally:
+            self._is_listening.set()
             self._loop.run_until_complete(self._hang_up())
             self._loop.close()
 
+    async def _listen(self, host: str, port: int) -> None:
+        self.port = self._door.open(host, port)
+
     async def _hang_up(self) -> None:
         """Close all connections, so that those who ask learn at once that nobody answers any more."""
+        self._door.close()
         for writer in list(self._askers):
             writer.transport.abort()
         for link in self._links.values():
@@ -92,10 +116,14 @@ class LinkMonitor:
             self._beat_at_s = now_s
             await asyncio.sleep(self._probe_s / 2)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
+        if len(self._askers) >= _MAX_ASKERS:
+            return
+        reader, writer = await asyncio.open_connection(sock=connection.dup())
         self._askers.add(writer)
         try:
-            while len(self._askers) <= _MAX_ASKERS:
+            await reader.readexactly(len(PROBE_CALL))
+            while True:
                 writer.write(await reader.readexactly(_PROBE_BYTES))
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
@@ -131,6 +159,7 @@ class LinkMonitor:
 
     async def _ask(self, member: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Probe until the connection breaks. True: its other end closed it."""
+        writer.write(PROBE_CALL)
         try:
             while True:
                 probe = os.urandom(_PROBE_BYTES)

@@ -27,11 +27,12 @@ from zeroband.elastic.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.lease import Guardian, GuardianOrder
+from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.memory import Memory
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
 from zeroband.observe.log import get_logger
+from zeroband.plane.handover import Inbox
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
 _REMIND_S = 10.0
@@ -46,8 +47,7 @@ class NodeIdentity:
     """What a node is, for its life: its name, its processes, its shared memory."""
 
     node_id: str
-    host: str
-    """Under which the other nodes reach it."""
+    door: Door
     rank_pids: tuple[int, ...]
     launcher_pid: int
     shm_dir: Path
@@ -64,6 +64,8 @@ class RunAccess:
     """What all nodes must share, as it stands in the store."""
     on_stall: Callable[[str, View], object] = lambda reason, view: None
     """Told why a round could not be finished and what the store showed then, in a thread of its own."""
+    inbox: Inbox | None = None
+    """Takes connections of other nodes that the trainer answers."""
 
 
 def new_member_id(node_id: str) -> str:
@@ -96,7 +98,7 @@ class Member:
             run_id=run.run_id,
             member_id=self.member_id,
             node_id=identity.node_id,
-            host=identity.host,
+            door=identity.door,
             board=str(board.path),
             shm_dir=str(identity.shm_dir),
             rank_pids=identity.rank_pids,
@@ -106,7 +108,7 @@ class Member:
             hung_s=time_outs.hung_s,
             is_first=True,
         )
-        self._guardian = _KeptGuardian(order)
+        self._guardian = _KeptGuardian(order, run.inbox)
         self._watcher = _Watcher(self, board, departure, time_outs)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -265,17 +267,18 @@ class _Stragglers:
 class _KeptGuardian:
     """The guardian and, when it ended by itself, its successors."""
 
-    def __init__(self, order: GuardianOrder) -> None:
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None) -> None:
         self._order = order
+        self._inbox = inbox
         self._lock = threading.Lock()
         self._is_closed = False
-        self._guardian = Guardian(order)
+        self._guardian = Guardian(order, inbox)
 
     def keep(self) -> None:
         with self._lock:
             if not self._is_closed and not self._guardian.is_running():
                 _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
-                self._guardian = Guardian(replace(self._order, is_first=False))
+                self._guardian = Guardian(replace(self._order, is_first=False), self._inbox)
 
     def close(self) -> None:
         with self._lock:

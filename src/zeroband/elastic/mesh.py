@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import DataPlane, Transfer
 from zeroband.elastic.epoch import Opening, Ready, Rules, Verdict, opening_from, to_record, verdict_from
-from zeroband.elastic.groups import LaneGroups, lane_bounds
 from zeroband.elastic.member import Member
 from zeroband.errors import (
     ConfigError,
@@ -40,15 +39,6 @@ _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """What one reduce moved over the network, on this node."""
-
-    took_s: float
-    sent_bytes: int
-    received_bytes: int
-
-
 def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
     """Run `work` on local rank 0 and return its JSON-ready value, or raise its error, on every local rank."""
     outcome: dict[str, Any] = {}
@@ -64,11 +54,6 @@ def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def ring_bytes(numel: int, nodes: int) -> int:
-    """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
-    return 8 * numel * (nodes - 1) // nodes
-
-
 class ElasticDeviceMesh:
     """Rounds with the other nodes. `member` is there on local rank 0 only; `member_id` on all."""
 
@@ -76,7 +61,7 @@ class ElasticDeviceMesh:
         self,
         local: LocalMesh,
         member: Member | None,
-        groups: LaneGroups,
+        plane: DataPlane,
         board: NodeBoard,
         rules: Rules,
         *,
@@ -85,7 +70,7 @@ class ElasticDeviceMesh:
         self.local = local
         self.board = board
         self._member = member
-        self._groups = groups
+        self._plane = plane
         self._rules = rules
         self._start_deadline_s = time.monotonic() + start_timeout_s
         self.member_id: str = on_first_rank(local, lambda: self.member.member_id)
@@ -96,6 +81,11 @@ class ElasticDeviceMesh:
         return self._member
 
     @property
+    def keeps_buffers(self) -> bool:
+        """Whether a result buffer may be used again after PeerLost."""
+        return self._plane.keeps_buffers
+
+    @property
     def is_fenced(self) -> bool:
         """Whether the lease was refused: the run went on without this node."""
         return bool(on_first_rank(self.local, lambda: self.board.is_fenced))
@@ -103,7 +93,7 @@ class ElasticDeviceMesh:
     def replace_member(self, member: Member | None) -> None:
         """Go on as another member after a fence."""
         self._member = member
-        self._groups.leave_behind()
+        self._plane.leave_behind()
         self.member_id = on_first_rank(self.local, lambda: self.member.member_id)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -137,51 +127,29 @@ class ElasticDeviceMesh:
 
         Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `on_progress`:
         called with the share of this rank's transfer that is done, in 0..1.
-        Raises PeerLost on all local ranks; then `result` may still be written to and must be replaced.
+        Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
         """
         started_at_s = time.monotonic()
-        reason = ""
+        reason, sent, received = "", 0, 0
         if self.local.rank == 0:
             self.member.watch(opening)
-        try:
-            self._groups.connect(opening, opening.members.index(self.member_id))
-            self._reduce_lanes(contribution, result, opening, on_progress)
-        except PeerLost as error:
-            reason = str(error)
-            self.board.abort(opening.version)
-        if not all_ok(not reason, self.local):
-            self._give_up(opening, reason or "another local rank lost its lane")
-        moved = ring_bytes(result.numel(), len(opening.members))
-        return Transfer(time.monotonic() - started_at_s, moved, moved)
-
-    def _reduce_lanes(
-        self,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
-        opening: Opening,
-        on_progress: Callable[[float], None],
-    ) -> None:
-        share = opening.share(self.member_id)
-        bounds = lane_bounds(result.numel(), self._groups.ownership.lanes)
-        parts: list[tuple[int, torch.Tensor]] = []
-        for lane in self._groups.ownership.owned():
-            start, stop = bounds[lane]
-            part = result[start:stop]
-            if share > 0:
-                torch.mul(contribution[start:stop], share, out=part)
-            else:
-                part.zero_()
-            parts.append((lane, part))
 
         def moved(done: float) -> None:
             if self.local.rank == 0:
                 self.board.advance()  # a transfer that stands still must not look alive to the guardian
             on_progress(done)
 
-        self._groups.all_reduce(parts, opening, moved)
+        try:
+            sent, received = self._plane.reduce_mean(contribution, result, opening, self.member_id, moved)
+        except PeerLost as error:
+            reason = str(error)
+            self.board.abort(opening.version)
+        if not all_ok(not reason, self.local):
+            self._give_up(opening, reason or "another local rank lost its lane")
+        return Transfer(time.monotonic() - started_at_s, sent, received)
 
     def _give_up(self, opening: Opening, reason: str) -> None:
-        self._groups.leave_behind()
+        self._plane.leave_behind()
 
         def report() -> None:
             self.member.watch(None)
@@ -210,11 +178,11 @@ class ElasticDeviceMesh:
         try:
             return verdict_from(on_first_rank(self.local, vote))
         except PeerLost:
-            self._groups.leave_behind()
+            self._plane.leave_behind()
             raise
 
     def close(self) -> None:
         """Leave the run."""
-        self._groups.leave_behind()
+        self._plane.close()
         if self._member is not None:
             self._member.close()

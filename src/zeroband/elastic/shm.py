@@ -37,7 +37,7 @@ class NodeFolder:
             ) from None
         for left_over in self.path.iterdir():
             if left_over.name != _LOCK:
-                left_over.unlink()
+                left_over.unlink(missing_ok=True)  # a sweeper that began before may still remove them
 
     @staticmethod
     def path_of(shm_dir: Path, run_id: str, node_id: str) -> Path:
@@ -51,8 +51,8 @@ class NodeFolder:
 def _claim(folder: Path) -> int:
     """Make and lock a folder; the descriptor of its lock. Raises BlockingIOError while another process holds it."""
     for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # the latter: removed while mkdir looked at it
+            folder.mkdir(mode=0o700, exist_ok=True)
             descriptor = _lock(folder / _LOCK, create=True)
             if descriptor is not None:
                 return descriptor

@@ -73,7 +73,8 @@ def commit_round(
         except PeerLost as error:
             costs.failures.append(str(error))
             _log.warning("round opened again", extra={"fields": {"round": opening.round, "why": str(error)}})
-            buffers.renew(RESULT)
+            if not mesh.keeps_buffers:
+                buffers.renew(RESULT)
             continue
         costs.wait_s += time.monotonic() - waited_from_s
         faults.at("committed", opening.round)

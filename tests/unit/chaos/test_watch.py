@@ -73,7 +73,7 @@ def struck(kind: Kind, *nodes: str, at_s: float = 5.0) -> Struck:
 
 
 def cut(one: str, *others: str) -> dict[str, Peer]:
-    return {one: Peer(one, "host", 0, 0, others)}
+    return {one: Peer(one, "host", 0, False, others)}
 
 
 def test_digest_that_differs_in_the_events_of_one_node_is_said_at_once_with_what_happened(scene: Scene) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.checkpoint.door import OpenServer
 from torch import Tensor
 
 from zeroband.checkpoint import transfer
 from zeroband.checkpoint.chunks import chunk_hash
 from zeroband.checkpoint.donors import DonorConnection, Patience
 from zeroband.checkpoint.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
-from zeroband.checkpoint.serving import StateServer, access_key
+from zeroband.checkpoint.serving import access_key
 from zeroband.errors import RecoveryFailed
 
 KEY = access_key("secret", "run")
@@ -145,9 +146,7 @@ def serve(stack: ExitStack) -> Serve:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Donor:
         copy = copy or Copy()
-        server = StateServer(
-            "127.0.0.1", KEY, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes
-        )
+        server = OpenServer(KEY, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
         stack.callback(server.close)
         return Donor(member_id, "127.0.0.1", server.port)
 
@@ -276,7 +275,7 @@ def test_one_copy_serves_all_joiners_of_a_round(stack: ExitStack) -> None:
         copied.append(7)
         return Copy()
 
-    server = StateServer("127.0.0.1", KEY, copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
+    server = OpenServer(KEY, copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
     donor = Donor("honest", "127.0.0.1", server.port)
     joiners = [threading.Thread(target=fetch, args=(donor,)) for _ in range(4)]
@@ -295,7 +294,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
         round = now[0]
         return Copy(round, {"params": values(10 * round), "momentum": values(10 * round + 1)}, {}, f"digest of {round}")
 
-    server = StateServer("127.0.0.1", KEY, copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
+    server = OpenServer(KEY, copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
     donor = Donor("honest", "127.0.0.1", server.port)
     others: list[FetchedState] = []
@@ -370,8 +369,8 @@ def test_fetch_goes_on_where_it_was_once_a_donor_returns(interpose: Interpose, s
 
 def test_fetch_goes_on_with_its_round_though_the_donor_is_at_another(stack: ExitStack, interpose: Interpose) -> None:
     now = [7]
-    server = StateServer(
-        "127.0.0.1", KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+    server = OpenServer(
+        KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
     )
     stack.callback(server.close)
     member = Donor("honest", "127.0.0.1", server.port)
@@ -401,8 +400,8 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
 
 def test_fetch_after_a_complete_one_is_of_the_newest_state(stack: ExitStack) -> None:
     now = [7]
-    server = StateServer(
-        "127.0.0.1", KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+    server = OpenServer(
+        KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
     )
     stack.callback(server.close)
     donor = Donor("honest", "127.0.0.1", server.port)
@@ -491,7 +490,7 @@ def test_donor_that_cannot_make_a_copy_is_passed_over(stack: ExitStack, serve: S
     def copy_state() -> Copy:
         raise RecoveryFailed("no step ended")
 
-    server = StateServer("127.0.0.1", KEY, copy_state, entry_of)
+    server = OpenServer(KEY, copy_state, entry_of)
     stack.callback(server.close)
     busy = Donor("busy", "127.0.0.1", server.port)
     with pytest.raises(RecoveryFailed, match=r"busy at .*/state answered 503"):

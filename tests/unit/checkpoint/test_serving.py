@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.checkpoint.door import OpenServer
 from torch import Tensor
 
 from zeroband.checkpoint import serving
 from zeroband.checkpoint.chunks import chunk_hash, parse_manifest
 from zeroband.checkpoint.recovery import Donor, StateFetch, fetch_entry
-from zeroband.checkpoint.serving import StateServer, access_key
+from zeroband.checkpoint.serving import access_key
 from zeroband.errors import RecoveryFailed
 
 KEY = access_key("secret", "run")
@@ -36,9 +37,8 @@ class Entry:
 
 
 @pytest.fixture
-def server() -> Iterator[StateServer]:
-    server = StateServer(
-        "127.0.0.1",
+def server() -> Iterator[OpenServer]:
+    server = OpenServer(
         KEY,
         Copy,
         lambda round: Entry() if round == 4 else None,
@@ -49,7 +49,7 @@ def server() -> Iterator[StateServer]:
     server.close()
 
 
-def get(server: StateServer, path: str, authorization: str | None = f"Bearer {KEY}") -> tuple[int, bytes]:
+def get(server: OpenServer, path: str, authorization: str | None = f"Bearer {KEY}") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
     answer = connection.getresponse()
@@ -64,11 +64,11 @@ def get(server: StateServer, path: str, authorization: str | None = f"Bearer {KE
     [None, "", "Bearer ", "Bearer wrong", KEY[:-1], f"Bearer {access_key('other', 'run')}", "Bearer \xe9"],
 )
 @pytest.mark.defect(11)
-def test_nothing_is_served_without_the_key(server: StateServer, path: str, authorization: str | None) -> None:
+def test_nothing_is_served_without_the_key(server: OpenServer, path: str, authorization: str | None) -> None:
     assert get(server, path, authorization) == (403, b"")
 
 
-def test_joiner_with_the_wrong_token_is_refused_everywhere(server: StateServer) -> None:
+def test_joiner_with_the_wrong_token_is_refused_everywhere(server: OpenServer) -> None:
     donors, wrong = [Donor("honest", "127.0.0.1", server.port)], access_key("guessed", "run")
     with pytest.raises(RecoveryFailed, match=r"honest at .*/state answered 403"):
         StateFetch(wrong, {"params": torch.zeros(1000)}).fetch(donors)
@@ -108,7 +108,7 @@ def test_key_depends_on_token_and_run_and_does_not_show_the_token() -> None:
         "/journal/4/result/4",
     ],
 )
-def test_what_is_not_there_is_not_found(server: StateServer, path: str) -> None:
+def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
     get(server, "/state")
     assert get(server, path) == (404, b"")
 
@@ -116,7 +116,7 @@ def test_what_is_not_there_is_not_found(server: StateServer, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "result", 4)]
 )
-def test_manifest_lists_the_hash_of_each_chunk(server: StateServer, path: str, section: str, round: int) -> None:
+def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, section: str, round: int) -> None:
     status, body = get(server, path)
     manifest = parse_manifest(body, {section: len(DATA)})
     assert (status, manifest.round, manifest.state) == (200, round, "digest")
@@ -126,13 +126,13 @@ def test_manifest_lists_the_hash_of_each_chunk(server: StateServer, path: str, s
         assert listed == chunk_hash(data)
 
 
-def test_copy_is_made_when_it_is_asked_for_and_not_before(server: StateServer) -> None:
+def test_copy_is_made_when_it_is_asked_for_and_not_before(server: OpenServer) -> None:
     assert get(server, "/state/7/params/0")[0] == 404
     get(server, "/state")
     assert get(server, "/state/7/params/0")[0] == 200
 
 
-def test_round_is_told_while_the_hashes_are_computed(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_is_told_while_the_hashes_are_computed(server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HASHES_AWAITED_S", 0.01)
     with server._hasher._turn:
         status, body = get(server, "/state")
@@ -146,13 +146,13 @@ def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
     def copy_state() -> Copy:
         raise RecoveryFailed("no step ended")
 
-    server = StateServer("127.0.0.1", KEY, copy_state, lambda round: None)
+    server = OpenServer(KEY, copy_state, lambda round: None)
     assert get(server, "/state") == (503, b"")
     server.close()
 
 
 def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
-    server: StateServer, capfd: pytest.CaptureFixture[str]
+    server: OpenServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     request = f"GET /state HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     for sent in (request * 200, b"GET /sta"):
@@ -163,13 +163,15 @@ def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
     assert capfd.readouterr() == ("", "")
 
 
-def test_closed_server_refuses_connections(server: StateServer) -> None:
+def test_closed_server_hangs_up_on_whoever_is_handed_over(server: OpenServer) -> None:
     server.close()
-    with pytest.raises(ConnectionRefusedError):
-        get(server, "/state")
+    ours, theirs = socket.socketpair()
+    with ours:
+        server.take(theirs)
+        assert ours.recv(1) == b""
 
 
-def test_closed_server_hangs_up_on_those_who_are_connected(server: StateServer) -> None:
+def test_closed_server_hangs_up_on_those_who_are_connected(server: OpenServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as joiner:
         joiner.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
         assert joiner.recv(1)

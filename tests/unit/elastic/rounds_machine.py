@@ -202,7 +202,7 @@ class Run:
 
     def renew(self, node: Node, *, first: bool = False) -> None:
         cut_off = tuple(n.id for n in self.nodes.values() if (node.slot, n.slot) in self.cuts)
-        peer = Peer(f"n{node.slot}", "host", 1, 2, cut_off)
+        peer = Peer(f"n{node.slot}", "host", 1, False, cut_off)
         if self.store.renew_lease(node.id, peer, first=first) is None:
             node.is_fenced = True
 

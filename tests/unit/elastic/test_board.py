@@ -26,7 +26,7 @@ def other(board: NodeBoard) -> Iterator[NodeBoard]:
 
 
 def test_new_board_says_nothing(board: NodeBoard) -> None:
-    assert (board.progress, board.aborted_version, board.is_fenced, board.state_port) == (0, 0, False, 0)
+    assert (board.progress, board.aborted_version, board.is_fenced, board.serves_state) == (0, 0, False, False)
 
 
 def test_writes_are_seen_through_another_mapping(board: NodeBoard, other: NodeBoard) -> None:
@@ -34,15 +34,15 @@ def test_writes_are_seen_through_another_mapping(board: NodeBoard, other: NodeBo
     board.advance()
     board.abort(7)
     board.set_fenced(True)
-    board.set_state_port(4711)
-    assert (other.progress, other.aborted_version, other.is_fenced, other.state_port) == (2, 7, True, 4711)
+    board.set_serves_state(True)
+    assert (other.progress, other.aborted_version, other.is_fenced, other.serves_state) == (2, 7, True, True)
 
 
 def test_words_do_not_touch_each_other(board: NodeBoard) -> None:
     board.abort(2**40)
     board.set_fenced(True)
     board.set_fenced(False)
-    assert (board.progress, board.aborted_version, board.is_fenced, board.state_port) == (0, 2**40, False, 0)
+    assert (board.progress, board.aborted_version, board.is_fenced, board.serves_state) == (0, 2**40, False, False)
 
 
 def test_abort_never_goes_back(board: NodeBoard) -> None:

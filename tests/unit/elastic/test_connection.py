@@ -297,7 +297,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         run.reach(patience_s=TIMEOUT_S)
         for _ in range(2):
             shared = run.found_or_match({"train.batch_size": "64"}, token=None)
-        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, 2), first=True)
+        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
         run.announce_ready("a#1", ready)
         assert run.propose_opening(opening, current=None)
         run.vote(opening, "a#1", "digest")
@@ -306,7 +306,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         run.group_set(key, b"1")
         assert run.group_get([key]) == [b"1"] and run.group_delete(key) and run.group_add(key, 2) == 2
         run.expire_lease("a#1")
-        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, 2))
+        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False))
         run.release_lease("a#1")
         admin.flushall()
         assert run.restore(Recollection("a#1", shared, opening, verdict, ready, (opening, "digest")))

@@ -65,7 +65,8 @@ def cut(**from_to: str) -> dict[str, Peer]:
     """Peers of which some do not reach others: `cut(a="bc")`."""
     names = {**dict.fromkeys("abcd", ""), **from_to}
     return {
-        f"{name}#1": Peer(name, "host", 1, 2, tuple(f"{other}#1" for other in others)) for name, others in names.items()
+        f"{name}#1": Peer(name, "host", 1, False, tuple(f"{other}#1" for other in others))
+        for name, others in names.items()
     }
 
 
@@ -479,7 +480,7 @@ def test_records_survive_json() -> None:
     opening = an_opening(A, B, late=(C,), disputes=1)
     verdict = Verdict(opening, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
     word = Ready(3, 10, "s", 4, 6)
-    peer = Peer("a", "host", 1, 2, (B,))
+    peer = Peer("a", "host", 1, False, (B,))
     assert opening_from(json.loads(to_json(opening))) == opening
     assert verdict_from(json.loads(json.dumps(to_record(verdict)))) == verdict
     assert ready_from(json.loads(to_json(word))) == word

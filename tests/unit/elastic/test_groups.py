@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening
-from zeroband.elastic.groups import LaneGroups, LaneOwnership, lane_bounds
-from zeroband.elastic.mesh import ring_bytes
+from zeroband.elastic.groups import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.rendezvous import RedisRendezvous
 from zeroband.elastic.store import Store
 from zeroband.errors import PeerLost
@@ -157,8 +156,8 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
         values = torch.full((2,), 10.0**rank)
         for version in (1, 2):
             opening = an_opening(*NAMES, version=version, round=version)
-            groups.connect(opening, rank)
-            groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+            groups._connect(opening, rank)
+            groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
         return values.tolist()
 
     assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
@@ -172,9 +171,9 @@ def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
 
     def reduce(rank: int) -> tuple[list[float], list[float]]:
         groups, _ = make_groups(rank)
-        groups.connect(opening, rank)
+        groups._connect(opening, rank)
         values, shares = torch.arange(7.0) * 10.0**rank, list[float]()
-        groups.all_reduce([(0, values[:4]), (1, values[4:])], opening, shares.append)
+        groups._all_reduce([(0, values[:4]), (1, values[4:])], opening, shares.append)
         return values.tolist(), shares
 
     expected = ([11.0 * i for i in range(7)], [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -192,9 +191,9 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
         for version, members in ((1, NAMES[:2]), (2, NAMES[::2])):
             if NAMES[rank] in members:
                 opening = an_opening(*members, version=version)
-                groups.connect(opening, members.index(NAMES[rank]))
+                groups._connect(opening, members.index(NAMES[rank]))
                 values = torch.full((2,), 10.0**rank)
-                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
                 sums.append(values[0].item())
         return sums
 
@@ -203,9 +202,9 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
 
 def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
     groups, _ = make_groups(0)
-    groups.connect(an_opening("a#1"), 0)
+    groups._connect(an_opening("a#1"), 0)
     values = torch.ones(4)
-    groups.all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"), ignore)
+    groups._all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"), ignore)
     assert values.tolist() == [1.0] * 4
 
 
@@ -215,7 +214,7 @@ def test_building_a_group_ends_when_its_opening_is_aborted(
     groups, board = make_groups(0)
     threading.Timer(0.05, board.abort, args=(4,)).start()
     with pytest.raises(PeerLost, match="building lane 0 of epoch 1"):
-        groups.connect(an_opening("a#1", "dead#1", version=4), 0)
+        groups._connect(an_opening("a#1", "dead#1", version=4), 0)
 
 
 def test_transfer_ends_when_its_opening_is_aborted(
@@ -227,10 +226,10 @@ def test_transfer_ends_when_its_opening_is_aborted(
     def take_part(rank: int) -> None:
         groups, board = nodes[rank]
         opening = an_opening("a#1", "b#1", version=4)
-        groups.connect(opening, rank)
+        groups._connect(opening, rank)
         if rank == 0:
             threading.Timer(0.05, board.abort, args=(4,)).start()
-            groups.all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
+            groups._all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
@@ -244,9 +243,9 @@ def test_abort_of_an_older_opening_does_not_end_a_newer_one(
         groups, board = make_groups(rank)
         board.abort(3)
         opening = an_opening("a#1", "b#1", version=4)
-        groups.connect(opening, rank)
+        groups._connect(opening, rank)
         values = torch.ones(2)
-        groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+        groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
         return values.sum().item()
 
     assert in_threads(reduce, 2) == [4.0, 4.0]
@@ -259,9 +258,9 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
         for members in (NAMES, NAMES[:2]):
             if rank < len(members):
                 opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
-                groups.connect(opening, rank)
+                groups._connect(opening, rank)
                 values = torch.ones(2)
-                groups.all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
                 sums.append(values[0].item())
         return sums
 

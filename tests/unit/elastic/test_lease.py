@@ -16,8 +16,9 @@ import redis
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Peer
-from zeroband.elastic.lease import GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
+from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
 from zeroband.elastic.store import Store
+from zeroband.plane.handover import channel
 
 MEMBER, OTHER = "a#1", "b#1"
 WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
@@ -99,6 +100,8 @@ class Guarded:
     thread: threading.Thread
     trainer: int
     output: int
+    inbox: socket.socket
+    """Gets what others ask of the trainer."""
 
     def leave(self, *, cleanly: bool) -> None:
         if cleanly:
@@ -119,6 +122,7 @@ class Guarded:
         if self.trainer >= 0:
             self.leave(cleanly=True)
         os.close(self.output)
+        self.inbox.close()
         self.board.close()
 
 
@@ -136,7 +140,7 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
         run_id="run",
         member_id=MEMBER,
         node_id="a",
-        host="127.0.0.1",
+        door=Door("127.0.0.1"),
         board=str(tmp_path / "board"),
         shm_dir=str(shm_dir),
         rank_pids=(os.getpid(),),
@@ -156,12 +160,14 @@ def start_guard(store: Store, order: GuardianOrder) -> Iterator[StartGuard]:
         changed = replace(order, **changes)  # type: ignore[arg-type]
         board = NodeBoard(Path(order.board), create=True)
         (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
+        calls, inbox = channel()
 
         def run() -> None:
             with os.fdopen(trainer_read, "rb", buffering=0) as trainer_end, os.fdopen(say, "wb") as say_end:
-                stand_guard(changed, trainer_end, say_end)
+                stand_guard(changed, trainer_end, say_end, calls)
+            calls.close()
 
-        guarded = Guarded(store, board, changed, threading.Thread(target=run), trainer, output)
+        guarded = Guarded(store, board, changed, threading.Thread(target=run), trainer, output, inbox)
         started.append(guarded)
         guarded.thread.start()
         assert os.read(output, 100) == b"holding\n"
@@ -186,10 +192,10 @@ def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> 
 
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
-    guarded.board.set_state_port(4711)
-    _until(lambda: guarded.said().state_port == 4711)
+    guarded.board.set_serves_state(True)
+    _until(lambda: guarded.said().serves_state)
     said = guarded.said()
-    assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.link_port > 0
+    assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
 
 
 @pytest.fixture
@@ -198,7 +204,7 @@ def other(redis_url: str) -> Iterator[socket.socket]:
     store = Store(redis_url, "run", lease_s=1000.0, patience_s=5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
-        store.renew_lease(OTHER, Peer("b", "127.0.0.1", 0, listener.getsockname()[1]), first=True)
+        store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
         yield listener
     store.close()
 

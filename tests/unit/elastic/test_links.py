@@ -12,6 +12,7 @@ import pytest
 
 from zeroband.elastic import links
 from zeroband.elastic.links import LinkMonitor
+from zeroband.plane.port import PROBE_CALL
 
 HOST = "127.0.0.1"
 A, B, C = "a#1", "b#1", "c#1"
@@ -82,7 +83,7 @@ def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:
 
 def test_monitor_listens_when_it_is_made(open_monitor: OpenMonitor) -> None:
     with socket.create_connection((HOST, open_monitor().port), timeout=10) as connection:
-        connection.sendall(b"12345678")
+        connection.sendall(PROBE_CALL + b"12345678")
         assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
 
 
@@ -119,6 +120,7 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
     monitor.watch({B: address_of(silent)})
     connection, _ = silent.accept()
     connection.settimeout(10)
+    assert connection.recv(len(PROBE_CALL), socket.MSG_WAITALL) == PROBE_CALL
     connection.sendall(connection.recv(8, socket.MSG_WAITALL))
     until(lambda: monitor.cut_off() == (B,))
     again, _ = silent.accept()
@@ -126,6 +128,7 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
 
     def echo() -> None:
         again.settimeout(10)
+        again.recv(len(PROBE_CALL), socket.MSG_WAITALL)
         while not stop.is_set() and (probe := again.recv(8)):
             again.sendall(probe)
 
@@ -238,7 +241,7 @@ def test_closed_monitor_hangs_up_in_silence(open_monitor: OpenMonitor, caplog: p
     """Who asks it must learn at once that it has ended, and the user must see no error of a loop that was stopped."""
     monitor = open_monitor()
     with socket.create_connection((HOST, monitor.port), timeout=10) as connection:
-        connection.sendall(b"12345678")
+        connection.sendall(PROBE_CALL + b"12345678")
         assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
         monitor.close()
         connection.settimeout(1)

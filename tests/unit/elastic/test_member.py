@@ -15,10 +15,11 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import Opening, Peer, Ready, Rules, Verdict
-from zeroband.elastic.lease import GuardianOrder
+from zeroband.elastic.lease import Door, GuardianOrder
 from zeroband.elastic.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost
+from zeroband.plane.handover import Inbox
 
 RULES = Rules()
 TIME_OUTS = TimeOuts(0.5, 0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
@@ -33,9 +34,9 @@ class StubGuardian:
     store: Store
     orders: list[GuardianOrder]
 
-    def __init__(self, order: GuardianOrder) -> None:
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
         self.orders.append(order)
-        self.store.renew_lease(order.member_id, Peer(order.node_id, order.host, 1, 2), first=order.is_first)
+        self.store.renew_lease(order.member_id, Peer(order.node_id, order.door.host, 1, False), first=order.is_first)
         self.is_dead = False
         self.pid = 1
         self._member_id = order.member_id
@@ -63,7 +64,7 @@ def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) ->
 
     def make(node_id: str, departure: Departure | None = None) -> Member:
         boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
-        identity = NodeIdentity(node_id, "host", (), 0, tmp_path)
+        identity = NodeIdentity(node_id, Door("host"), (), 0, tmp_path)
         run = RunAccess(store, "unused", "run", store.found_or_match(SHARED, None))
         members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
         return members[-1]
@@ -105,7 +106,7 @@ def expire(member: Member) -> None:
 
 
 def renew(member: Member, *cut_off: Member) -> bool:
-    peer = Peer("node", "host", 1, 2, tuple(other.member_id for other in cut_off))
+    peer = Peer("node", "host", 1, False, tuple(other.member_id for other in cut_off))
     return member.store.renew_lease(member.member_id, peer) is not None
 
 

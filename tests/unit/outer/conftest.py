@@ -34,7 +34,7 @@ from zeroband.elastic.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.groups import LaneOwnership
+from zeroband.elastic.groups import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
@@ -212,6 +212,8 @@ class MemoryMember:
 class MemoryLanes:
     """`elastic.groups.LaneGroups` without sockets. A broken transfer keeps hold of its tensors, as gloo does."""
 
+    keeps_buffers = False
+
     def __init__(self, store: MemoryStore, member_id: str, lanes: int) -> None:
         self.ownership = LaneOwnership(lanes, 0, 1)
         self.abandoned: list[Tensor] = []
@@ -220,9 +222,22 @@ class MemoryLanes:
         self._store = store
         self.member_id = member_id
 
-    def connect(self, opening: Opening, node_rank: int) -> None:
-        assert opening.members[node_rank] == self.member_id
+    def reduce_mean(
+        self,
+        contribution: Tensor,
+        result: Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+    ) -> tuple[int, int]:
+        assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
+        share = opening.share(member_id)
+        result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
+        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
+        moved = ring_bytes(result.numel(), len(opening.members))
+        return moved, moved
 
     def all_reduce(
         self, parts: Sequence[tuple[int, Tensor]], opening: Opening, on_progress: Callable[[float], None]
@@ -255,6 +270,9 @@ class MemoryLanes:
 
     def leave_behind(self) -> None:
         """Nothing to part from."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class TinyModel(nn.Module):

@@ -1,0 +1,50 @@
+"""What the mesh asks of a data path between nodes: the weighted mean of an opening's members, abortable at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zeroband.elastic.epoch import Opening
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one reduce moved over the network, on this node."""
+
+    took_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class DataPlane(Protocol):
+    """A data path. Every method is called by the main thread of all local ranks, in the same order."""
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether the result buffer is the caller's again after PeerLost; else something may still write to it."""
+        ...
+
+    def reduce_mean(
+        self,
+        contribution: Tensor,
+        result: Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+    ) -> tuple[int, int]:
+        """Write this rank's part of the weighted mean into `result`; the bytes that the node sent and received.
+
+        Shapes: both (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this
+        rank's part that is done. The bytes are right on local rank 0. Raises PeerLost.
+        """
+        ...
+
+    def leave_behind(self) -> None:
+        """Forget what was connected for openings so far, without waiting for anybody."""
+        ...
+
+    def close(self) -> None: ...

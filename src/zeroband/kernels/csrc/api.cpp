@@ -1,0 +1,123 @@
+// The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error.
+
+#include <new>
+
+#include "codec.h"
+#include "engine.h"
+#include "seal.h"
+
+using namespace zeroband;
+
+namespace {
+
+bool is_codec(int codec) { return codec >= 0 && codec < CODEC_COUNT; }
+
+const Codec& variant_of(int codec, int variant) {
+    const auto id = static_cast<CodecId>(codec);
+    return variant < 0 ? codec_of(id) : codec_of(id, variant);
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+struct zb_spec {
+    uint64_t run, opening;
+    uint32_t epoch, round, lane;
+    int32_t codec, is_ring;
+    uint32_t world, self;
+    uint64_t chunk_numel;
+    const uint64_t* bounds;  // world + 1
+    const float* shares;     // world
+    const uint32_t* order;   // world
+    const uint32_t* links;   // world
+    const float* in;
+    float* out;
+};
+
+struct zb_traffic {
+    uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes;
+    double sending_s, silent_s;  // silent: since something arrived last; negative: nothing yet
+};
+
+struct zb_link {
+    uint32_t is_up, streams, rtt_us;
+    uint64_t received_bytes;
+};
+
+int zb_abi() { return 1; }
+
+int zb_variants() { return variant_count(); }
+const char* zb_variant_name(int variant) {
+    return variant < 0 || variant >= variant_count() ? nullptr : variant_name(variant);
+}
+
+int64_t zb_encoded_size(int codec, uint64_t n) {
+    return is_codec(codec) ? static_cast<int64_t>(encoded_size(static_cast<CodecId>(codec), n)) : -1;
+}
+int64_t zb_encode(int codec, int variant, const float* x, uint64_t n, uint8_t* out) {
+    return variant_of(codec, variant).encode(x, n, out);
+}
+void zb_decode(int codec, int variant, const uint8_t* in, uint64_t n, float* x) {
+    variant_of(codec, variant).decode(in, n, x);
+}
+void zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight, float* sum) {
+    variant_of(codec, variant).add(in, n, weight, sum);
+}
+
+const char* zb_sealing_problem() { return sealing_problem(); }
+
+Engine* zb_engine_open(int threads) { return new (std::nothrow) Engine(threads < 1 ? 1 : threads); }
+void zb_engine_close(Engine* engine) { delete engine; }
+
+void zb_stream_add(Engine* engine, uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
+    engine->add_stream(link, fd, seal_key, open_key);
+}
+void zb_link_drop(Engine* engine, uint32_t link) { engine->drop_link(link); }
+void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
+    const LinkState state = engine->link_state(link);
+    *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.received_bytes};
+}
+
+uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }
+void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }
+
+RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
+    if (!is_codec(spec->codec) || spec->world < 2 || spec->self >= spec->world || spec->chunk_numel == 0) return nullptr;
+    if (encoded_size(static_cast<CodecId>(spec->codec), spec->chunk_numel) > LARGEST_PAYLOAD) return nullptr;
+    ReduceSpec made;
+    made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+    made.codec = static_cast<CodecId>(spec->codec);
+    made.is_ring = spec->is_ring != 0;
+    made.self = spec->self;
+    made.bounds.assign(spec->bounds, spec->bounds + spec->world + 1);
+    made.shares.assign(spec->shares, spec->shares + spec->world);
+    made.order.assign(spec->order, spec->order + spec->world);
+    made.chunk_numel = spec->chunk_numel;
+    made.in = spec->in;
+    made.out = spec->out;
+    return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
+}
+
+// Waits for at most so long; gives the ReduceState.
+int zb_reduce_wait(RunningPtr* running, double seconds) {
+    if (seconds > 0) (*running)->reduce.wait(seconds);
+    return (*running)->reduce.state();
+}
+int64_t zb_reduce_detail(RunningPtr* running) { return (*running)->reduce.detail(); }
+
+void zb_reduce_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
+    const Traffic traffic = (*running)->reduce.traffic(member);
+    const double sending_s = traffic.last_sent_s - traffic.first_sent_s;
+    const double silent_s = traffic.last_received_s > 0 ? monotonic_s() - traffic.last_received_s : -1;
+    *out = {traffic.sent_bytes, traffic.to_send_bytes, traffic.received_bytes, traffic.to_receive_bytes,
+            sending_s > 0 ? sending_s : 0, silent_s};
+}
+
+// Stops it where it still runs. Afterwards `in` and `out` are the caller's again; the handle stays until it is freed.
+void zb_reduce_end(Engine* engine, RunningPtr* running) { engine->finish(*running); }
+void zb_reduce_free(RunningPtr* running) { delete running; }
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,277 @@
+// The codecs' inner loops in portable C++, included by codec.cpp once for each instruction set, inside a namespace.
+//
+// Every variant does the same IEEE operations in the same order (no fused multiply-add, no fast-math), so all of them
+// give the same bits; the loops are written for the compiler to vectorise. Must not include a header.
+
+// Rounds to the nearest integer, ties to even, for |v| < 2^22.
+inline float round_even(float v) {
+    const float magic = 12582912.0f;
+    return (v + magic) - magic;
+}
+
+inline int32_t bits_of(float v) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &v, 4);
+    return bits;
+}
+
+inline float float_of(int32_t bits) {
+    float v;
+    __builtin_memcpy(&v, &bits, 4);
+    return v;
+}
+
+inline float load_scale(const uint8_t* at) {
+    float scale;
+    __builtin_memcpy(&scale, at, 4);
+    return scale;
+}
+
+// The bits of the largest |x|; at least INFINITE where a value is not finite.
+inline int32_t magnitude(const float* x, size_t n) {
+    int32_t top = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const int32_t bits = bits_of(x[i]) & 0x7fffffff;
+        top = bits > top ? bits : top;
+    }
+    return top;
+}
+
+inline int64_t first_non_finite(const float* x, size_t n) {
+    for (size_t i = 0; i < n; ++i)
+        if ((bits_of(x[i]) & 0x7fffffff) >= INFINITE) return static_cast<int64_t>(i);
+    return -1;
+}
+
+// -- float32 -----------------------------------------------------------------------------------------------------
+
+int64_t encode_fp32(const float* x, size_t n, uint8_t* out) {
+    if (magnitude(x, n) >= INFINITE) return first_non_finite(x, n);
+    __builtin_memcpy(out, x, 4 * n);
+    return -1;
+}
+
+void decode_fp32(const uint8_t* in, size_t n, float* x) { __builtin_memcpy(x, in, 4 * n); }
+
+void add_fp32(const uint8_t* in, size_t n, float weight, float* sum) {
+    for (size_t i = 0; i < n; ++i) sum[i] += weight * load_scale(in + 4 * i);
+}
+
+// -- bfloat16: the upper half, rounded to even, the largest value instead of infinity ---------------------------------
+
+int64_t encode_bf16(const float* x, size_t n, uint8_t* out) {
+    if (magnitude(x, n) >= INFINITE) return first_non_finite(x, n);
+    for (size_t i = 0; i < n; ++i) {
+        const int32_t bits = bits_of(x[i]);
+        const int32_t size = bits & 0x7fffffff;
+        int32_t half = (size + 0x7fff + ((size >> 16) & 1)) >> 16;
+        half = half > 0x7f7f ? 0x7f7f : half;
+        const uint16_t word = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000));
+        __builtin_memcpy(out + 2 * i, &word, 2);
+    }
+    return -1;
+}
+
+inline float load_bf16(const uint8_t* in) {
+    uint16_t word;
+    __builtin_memcpy(&word, in, 2);
+    return float_of(static_cast<int32_t>(static_cast<uint32_t>(word) << 16));
+}
+
+void decode_bf16(const uint8_t* in, size_t n, float* x) {
+    for (size_t i = 0; i < n; ++i) x[i] = load_bf16(in + 2 * i);
+}
+
+void add_bf16(const uint8_t* in, size_t n, float weight, float* sum) {
+    for (size_t i = 0; i < n; ++i) sum[i] += weight * load_bf16(in + 2 * i);
+}
+
+// -- float16 with a power of two for each block, so that its largest value lies in [1, 2) -----------------------------
+
+inline int32_t half_bits(float v) {
+    const int32_t bits = bits_of(v);
+    const int32_t size = bits & 0x7fffffff;
+    const int32_t normal = ((size + 0xfff + ((size >> 13) & 1)) >> 13) - (112 << 10);
+    const int32_t small = static_cast<int32_t>(round_even(float_of(size) * 16777216.0f));
+    int32_t half = size < (113 << 23) ? small : normal;
+    half = half > 0x3fff ? 0x3fff : half;
+    return half | ((bits >> 16) & 0x8000);
+}
+
+inline float half_value(uint16_t word) {
+    const int32_t size = word & 0x7fff;
+    const float normal = float_of((size << 13) + (112 << 23));
+    const float small = static_cast<float>(size) * 5.9604644775390625e-08f;
+    const int32_t sign = static_cast<int32_t>(static_cast<uint32_t>(word & 0x8000) << 16);
+    return float_of(bits_of(size < 0x400 ? small : normal) | sign);
+}
+
+int64_t encode_fp16(const float* x, size_t n, uint8_t* out) {
+    const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
+    uint8_t* words = out + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t start = block * FP16_BLOCK;
+        const size_t size = n - start < FP16_BLOCK ? n - start : FP16_BLOCK;
+        const int32_t top = magnitude(x + start, size);
+        if (top >= INFINITE) return static_cast<int64_t>(start) + first_non_finite(x + start, size);
+        const bool is_tiny = float_of(top) < TINY;
+        const int32_t exponent = top & 0x7f800000;
+        const float scale = is_tiny ? 0.0f : float_of(exponent);
+        // 2^-e is subnormal for the largest exponents: multiply twice by its root instead, exactly.
+        const int32_t e = (exponent >> 23) - 127;
+        const float inverse_a = is_tiny ? 0.0f : float_of((127 - e / 2) << 23);
+        const float inverse_b = is_tiny ? 0.0f : float_of((127 - (e - e / 2)) << 23);
+        __builtin_memcpy(out + 4 * block, &scale, 4);
+        for (size_t i = start; i < start + size; ++i) {
+            const uint16_t word = static_cast<uint16_t>(half_bits(x[i] * inverse_a * inverse_b));
+            __builtin_memcpy(words + 2 * i, &word, 2);
+        }
+    }
+    return -1;
+}
+
+inline float load_fp16(const uint8_t* in) {
+    uint16_t word;
+    __builtin_memcpy(&word, in, 2);
+    return half_value(word);
+}
+
+void decode_fp16(const uint8_t* in, size_t n, float* x) {
+    const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
+    const uint8_t* words = in + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = load_scale(in + 4 * block);
+        const size_t stop = n < (block + 1) * FP16_BLOCK ? n : (block + 1) * FP16_BLOCK;
+        for (size_t i = block * FP16_BLOCK; i < stop; ++i) x[i] = scale * load_fp16(words + 2 * i);
+    }
+}
+
+void add_fp16(const uint8_t* in, size_t n, float weight, float* sum) {
+    const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
+    const uint8_t* words = in + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = weight * load_scale(in + 4 * block);
+        const size_t stop = n < (block + 1) * FP16_BLOCK ? n : (block + 1) * FP16_BLOCK;
+        for (size_t i = block * FP16_BLOCK; i < stop; ++i) sum[i] += scale * load_fp16(words + 2 * i);
+    }
+}
+
+// -- int8 and int4: symmetric, a float32 scale for each block ----------------------------------------------------------
+
+// Scale and inverse of a block whose largest value has the bits `top`. Blocks of next to nothing become zeros, so that
+// no decoded value is subnormal; the largest values cannot overflow in decoding.
+inline float scale_of(int32_t top, float levels, float* inverse) {
+    const float largest = float_of(top);
+    const bool is_tiny = largest < TINY;
+    float scale = largest / levels;
+    const float limit = LARGEST / levels;
+    scale = scale > limit ? limit : scale;
+    *inverse = is_tiny ? 0.0f : levels / largest;
+    return is_tiny ? 0.0f : scale;
+}
+
+inline void quantise_block(const float* x, size_t n, float inverse, int8_t* q) {
+    for (size_t i = 0; i < n; ++i) q[i] = static_cast<int8_t>(static_cast<int32_t>(round_even(x[i] * inverse)));
+}
+
+int64_t encode_int8(const float* x, size_t n, uint8_t* out) {
+    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
+    int8_t* q = reinterpret_cast<int8_t*>(out + 4 * blocks);
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t start = block * INT8_BLOCK;
+        const bool is_full = n - start >= INT8_BLOCK;
+        const int32_t top = is_full ? magnitude(x + start, INT8_BLOCK) : magnitude(x + start, n - start);
+        if (top >= INFINITE) return static_cast<int64_t>(start) + first_non_finite(x + start, n - start);
+        float inverse;
+        const float scale = scale_of(top, 127.0f, &inverse);
+        __builtin_memcpy(out + 4 * block, &scale, 4);
+        if (is_full)
+            quantise_block(x + start, INT8_BLOCK, inverse, q + start);
+        else
+            quantise_block(x + start, n - start, inverse, q + start);
+    }
+    return -1;
+}
+
+void decode_int8(const uint8_t* in, size_t n, float* x) {
+    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
+    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = load_scale(in + 4 * block);
+        const size_t stop = n < (block + 1) * INT8_BLOCK ? n : (block + 1) * INT8_BLOCK;
+        for (size_t i = block * INT8_BLOCK; i < stop; ++i) x[i] = scale * static_cast<float>(q[i]);
+    }
+}
+
+void add_int8(const uint8_t* in, size_t n, float weight, float* sum) {
+    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
+    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = weight * load_scale(in + 4 * block);
+        const size_t stop = n < (block + 1) * INT8_BLOCK ? n : (block + 1) * INT8_BLOCK;
+        for (size_t i = block * INT8_BLOCK; i < stop; ++i) sum[i] += scale * static_cast<float>(q[i]);
+    }
+}
+
+// Of a block of m values, byte j holds value j in its low half and value ceil(m / 2) + j in its high half, each plus 8.
+inline void pack_block(const float* x, size_t m, float inverse, uint8_t* bytes) {
+    const size_t half = (m + 1) / 2, pairs = m / 2;
+    for (size_t j = 0; j < pairs; ++j) {
+        const int32_t low = static_cast<int32_t>(round_even(x[j] * inverse)) + 8;
+        const int32_t high = static_cast<int32_t>(round_even(x[half + j] * inverse)) + 8;
+        bytes[j] = static_cast<uint8_t>(low | (high << 4));
+    }
+    if (pairs < half) bytes[pairs] = static_cast<uint8_t>(static_cast<int32_t>(round_even(x[pairs] * inverse)) + 8);
+}
+
+int64_t encode_int4(const float* x, size_t n, uint8_t* out) {
+    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
+    uint8_t* bytes = out + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const size_t start = block * INT4_BLOCK;
+        const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
+        const int32_t top = magnitude(x + start, size);
+        if (top >= INFINITE) return static_cast<int64_t>(start) + first_non_finite(x + start, size);
+        float inverse;
+        const float scale = scale_of(top, 7.0f, &inverse);
+        __builtin_memcpy(out + 4 * block, &scale, 4);
+        if (size == INT4_BLOCK)
+            pack_block(x + start, INT4_BLOCK, inverse, bytes + start / 2);
+        else
+            pack_block(x + start, size, inverse, bytes + start / 2);
+    }
+    return -1;
+}
+
+void decode_int4(const uint8_t* in, size_t n, float* x) {
+    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
+    const uint8_t* bytes = in + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = load_scale(in + 4 * block);
+        const size_t start = block * INT4_BLOCK;
+        const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
+        const size_t half = (size + 1) / 2, pairs = size / 2;
+        const uint8_t* packed = bytes + start / 2;
+        for (size_t j = 0; j < half; ++j) x[start + j] = scale * static_cast<float>((packed[j] & 15) - 8);
+        for (size_t j = 0; j < pairs; ++j) x[start + half + j] = scale * static_cast<float>((packed[j] >> 4) - 8);
+    }
+}
+
+void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
+    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
+    const uint8_t* bytes = in + 4 * blocks;
+    for (size_t block = 0; block < blocks; ++block) {
+        const float scale = weight * load_scale(in + 4 * block);
+        const size_t start = block * INT4_BLOCK;
+        const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
+        const size_t half = (size + 1) / 2, pairs = size / 2;
+        const uint8_t* packed = bytes + start / 2;
+        for (size_t j = 0; j < half; ++j) sum[start + j] += scale * static_cast<float>((packed[j] & 15) - 8);
+        for (size_t j = 0; j < pairs; ++j) sum[start + half + j] += scale * static_cast<float>((packed[j] >> 4) - 8);
+    }
+}
+
+const Codec CODECS[CODEC_COUNT] = {
+    {encode_fp32, decode_fp32, add_fp32}, {encode_bf16, decode_bf16, add_bf16}, {encode_fp16, decode_fp16, add_fp16},
+    {encode_int8, decode_int8, add_int8}, {encode_int4, decode_int4, add_int4},
+};

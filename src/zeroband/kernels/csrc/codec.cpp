@@ -1,0 +1,92 @@
+#include "codec.h"
+
+namespace zeroband {
+namespace {
+
+constexpr int32_t INFINITE = 0x7f800000;
+constexpr float TINY = 0x1p-118f;     // a block whose largest value is below becomes zeros
+constexpr float LARGEST = 0x1.fffffcp127f;  // two units below the largest float
+
+}  // namespace
+
+namespace generic {
+namespace {
+#include "blocks.inl"
+}
+}  // namespace generic
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define ZEROBAND_X86 1
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,prefer-256-bit"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+namespace avx2 {
+namespace {
+#include "blocks.inl"
+}
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
+namespace avx512 {
+namespace {
+#include "blocks.inl"
+}
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+size_t encoded_size(CodecId codec, size_t n) {
+    switch (codec) {
+        case FP32: return 4 * n;
+        case BF16: return 2 * n;
+        case FP16: return 2 * n + 4 * ((n + FP16_BLOCK - 1) / FP16_BLOCK);
+        case INT8: return n + 4 * ((n + INT8_BLOCK - 1) / INT8_BLOCK);
+        case INT4: return (n + 1) / 2 + 4 * ((n + INT4_BLOCK - 1) / INT4_BLOCK);
+        default: return 0;
+    }
+}
+
+int variant_count() {
+#ifdef ZEROBAND_X86
+    static const int count = [] {
+        __builtin_cpu_init();
+        const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        return !__builtin_cpu_supports("avx2") ? 1 : has_avx512 ? 3 : 2;
+    }();
+    return count;
+#else
+    return 1;
+#endif
+}
+
+const char* variant_name(int variant) {
+    static const char* const names[] = {"generic", "avx2", "avx512"};
+    return names[variant];
+}
+
+const Codec& codec_of(CodecId codec, int variant) {
+#ifdef ZEROBAND_X86
+    if (variant == 2) return avx512::CODECS[codec];
+    if (variant == 1) return avx2::CODECS[codec];
+#endif
+    (void)variant;
+    return generic::CODECS[codec];
+}
+
+const Codec& codec_of(CodecId codec) { return codec_of(codec, variant_count() - 1); }
+
+}  // namespace zeroband

@@ -1,0 +1,34 @@
+// Codecs: how float32 values travel. Pure functions; a variant for each instruction set, all equal in bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zeroband {
+
+enum CodecId : int { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, INT4 = 4, CODEC_COUNT = 5 };
+
+constexpr size_t FP16_BLOCK = 256;
+constexpr size_t INT8_BLOCK = 256;
+constexpr size_t INT4_BLOCK = 128;
+
+struct Codec {
+    // Gives -1, or the index of the first value that is not finite; then `out` holds nothing of use.
+    int64_t (*encode)(const float* x, size_t n, uint8_t* out);
+    void (*decode)(const uint8_t* in, size_t n, float* x);
+    // sum[i] += weight * decoded[i], the weight multiplied into the scale first.
+    void (*add)(const uint8_t* in, size_t n, float weight, float* sum);
+};
+
+// Bytes that n values take.
+size_t encoded_size(CodecId codec, size_t n);
+
+// The variants that this processor can run, the best one last.
+int variant_count();
+const char* variant_name(int variant);
+const Codec& codec_of(CodecId codec, int variant);
+
+// Of the best variant.
+const Codec& codec_of(CodecId codec);
+
+}  // namespace zeroband

@@ -1,0 +1,178 @@
+#include "engine.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+
+#include "loop.h"
+
+namespace zeroband {
+
+uint32_t Running::member_of(uint32_t link) const {
+    uint32_t member = 0;
+    while (member < link_of.size() && (member == reduce.spec().self || link_of[member] != link)) ++member;
+    return member;
+}
+
+Engine::Engine(int threads) {
+    for (int i = 0; i < threads; ++i) loops_.push_back(std::make_unique<Loop>(*this));
+}
+
+Engine::~Engine() {
+    for (const RunningPtr& running : all_running()) finish(running);
+    loops_.clear();
+}
+
+void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
+    Loop* loop;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        loop = loops_[next_loop_++ % loops_.size()].get();
+        links_[link].streams[fd] = loop;
+    }
+    loop->add(std::move(stream));
+}
+
+void Engine::drop_link(uint32_t link) {
+    std::map<int, Loop*> streams;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = links_.find(link);
+        if (found == links_.end()) return;
+        streams = found->second.streams;
+        links_.erase(found);
+    }
+    for (const auto& [fd, loop] : streams) loop->drop(fd);
+}
+
+LinkState Engine::link_state(uint32_t link) {
+    LinkState state;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return state;
+    state.is_up = found->second.is_up;
+    state.streams = static_cast<uint32_t>(found->second.streams.size());
+    state.received_bytes = found->second.received_bytes.load();
+    for (const auto& [fd, loop] : found->second.streams) {
+        tcp_info info{};
+        socklen_t size = sizeof info;
+        if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
+        if (state.rtt_us == 0 || info.tcpi_rtt < state.rtt_us) state.rtt_us = info.tcpi_rtt;
+    }
+    return state;
+}
+
+RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
+    const auto running = std::make_shared<Running>(std::move(spec), pool_, std::move(links));
+    running->reduce.begin();
+    std::vector<uint32_t> others;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        running_.push_back(running);
+        newest_ = running->reduce.spec().operation;
+        has_started_ = true;
+        for (uint32_t member = 0; member < running->link_of.size(); ++member) {
+            if (member == running->reduce.spec().self) continue;
+            others.push_back(member);
+        }
+    }
+    for (const uint32_t member : others) {
+        const uint32_t link = running->link_of[member];
+        const LinkState state = link_state(link);
+        if (!state.is_up) running->reduce.end(PEER_LOST, member);
+    }
+    for (const auto& loop : loops_) loop->retry_held();
+    awaken(*running, others);
+    return running;
+}
+
+void Engine::finish(const RunningPtr& running) {
+    running->reduce.end(ABORTED, 0);
+    std::lock_guard<std::mutex> lock(mutex_);
+    running_.erase(std::remove(running_.begin(), running_.end(), running), running_.end());
+}
+
+RunningPtr Engine::running_of(const Operation& operation) {
+    for (const RunningPtr& running : running_)
+        if (running->reduce.spec().operation == operation) return running;
+    return nullptr;
+}
+
+std::vector<RunningPtr> Engine::all_running() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return running_;
+}
+
+FrameReader::Verdict Engine::judge(uint32_t link, const Frame& frame) {
+    using Verdict = FrameReader::Verdict;
+    RunningPtr running;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        running = running_of(frame.operation);
+        if (running == nullptr) {
+            if (!has_started_) return Verdict::HOLD;
+            if (frame.operation.run != newest_.run) return Verdict::REFUSE;
+            return newest_.is_before(frame.operation) ? Verdict::HOLD : Verdict::SKIP;
+        }
+    }
+    if (running->reduce.state() != RUNNING) return Verdict::SKIP;
+    return running->reduce.expects(running->member_of(link), frame) ? Verdict::TAKE : Verdict::REFUSE;
+}
+
+void Engine::deliver(uint32_t link, PacketPtr packet) {
+    RunningPtr running;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        running = running_of(packet->frame.operation);
+        const auto found = links_.find(link);
+        if (found != links_.end()) found->second.received_bytes += packet->frame.payload_bytes;
+    }
+    if (running == nullptr) return;
+    std::vector<uint32_t> awakened;
+    running->reduce.receive(running->member_of(link), std::move(packet), awakened);
+    awaken(*running, awakened);
+}
+
+PacketPtr Engine::pick(uint32_t link, RunningPtr& running) {
+    for (const RunningPtr& candidate : all_running()) {
+        const uint32_t member = candidate->member_of(link);
+        if (member >= candidate->link_of.size()) continue;
+        PacketPtr packet = candidate->reduce.next(member);
+        if (packet == nullptr) continue;
+        running = candidate;
+        return packet;
+    }
+    return nullptr;
+}
+
+void Engine::awaken(const Running& running, const std::vector<uint32_t>& members) {
+    for (const uint32_t member : members)
+        for (const auto& loop : loops_) loop->awaken(running.link_of[member]);
+}
+
+// A connection that ended takes down its link; what still needs the link cannot go on.
+void Engine::lose_stream(uint32_t link, int fd) {
+    std::vector<RunningPtr> concerned;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = links_.find(link);
+        if (found == links_.end()) return;
+        found->second.is_up = false;
+        found->second.streams.erase(fd);
+        concerned = running_;
+    }
+    for (const RunningPtr& running : concerned) {
+        const uint32_t member = running->member_of(link);
+        if (member >= running->link_of.size()) continue;
+        const Traffic traffic = running->reduce.traffic(member);
+        const bool is_over = traffic.sent_bytes == traffic.to_send_bytes && traffic.received_bytes == traffic.to_receive_bytes;
+        if (!is_over) running->reduce.end(PEER_LOST, member);
+    }
+}
+
+}  // namespace zeroband

@@ -1,0 +1,86 @@
+// The engine: a few threads that move frames between streams and the reductions that run. No thread of the caller is
+// needed for anything to go on.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "reduce.h"
+#include "stream.h"
+
+namespace zeroband {
+
+class Loop;
+
+// A reduction and the links to its members.
+struct Running {
+    Running(ReduceSpec spec, std::shared_ptr<PacketPool> pool, std::vector<uint32_t> links)
+        : reduce(std::move(spec), std::move(pool)), link_of(std::move(links)) {}
+
+    // The member behind a link; at least the number of members where it is none.
+    uint32_t member_of(uint32_t link) const;
+
+    Reduce reduce;
+    const std::vector<uint32_t> link_of;  // by member; its own is not used
+};
+
+using RunningPtr = std::shared_ptr<Running>;
+
+struct LinkState {
+    bool is_up = false;
+    uint32_t streams = 0;
+    uint64_t received_bytes = 0;
+    uint32_t rtt_us = 0;  // of the fastest stream
+};
+
+class Engine {
+  public:
+    explicit Engine(int threads);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    // Takes over a connected socket as one of the link's streams. Keys may be null: nothing is sealed.
+    void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
+    void drop_link(uint32_t link);
+    LinkState link_state(uint32_t link);
+
+    RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
+    // Ends it where it still runs; afterwards its buffers are the caller's again.
+    void finish(const RunningPtr& running);
+
+    PacketPool& pool() { return *pool_; }
+
+  private:
+    friend class Loop;
+
+    struct Link {
+        bool is_up = true;
+        std::map<int, Loop*> streams;  // by descriptor
+        std::atomic<uint64_t> received_bytes{0};
+    };
+
+    FrameReader::Verdict judge(uint32_t link, const Frame& frame);
+    void deliver(uint32_t link, PacketPtr packet);
+    PacketPtr pick(uint32_t link, RunningPtr& running);
+    void lose_stream(uint32_t link, int fd);
+    void awaken(const Running& running, const std::vector<uint32_t>& members);
+    RunningPtr running_of(const Operation& operation);
+    std::vector<RunningPtr> all_running();
+
+    const std::shared_ptr<PacketPool> pool_ = std::make_shared<PacketPool>();
+    std::mutex mutex_;
+    std::vector<RunningPtr> running_;  // oldest first
+    bool has_started_ = false;
+    Operation newest_{};
+    std::map<uint32_t, Link> links_;
+    uint32_t next_loop_ = 0;
+    std::vector<std::unique_ptr<Loop>> loops_;
+};
+
+}  // namespace zeroband

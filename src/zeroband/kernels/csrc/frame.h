@@ -1,0 +1,46 @@
+// Frames: what stands before every chunk on the wire. Little-endian, 48 bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zeroband {
+
+constexpr size_t HEADER_BYTES = 48;
+constexpr size_t LARGEST_PAYLOAD = size_t{16} << 20;
+
+enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2 };
+
+// One operation: a round of a run as it was opened, on one lane. Openings are numbered upwards for ever.
+struct Operation {
+    uint64_t run;      // digest of the run's id
+    uint64_t opening;  // number of the opening
+    uint32_t epoch;
+    uint32_t round;
+    uint16_t lane;
+
+    bool operator==(const Operation& other) const {
+        return run == other.run && opening == other.opening && epoch == other.epoch && round == other.round &&
+               lane == other.lane;
+    }
+    // Whether `other` was, or will be, started after this one.
+    bool is_before(const Operation& other) const {
+        return opening != other.opening ? opening < other.opening : lane < other.lane;
+    }
+};
+
+struct Frame {
+    Operation operation;
+    FrameKind kind;
+    uint8_t codec;
+    uint32_t shard;
+    uint32_t chunk;
+    uint32_t payload_bytes;  // without the tag
+};
+
+void write_header(const Frame& frame, uint8_t* out);
+
+// False: not a frame of this protocol.
+bool read_header(const uint8_t* in, Frame& frame);
+
+}  // namespace zeroband

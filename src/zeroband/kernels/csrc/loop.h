@@ -1,0 +1,58 @@
+// A loop: one thread of the engine, and the streams that it alone reads and writes.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+
+namespace zeroband {
+
+class Loop {
+  public:
+    explicit Loop(Engine& engine);
+    ~Loop();
+
+    // Any thread.
+    void add(std::unique_ptr<Stream> stream);
+    void drop(int fd);
+    void awaken(uint32_t link);
+    void retry_held();
+
+  private:
+    struct Handle {
+        std::unique_ptr<Stream> stream;
+        RunningPtr running;  // whose packet is being sent
+        uint32_t events = 0;
+    };
+
+    void run();
+    void post(std::function<void()> order);
+    void take_orders();
+    void watch(Handle& handle);
+    void read(Handle& handle);
+    void pump(Handle& handle);
+    void close(int fd, bool is_lost);
+    FrameReader::Sink sink_of(const Handle& handle);
+    Handle* find(int fd);
+
+    Engine& engine_;
+    const int epoll_;
+    const int wake_;
+    std::atomic<bool> is_over_{false};
+    std::mutex mutex_;
+    std::vector<std::function<void()>> orders_;  // done in the loop's thread
+    std::set<uint32_t> awakened_;
+    bool is_woken_ = false;
+
+    std::map<int, Handle> streams_;  // the loop's thread alone
+    std::thread thread_;             // last: starts when all else is there
+};
+
+}  // namespace zeroband

@@ -1,0 +1,316 @@
+#include "reduce.h"
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+namespace zeroband {
+namespace {
+
+// Float32 room of the calling thread.
+float* scratch(uint64_t n) {
+    thread_local std::vector<float> room;
+    if (room.size() < n) room.resize(n);
+    return room.data();
+}
+
+}  // namespace
+
+double monotonic_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Held while `in` is read or `out` written; false when the operation has ended.
+struct Reduce::Busy {
+    explicit Busy(Reduce& reduce) : reduce_(reduce) { ++reduce_.busy_; }
+    ~Busy() { --reduce_.busy_; }
+    explicit operator bool() const { return reduce_.state_.load() == RUNNING; }
+    Reduce& reduce_;
+};
+
+Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
+    : spec_(std::move(spec)), codec_(codec_of(spec_.codec)), pool_(std::move(pool)) {
+    const uint32_t world = spec_.world();
+    first_chunk_.push_back(0);
+    for (uint32_t shard = 0; shard < world; ++shard) {
+        const uint64_t size = spec_.bounds[shard + 1] - spec_.bounds[shard];
+        first_chunk_.push_back(first_chunk_.back() + (size + spec_.chunk_numel - 1) / spec_.chunk_numel);
+    }
+    next_partial_.assign(world, 0);
+    outgoing_.resize(world);
+    traffic_.resize(world);
+    seen_.assign((1 + world) * first_chunk_.back(), false);
+    to_write_ = first_chunk_.back();
+    if (!spec_.is_ring) {
+        uint32_t contributors = 0;
+        for (uint32_t member = 0; member < world; ++member) contributors += member != spec_.self && spec_.shares[member] > 0;
+        parts_.assign(chunks_of(spec_.self), std::vector<PacketPtr>(world));
+        missing_.assign(chunks_of(spec_.self), contributors);
+    }
+    count_traffic();
+}
+
+uint64_t Reduce::chunk_start(uint32_t shard, uint32_t chunk) const {
+    return spec_.bounds[shard] + chunk * spec_.chunk_numel;
+}
+
+uint64_t Reduce::chunk_size(uint32_t shard, uint32_t chunk) const {
+    const uint64_t left = spec_.bounds[shard + 1] - chunk_start(shard, chunk);
+    return left < spec_.chunk_numel ? left : spec_.chunk_numel;
+}
+
+Frame Reduce::frame_of(FrameKind kind, uint32_t shard, uint32_t chunk) const {
+    const size_t bytes = encoded_size(spec_.codec, chunk_size(shard, chunk));
+    return {spec_.operation, kind, static_cast<uint8_t>(spec_.codec), shard, chunk, static_cast<uint32_t>(bytes)};
+}
+
+// The member `step` places behind this one.
+uint32_t Reduce::ring_neighbour(uint32_t step) const {
+    uint32_t at = 0;
+    while (spec_.order[at] != spec_.self) ++at;
+    return spec_.order[(at + step) % spec_.world()];
+}
+
+void Reduce::count_traffic() {
+    const uint32_t world = spec_.world(), self = spec_.self;
+    const auto add = [&](uint32_t peer, uint32_t shard, bool sends) {
+        for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk) {
+            const uint64_t bytes = frame_of(FINAL, shard, chunk).payload_bytes;
+            (sends ? traffic_[peer].to_send_bytes : traffic_[peer].to_receive_bytes) += bytes;
+            to_send_ += sends;
+        }
+    };
+    if (spec_.is_ring) {
+        const uint32_t after = ring_neighbour(1), before = ring_neighbour(world - 1);
+        for (uint32_t shard = 0; shard < world; ++shard) {
+            if (shard != self) add(after, shard, true);     // its partial sum
+            if (shard != after) add(after, shard, true);    // its mean
+            if (shard != before) add(before, shard, false);
+            if (shard != self) add(before, shard, false);
+        }
+        return;
+    }
+    for (uint32_t peer = 0; peer < world; ++peer) {
+        if (peer == self) continue;
+        if (spec_.shares[self] > 0) add(peer, peer, true);
+        if (spec_.shares[peer] > 0) add(peer, self, false);
+        add(peer, self, true);
+        add(peer, peer, false);
+    }
+}
+
+void Reduce::begin() {
+    Busy busy(*this);
+    std::vector<uint32_t> awakened;
+    for (uint32_t chunk = 0; busy && chunk < missing_.size(); ++chunk)
+        if (missing_[chunk] == 0) finish(chunk, parts_[chunk], awakened);
+    settle(0, 0);
+}
+
+PacketPtr Reduce::next(uint32_t peer) {
+    Busy busy(*this);
+    if (!busy) return nullptr;
+    uint32_t shard = 0, chunk = 0;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const bool is_partial = claim_partial(peer, shard, chunk);
+        if (!is_partial && outgoing_[peer].empty()) return nullptr;
+        if (traffic_[peer].first_sent_s == 0) traffic_[peer].first_sent_s = monotonic_s();
+        if (!is_partial) {
+            PacketPtr packet = std::move(outgoing_[peer].front());
+            outgoing_[peer].pop_front();
+            return packet;
+        }
+    }
+    return encode_partial(shard, chunk);
+}
+
+bool Reduce::claim_partial(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
+    if (spec_.is_ring ? peer != ring_neighbour(1) : spec_.shares[spec_.self] == 0) return false;
+    shard = spec_.is_ring ? ring_neighbour(spec_.world() - 1) : peer;
+    if (next_partial_[shard] >= chunks_of(shard)) return false;
+    chunk = next_partial_[shard]++;
+    return true;
+}
+
+PacketPtr Reduce::encode_partial(uint32_t shard, uint32_t chunk) {
+    const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
+    const float* values = spec_.in + start;
+    if (spec_.is_ring) {  // partial sums of shares travel
+        float* sum = scratch(n);
+        const float share = spec_.shares[spec_.self];
+        for (uint64_t i = 0; i < n; ++i) sum[i] = share > 0 ? share * values[i] : 0.0f;  // 0 may stand for anything
+        values = sum;
+    }
+    PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
+    return encode(values, packet, n, static_cast<int64_t>(start)) ? packet : nullptr;
+}
+
+bool Reduce::encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start) {
+    const int64_t bad = codec_.encode(values, n, packet->payload());
+    if (bad < 0) return true;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_.load() == RUNNING) {
+        detail_ = start + bad;
+        state_ = NOT_FINITE;
+        ended_.notify_all();
+    }
+    return false;
+}
+
+bool Reduce::expects(uint32_t peer, const Frame& frame) const {
+    const uint32_t world = spec_.world(), self = spec_.self;
+    if (frame.codec != spec_.codec || peer == self || peer >= world || frame.shard >= world) return false;
+    if (frame.chunk >= chunks_of(frame.shard)) return false;
+    if (frame.payload_bytes != frame_of(frame.kind, frame.shard, frame.chunk).payload_bytes) return false;
+    if (spec_.is_ring) {
+        const uint32_t before = ring_neighbour(world - 1);
+        return peer == before && frame.shard != (frame.kind == PARTIAL ? before : self);
+    }
+    return frame.kind == PARTIAL ? frame.shard == self && spec_.shares[peer] > 0 : frame.shard == peer;
+}
+
+void Reduce::receive(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
+    Busy busy(*this);
+    if (!busy) return;
+    const Frame& frame = packet->frame;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        traffic_[peer].received_bytes += frame.payload_bytes;
+        traffic_[peer].last_received_s = monotonic_s();
+        const uint64_t chunk = first_chunk_[frame.shard] + frame.chunk;
+        const uint64_t sender = frame.kind == FINAL ? 0 : 1 + peer;
+        if (seen_[sender * first_chunk_.back() + chunk]) {
+            detail_ = peer;
+            state_ = FOREIGN_FRAME;
+            ended_.notify_all();
+            return;
+        }
+        seen_[sender * first_chunk_.back() + chunk] = true;
+    }
+    if (frame.kind == FINAL)
+        adopt(packet, awakened);
+    else if (spec_.is_ring)
+        pass_on(std::move(packet), awakened);
+    else
+        collect(peer, std::move(packet), awakened);
+}
+
+// All-to-all: a part of an own chunk; the last one has the chunk finished.
+void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
+    const uint32_t chunk = packet->frame.chunk;
+    std::vector<PacketPtr> parts;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        parts_[chunk][peer] = std::move(packet);
+        if (--missing_[chunk] > 0) return;
+        parts = std::move(parts_[chunk]);
+        parts_[chunk].clear();
+    }
+    finish(chunk, parts, awakened);
+}
+
+void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened) {
+    const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
+    float* sum = scratch(n);
+    std::memset(sum, 0, n * sizeof(float));
+    for (uint32_t member = 0; member < spec_.world(); ++member) {
+        if (spec_.shares[member] == 0) continue;
+        PacketPtr part = parts[member];
+        if (member == spec_.self) {
+            part = pool_->lend(frame_of(PARTIAL, spec_.self, chunk));
+            if (!encode(spec_.in + start, part, n, static_cast<int64_t>(start))) return;
+        }
+        codec_.add(part->payload(), n, spec_.shares[member], sum);
+    }
+    publish(chunk, sum, awakened);
+}
+
+// The mean of an own chunk: encoded once, adopted as decoded, sent on.
+void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
+    const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
+    PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
+    if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
+    codec_.decode(packet->payload(), n, spec_.out + start);
+    if (spec_.is_ring) {
+        enqueue(ring_neighbour(1), packet, awakened);
+    } else {
+        for (uint32_t step = 1; step < spec_.world(); ++step)
+            enqueue((spec_.self + step) % spec_.world(), packet, awakened);
+    }
+    settle(0, 1);
+}
+
+// Ring: a partial sum, to be added to and sent on; at its owner it becomes the mean.
+void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
+    const Frame& frame = packet->frame;
+    const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
+    const float share = spec_.shares[spec_.self];
+    float* sum = scratch(n);
+    codec_.decode(packet->payload(), n, sum);
+    for (uint64_t i = 0; share > 0 && i < n; ++i) sum[i] += share * spec_.in[start + i];
+    if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
+    if (share > 0 && !encode(sum, packet, n, static_cast<int64_t>(start))) return;
+    enqueue(ring_neighbour(1), packet, awakened);
+}
+
+// A mean: decoded, and in a ring sent on until it is back before its owner.
+void Reduce::adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
+    const Frame& frame = packet->frame;
+    codec_.decode(packet->payload(), chunk_size(frame.shard, frame.chunk), spec_.out + chunk_start(frame.shard, frame.chunk));
+    if (spec_.is_ring && ring_neighbour(1) != frame.shard) enqueue(ring_neighbour(1), packet, awakened);
+    settle(0, 1);
+}
+
+void Reduce::enqueue(uint32_t peer, const PacketPtr& packet, std::vector<uint32_t>& awakened) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    outgoing_[peer].push_back(packet);
+    awakened.push_back(peer);
+}
+
+void Reduce::sent(uint32_t peer, size_t payload_bytes) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        Traffic& traffic = traffic_[peer];
+        traffic.last_sent_s = monotonic_s();
+        traffic.sent_bytes += payload_bytes;
+    }
+    settle(1, 0);
+}
+
+void Reduce::settle(uint64_t sent, uint64_t written) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    to_send_ -= sent;
+    to_write_ -= written;
+    if (to_send_ == 0 && to_write_ == 0 && state_.load() == RUNNING) {
+        state_ = DONE;
+        ended_.notify_all();
+    }
+}
+
+void Reduce::end(ReduceState reason, int64_t detail) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (state_.load() == RUNNING) {
+            detail_ = detail;
+            state_ = reason;
+        }
+        for (auto& packets : outgoing_) packets.clear();
+        ended_.notify_all();
+    }
+    while (busy_.load() > 0) std::this_thread::yield();
+}
+
+bool Reduce::wait(double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto has_ended = [this] { return state_.load() != RUNNING; };
+    return ended_.wait_for(lock, std::chrono::duration<double>(seconds), has_ended);
+}
+
+Traffic Reduce::traffic(uint32_t peer) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return traffic_[peer];
+}
+
+}  // namespace zeroband

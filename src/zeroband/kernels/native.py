@@ -1,0 +1,122 @@
+"""The native library: found, loaded once, its functions typed. The interpreter lock is released while they run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+ABI = 1
+"""What `zb_abi` must say: a library from another version of the sources is not used."""
+
+
+class ReduceSpec(ctypes.Structure):
+    """One reduction, as `zb_reduce_start` takes it. The pointers are read during the call, but for `input` and
+    `output`, which are used until the reduction ended."""
+
+    _fields_ = (
+        ("run", c_uint64),
+        ("opening", c_uint64),
+        ("epoch", c_uint32),
+        ("round", c_uint32),
+        ("lane", c_uint32),
+        ("codec", c_int32),
+        ("is_ring", c_int32),
+        ("world", c_uint32),
+        ("self", c_uint32),
+        ("chunk_numel", c_uint64),
+        ("bounds", c_void_p),
+        ("shares", c_void_p),
+        ("order", c_void_p),
+        ("links", c_void_p),
+        ("input", c_void_p),
+        ("output", c_void_p),
+    )
+
+
+class TrafficRecord(ctypes.Structure):
+    """What moved between this node and another in one reduction. `silent_s`: negative before anything came."""
+
+    _fields_ = (
+        ("sent_bytes", c_uint64),
+        ("to_send_bytes", c_uint64),
+        ("received_bytes", c_uint64),
+        ("to_receive_bytes", c_uint64),
+        ("sending_s", c_double),
+        ("silent_s", c_double),
+    )
+
+
+class LinkRecord(ctypes.Structure):
+    """A link as it is now."""
+
+    _fields_ = (("is_up", c_uint32), ("streams", c_uint32), ("rtt_us", c_uint32), ("received_bytes", c_uint64))
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "zb_variants": (c_int, ()),
+    "zb_variant_name": (c_char_p, (c_int,)),
+    "zb_encoded_size": (c_int64, (c_int, c_uint64)),
+    "zb_encode": (c_int64, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
+    "zb_decode": (None, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
+    "zb_add": (None, (c_int, c_int, c_void_p, c_uint64, c_float, c_void_p)),
+    "zb_sealing_problem": (c_char_p, ()),
+    "zb_engine_open": (c_void_p, (c_int,)),
+    "zb_engine_close": (None, (c_void_p,)),
+    "zb_stream_add": (None, (c_void_p, c_uint32, c_int, c_char_p, c_char_p)),
+    "zb_link_drop": (None, (c_void_p, c_uint32)),
+    "zb_link_state": (None, (c_void_p, c_uint32, POINTER(LinkRecord))),
+    "zb_peak_bytes": (c_uint64, (c_void_p,)),
+    "zb_forget_peak": (None, (c_void_p,)),
+    "zb_reduce_start": (c_void_p, (c_void_p, POINTER(ReduceSpec))),
+    "zb_reduce_wait": (c_int, (c_void_p, c_double)),
+    "zb_reduce_detail": (c_int64, (c_void_p,)),
+    "zb_reduce_traffic": (None, (c_void_p, c_uint32, POINTER(TrafficRecord))),
+    "zb_reduce_end": (None, (c_void_p, c_void_p)),
+    "zb_reduce_free": (None, (c_void_p,)),
+}
+
+
+def library_path() -> Path:
+    """Where the build puts the library."""
+    return Path(__file__).with_name("_native.so")
+
+
+@cache
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """The library with typed functions.
+
+    Raises: OSError saying what is wrong and what to do: it was not built, or from other sources than these.
+    """
+    path = path or library_path()
+    if not path.exists():
+        raise OSError(
+            f"the native library was not built ({path.name} is missing): install a C++ compiler and run "
+            "`uv sync --reinstall-package zeroband-elastic`"
+        )
+    library = ctypes.CDLL(os.fspath(path))
+    if library.zb_abi() != ABI:
+        raise OSError(
+            f"{path.name} has interface {library.zb_abi()}, this version needs {ABI}: run "
+            "`uv sync --reinstall-package zeroband-elastic`"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def problem() -> str | None:
+    """Why the library cannot be used on this machine; None where it can."""
+    try:
+        load()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def variants() -> list[str]:
+    """Instruction sets that the codecs can use here, the best one last."""
+    return [load().zb_variant_name(i).decode() for i in range(load().zb_variants())]

@@ -1,0 +1,203 @@
+"""The engine in Python's hands: links made of streams, and reductions that go on without the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroband.kernels import native
+from zeroband.kernels.codec import Codec
+from zeroband.plane.handshake import StreamKeys
+
+
+class State(enum.IntEnum):
+    """How far a reduction is. All but RUNNING are for good."""
+
+    RUNNING = 0
+    DONE = 1
+    ABORTED = 2
+    NOT_FINITE = 3
+    """A value has no encoding; the detail is its index."""
+    FOREIGN_FRAME = 4
+    """A member sent something twice; the detail is the member."""
+    PEER_LOST = 5
+    """The link to a member broke; the detail is the member."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Which reduction of which run it is. Openings are numbered upwards; nothing older than the newest counts."""
+
+    run: int
+    """64 bits that stand for the run's id."""
+    opening: int
+    epoch: int
+    round: int
+    lane: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a reduction goes; the same on all members, but for `self`."""
+
+    codec: Codec
+    bounds: tuple[int, ...]
+    """Shard s, owned by member s, is [bounds[s], bounds[s + 1])."""
+    shares: tuple[float, ...]
+    """Of each member in the mean; they add up to 1, or are all 0."""
+    order: tuple[int, ...]
+    """Of the members in a ring."""
+    is_ring: bool
+    chunk_numel: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moved between this node and one member, and for how long. Bytes of payload."""
+
+    sent_bytes: int
+    to_send_bytes: int
+    received_bytes: int
+    to_receive_bytes: int
+    sending_s: float
+    silent_s: float | None
+    """Since something came last; None before."""
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """A link as it is now."""
+
+    is_up: bool
+    streams: int
+    rtt_s: float
+    received_bytes: int
+
+
+class Engine:
+    """A few threads that move frames. Any thread may call it; `close()` ends its threads and connections.
+
+    Raises OSError where the native library is missing.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._library = native.load()
+        self._engine: int | None = self._library.zb_engine_open(threads)
+
+    def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
+        """Make a connected socket one of the link's streams; it is the engine's from then on."""
+        self._library.zb_stream_add(self._engine, link, connection.detach(), keys.seal, keys.open)
+
+    def drop(self, link: int) -> None:
+        """Close all connections of a link."""
+        self._library.zb_link_drop(self._engine, link)
+
+    def state(self, link: int) -> LinkState:
+        """A link that never had a stream is down."""
+        record = native.LinkRecord()
+        self._library.zb_link_state(self._engine, link, ctypes.byref(record))
+        return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
+
+    def start(
+        self, operation: Operation, shape: Shape, self_at: int, links: Sequence[int], source: Tensor, result: Tensor
+    ) -> Reduction:
+        """Begin the weighted mean of all members' `source`, into `result`.
+
+        Shapes: both (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
+        this node's place among the members. `links`: of each member; its own is not used.
+        """
+        for tensor in (source, result):
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
+                raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
+        arrays = (
+            np.array(shape.bounds, np.uint64),
+            np.array(shape.shares, np.float32),
+            np.array(shape.order, np.uint32),
+            np.array(links, np.uint32),
+        )
+        spec = native.ReduceSpec(
+            operation.run,
+            operation.opening,
+            operation.epoch,
+            operation.round,
+            operation.lane,
+            shape.codec.number,
+            shape.is_ring,
+            len(shape.shares),
+            self_at,
+            shape.chunk_numel,
+            *(array.ctypes.data for array in arrays),
+            source.data_ptr(),
+            result.data_ptr(),
+        )
+        assert self._engine is not None, "the engine is closed"
+        handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
+        if not handle:
+            raise ValueError(f"no reduction has this shape: {shape}")
+        return Reduction(self._engine, handle, (source, result))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that frames in transit took so far."""
+        return int(self._library.zb_peak_bytes(self._engine))
+
+    def forget_peak(self) -> None:
+        self._library.zb_forget_peak(self._engine)
+
+    def close(self) -> None:
+        """Not while a reduction is used."""
+        if self._engine is not None:
+            self._library.zb_engine_close(self._engine)
+            self._engine = None
+
+
+class Reduction:
+    """One that runs, or ended. `close()` stops it and gives its buffers back; nothing else may be called then."""
+
+    def __init__(self, engine: int, handle: int, buffers: tuple[Tensor, Tensor]) -> None:
+        self._library = native.load()
+        self._engine = engine
+        self._handle: int | None = handle
+        self._buffers = buffers
+        self._closing = threading.Lock()
+
+    def wait(self, timeout_s: float) -> State:
+        """Wait for its end, but not longer; 0 only looks."""
+        return State(self._library.zb_reduce_wait(self._handle, timeout_s))
+
+    @property
+    def detail(self) -> int:
+        return int(self._library.zb_reduce_detail(self._handle))
+
+    def traffic(self, member: int) -> Traffic:
+        record = native.TrafficRecord()
+        self._library.zb_reduce_traffic(self._handle, member, ctypes.byref(record))
+        return Traffic(
+            record.sent_bytes,
+            record.to_send_bytes,
+            record.received_bytes,
+            record.to_receive_bytes,
+            record.sending_s,
+            record.silent_s if record.silent_s >= 0 else None,
+        )
+
+    def abort(self) -> None:
+        """Stop it, from any thread; on return neither buffer is touched any more."""
+        with self._closing:
+            if self._handle is not None:
+                self._library.zb_reduce_end(self._engine, self._handle)
+
+    def close(self) -> None:
+        self.abort()
+        with self._closing:
+            if self._handle is not None:
+                self._library.zb_reduce_free(self._handle)
+                self._handle = None

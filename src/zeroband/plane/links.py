@@ -1,0 +1,196 @@
+"""Links: the streams between this node and each other member, dialled by one of the two and kept from round to round.
+
+Of two members the one whose id sorts first dials. A link is lost as a whole when one of its streams is; its next one is
+another session, so that what is left of the old one is never mistaken for it. Main thread, but for `accept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from zeroband.errors import HandshakeFailed
+from zeroband.plane.engine import Engine, LinkState
+from zeroband.plane.handover import HandedOver
+from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, RunKey, StreamKeys, new_session
+
+Address = tuple[str, int]
+
+_DIAL_AGAIN_S = 0.1
+_ANSWER_S = 5.0
+_POLL_S = 0.002
+_UNSENT_BYTES = 512 << 10
+_TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+
+
+@dataclass
+class _Link:
+    number: int
+    """In the engine; never used again for another link."""
+    session: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A member to be linked with: where it listens and how many streams there should be."""
+
+    address: Address
+    streams: int
+
+
+@dataclass
+class Links:
+    """All links of this node. `close()` drops them.
+
+    `congestion`: of TCP, where the machine has it and allows it; None: the machine's own.
+    """
+
+    engine: Engine
+    key: RunKey
+    is_sealed: bool
+    congestion: str | None = "bbr"
+    _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
+    _next: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def accept(self, connection: socket.socket, what: HandedOver) -> None:
+        """Take a stream that another member dialled. Any thread."""
+        self.prepare(connection)
+        with self._lock:
+            self.engine.add_stream(self._of_session(what.caller, what.session), connection, what.keys)
+
+    def number(self, member: str) -> int:
+        """The link's number in the engine; one that is always down where there is none."""
+        with self._lock:
+            link = self._links.get(member)
+            return 0xFFFFFFFF if link is None else link.number
+
+    def state(self, member: str) -> LinkState:
+        return self.engine.state(self.number(member))
+
+    def member_of(self, number: int) -> str | None:
+        with self._lock:
+            return next((member for member, link in self._links.items() if link.number == number), None)
+
+    def connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
+        """Have a link to each of these members, and to nobody else.
+
+        Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
+        """
+        self._forget_all_but(others)
+        return asyncio.run(self._connect(own, others, is_aborted))
+
+    def close(self) -> None:
+        self._forget_all_but(())
+
+    # -- dialling -----------------------------------------------------------------------------------------------
+
+    async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
+        dialling = [
+            asyncio.create_task(self._dial(own, member, wanted)) for member, wanted in others.items() if own < member
+        ]
+        try:
+            while (away := self._away(others)) or not all(task.done() for task in dialling):
+                if is_aborted():
+                    return away
+                await asyncio.sleep(_POLL_S)
+            return ()
+        finally:
+            for task in dialling:
+                task.cancel()
+            await asyncio.gather(*dialling, return_exceptions=True)
+
+    def _away(self, members: Iterable[str]) -> tuple[str, ...]:
+        return tuple(member for member in members if not self.state(member).is_up)
+
+    async def _dial(self, own: str, member: str, wanted: Wanted) -> None:
+        """Have as many streams as are wanted, as soon as the other end takes them."""
+        while True:
+            state = self.state(member)
+            if not state.is_up:
+                self._start_session(member)
+            missing = wanted.streams - (state.streams if state.is_up else 0)
+            if missing <= 0:
+                return
+            session = self._links[member].session
+            calls = [self._call(own, member, session, wanted.address) for _ in range(missing)]
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(answer, BaseException):
+                    if not isinstance(answer, OSError | HandshakeFailed | TimeoutError | EOFError):
+                        raise answer
+                    continue
+                with self._lock:
+                    self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
+            if self.state(member).is_up:
+                return
+            await asyncio.sleep(_DIAL_AGAIN_S)
+
+    async def _call(self, own: str, member: str, session: str, address: Address) -> tuple[socket.socket, StreamKeys]:
+        loop = asyncio.get_running_loop()
+        caller = Caller(self.key, Introduction(own, member, session, self.is_sealed))
+        async with asyncio.timeout(_ANSWER_S):
+            found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            connection = socket.socket(found[0][0], socket.SOCK_STREAM)
+            try:
+                connection.setblocking(False)
+                self.prepare(connection)
+                await loop.sock_connect(connection, found[0][4])
+                await loop.sock_sendall(connection, caller.hello)
+                answer = b""
+                while len(answer) < ANSWER_BYTES:
+                    part = await loop.sock_recv(connection, ANSWER_BYTES - len(answer))
+                    if not part:
+                        raise EOFError(f"{member} hung up")
+                    answer += part
+                proof, keys = caller.take(answer)
+                await loop.sock_sendall(connection, proof)
+            except BaseException:
+                connection.close()
+                raise
+        return connection, keys
+
+    def prepare(self, connection: socket.socket) -> None:
+        """Options that a machine may lack or refuse are left as they are."""
+        wanted = [
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        ]
+        for level, option, value in wanted:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(level, option, value)
+        if self.congestion is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, self.congestion.encode())
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def _start_session(self, member: str) -> None:
+        with self._lock:
+            self._replace(member, new_session())
+
+    def _of_session(self, member: str, session: str) -> int:
+        """Its number; another session replaces the link. Under the lock."""
+        link = self._links.get(member)
+        if link is None or link.session != session:
+            link = self._replace(member, session)
+        return link.number
+
+    def _replace(self, member: str, session: str) -> _Link:
+        old = self._links.pop(member, None)
+        if old is not None:
+            self.engine.drop(old.number)
+        self._next += 1
+        link = self._links[member] = _Link(self._next, session)
+        return link
+
+    def _forget_all_but(self, members: Iterable[str]) -> None:
+        kept = set(members)
+        with self._lock:
+            for member in [m for m in self._links if m not in kept]:
+                self.engine.drop(self._links.pop(member).number)

@@ -1,0 +1,162 @@
+"""Builds a node's data path and its way to the other nodes, from its configuration."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from zeroband.config.schema import DdpConfig, RunConfig
+from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import DataPlane
+from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.groups import LaneGroups, LaneOwnership
+from zeroband.elastic.lease import Door
+from zeroband.elastic.native import NativePlane, Reach
+from zeroband.elastic.store import Store
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.kernels import native
+from zeroband.kernels.codec import CODECS, Codec
+from zeroband.observe.log import get_logger
+from zeroband.parallel import LocalMesh
+from zeroband.plane.engine import Engine
+from zeroband.plane.handover import HandedOver, Inbox
+from zeroband.plane.handshake import RunKey
+from zeroband.plane.links import Address, Links
+
+_FIRST_STREAMS = 4
+
+_log = get_logger(__name__)
+
+
+class PlaneParts:
+    """A node's port and data path. On local rank 0 it takes what other nodes send here.
+
+    `answer_request`: takes connections that ask for this node's state. Raises ConfigError, StoreLost.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        board: NodeBoard,
+        local: LocalMesh,
+        answer_request: Callable[[socket.socket], None],
+    ) -> None:
+        assert config.store.url is not None
+        self._config = config
+        self._store = store
+        self._board = board
+        self._local = local
+        self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
+        self.inbox: Inbox | None = None
+        self._links: Links | None = None
+        self._key: RunKey | None = None
+        if config.comm.backend == "native":
+            require_native(is_sealed=config.comm.encryption)
+        if local.rank != 0:
+            return
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {
+            "http": lambda connection, _: answer_request(connection)
+        }
+        if config.comm.backend == "native":
+            self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+            self._links = Links(Engine(config.comm.threads or _threads()), self._key, config.comm.encryption)
+            takers["data"] = self._links.accept
+        self.inbox = Inbox(takers)
+
+    @property
+    def door(self) -> Door:
+        """Of local rank 0."""
+        node = self._config.node
+        return Door(
+            host=self._host,
+            port=node.advertise_port,
+            bind_host=node.bind_host or _address_to_listen_on(self._host),
+            bind_port=node.port,
+            run_key="" if self._key is None else self._key.secret.hex(),
+            is_sealed=self._config.comm.encryption,
+        )
+
+    def open(self) -> DataPlane:
+        """The data path that the configuration asks for."""
+        comm, time_outs = self._config.comm, self._config.fault.time_outs
+        if comm.backend == "native":
+            reach = None if self._links is None else Reach(self._links, self._addresses)
+            streams = comm.streams or _FIRST_STREAMS
+            return NativePlane(
+                self._config.run.id,
+                self._board,
+                codec_of(self._config),
+                reach,
+                streams=streams,
+                connect_s=time_outs.transfer_s,
+            )
+        return LaneGroups(
+            self._store,
+            self._board,
+            LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
+            host=self._host,
+            chunk_bytes=int(comm.chunk_mb * 1e6),
+            transfer_s=time_outs.transfer_s,
+        )
+
+    def _addresses(self, members: Sequence[str]) -> Mapping[str, Address]:
+        peers = self._store.view(FOUNDING_ROUND).peers
+        return {member: (peers[member].host, peers[member].port) for member in members if member in peers}
+
+    def close(self) -> None:
+        if self.inbox is not None:
+            self.inbox.close()
+
+
+def codec_of(config: RunConfig) -> Codec:
+    """How this run encodes what it averages."""
+    return CODECS[config.comm.codec or ("fp32" if isinstance(config.outer, DdpConfig) else "int8")]
+
+
+def require_native(*, is_sealed: bool) -> None:
+    """Raises ConfigError where this machine cannot run the native data path."""
+    problem = native.problem()
+    if problem is not None:
+        raise ConfigError(f"comm.backend = 'native': {problem}; or set comm.backend = 'gloo' on all nodes")
+    reason = native.load().zb_sealing_problem()
+    if is_sealed and reason is not None:
+        raise ConfigError(
+            f"comm.encryption = true: {reason.decode()}; install OpenSSL, or set comm.encryption = false on all nodes "
+            "if you trust every network between them"
+        )
+
+
+def _threads() -> int:
+    return min(4, max(1, (os.cpu_count() or 1) // 8))
+
+
+def _address_to_listen_on(host: str) -> str:
+    """The address itself where this machine has it, else all addresses."""
+    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return str(address[0])
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def address_towards(store_url: str) -> str:
+    """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
+    problem = ""
+    hosts = parse_store_url(store_url).hosts
+    for host, port in hosts:
+        try:
+            family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+                probe.connect(remote)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = f"no way to {host}: {error.strerror}; check store.url"
+    if hosts:
+        raise StoreLost(problem)
+    return "127.0.0.1"
