@@ -10,7 +10,9 @@ FROM python:3.12-slim-bookworm AS build
 ARG TORCH=cuda
 ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /app
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
 COPY scripts/setup.sh scripts/check_lock.py scripts/
 COPY wheelhouse wheelhouse
 COPY src src
