@@ -1,0 +1,105 @@
+// Reductions of several members in one process, for the sanitizers: results, aborts and losses with all threads at work.
+
+#include <sys/socket.h>
+
+#include <cmath>
+#include <thread>
+
+#include "support.h"
+
+using namespace zeroband;
+
+namespace {
+
+constexpr double DEADLINE_S = 60;
+
+void require_equal(const Members& members) {
+    const size_t bytes = members.shape.numel * sizeof(float);
+    for (const auto& out : members.out) REQUIRE(std::memcmp(out.data(), members.out[0].data(), bytes) == 0);
+    double error = 0, size = 0;
+    for (size_t i = 0; i < members.shape.numel; ++i) {
+        double mean = 0;
+        for (const auto& in : members.in) mean += static_cast<double>(in[i]) / members.shape.world;
+        error += (members.out[0][i] - mean) * (members.out[0][i] - mean);
+        size += mean * mean;
+    }
+    REQUIRE(std::sqrt(error) <= 0.4 * std::sqrt(size));  // int4 around a ring
+}
+
+void reductions_agree() {
+    for (const uint32_t world : {2u, 3u, 5u})
+        for (int codec = 0; codec < CODEC_COUNT; ++codec)
+            for (const bool is_ring : {false, true})
+                for (const bool is_sealed : {false, true}) {
+                    Members members({world, 30011, static_cast<CodecId>(codec), is_ring, is_sealed});
+                    for (uint64_t opening = 1; opening <= 2; ++opening) {
+                        const auto running = members.start_all(opening);
+                        for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+                        members.finish_all(running);
+                        require_equal(members);
+                    }
+                }
+}
+
+// Whoever is late finds the others' frames waiting.
+void late_member_is_waited_for() {
+    Members members({3, 100003, INT8, false, true});
+    std::vector<RunningPtr> running(3);
+    for (const uint32_t member : {0u, 1u}) running[member] = members.start(member, 1);
+    REQUIRE(!running[0]->reduce.wait(0.05));
+    running[2] = members.start(2, 1);
+    for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+    members.finish_all(running);
+    require_equal(members);
+}
+
+void aborted_reduction_leaves_the_links_as_they_were() {
+    Members members({4, 400009, INT8, false, true});
+    uint64_t opening = 1;
+    for (int round = 0; round < 20; ++round, opening += 2) {
+        const auto aborted = members.start_all(opening);
+        std::vector<std::thread> threads;
+        for (uint32_t member = 0; member < 4; ++member)
+            threads.emplace_back([&, member] {
+                aborted[member]->reduce.wait(0.0005 * round);
+                members.engines[member]->finish(aborted[member]);
+            });
+        for (auto& thread : threads) thread.join();
+        for (auto& out : members.out) std::fill(out.begin(), out.end(), 1e9f);  // nobody writes there any more
+        const auto running = members.start_all(opening + 1);
+        for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+        members.finish_all(running);
+        require_equal(members);
+    }
+}
+
+void lost_link_ends_the_reduction_of_both() {
+    for (int round = 0; round < 10; ++round) {
+        Members members({3, 4000037, INT8, false, false});
+        const auto running = members.start_all(1);
+        members.engines[0]->drop_link(1);
+        REQUIRE(running[1]->reduce.wait(DEADLINE_S));
+        REQUIRE(running[1]->reduce.state() == PEER_LOST && running[1]->reduce.detail() == 0);
+        members.finish_all(running);
+    }
+}
+
+void value_that_is_not_finite_is_named() {
+    Members members({2, 30011, INT8, false, false});
+    members.in[1][20123] = std::nanf("");
+    const auto running = members.start_all(1);
+    REQUIRE(running[1]->reduce.wait(DEADLINE_S));
+    REQUIRE(running[1]->reduce.state() == NOT_FINITE && running[1]->reduce.detail() == 20123);
+    members.finish_all(running);
+}
+
+}  // namespace
+
+int main() {
+    reductions_agree();
+    late_member_is_waited_for();
+    aborted_reduction_leaves_the_links_as_they_were();
+    lost_link_ends_the_reduction_of_both();
+    value_that_is_not_finite_is_named();
+    std::puts("ok");
+}

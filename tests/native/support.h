@@ -1,0 +1,99 @@
+// What the native tests share: members of a reduction in one process, joined by socket pairs.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "engine.h"
+
+#define REQUIRE(condition)                                                     \
+    do {                                                                       \
+        if (!(condition)) {                                                    \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                      \
+        }                                                                      \
+    } while (false)
+
+namespace zeroband {
+
+struct Case {
+    uint32_t world;
+    uint64_t numel;
+    CodecId codec;
+    bool is_ring;
+    bool is_sealed;
+    uint32_t streams = 2;
+    int threads = 2;
+};
+
+inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const float* in, float* out) {
+    ReduceSpec spec;
+    spec.operation = {7, opening, 1, 1, 0};
+    spec.codec = c.codec;
+    spec.is_ring = c.is_ring;
+    spec.self = self;
+    for (uint32_t member = 0; member < c.world; ++member) {
+        spec.bounds.push_back(c.numel * member / c.world / 256 * 256);
+        spec.shares.push_back(1.0f / static_cast<float>(c.world));
+        spec.order.push_back(member);
+    }
+    spec.bounds.push_back(c.numel);
+    spec.chunk_numel = 1024;
+    spec.in = in;
+    spec.out = out;
+    return spec;
+}
+
+// Engines of all members, each with links numbered like the others.
+struct Members {
+    explicit Members(const Case& c) : shape(c) {
+        std::mt19937 random(static_cast<unsigned>(c.world));
+        std::normal_distribution<float> normal;
+        for (uint32_t member = 0; member < c.world; ++member) {
+            engines.push_back(std::make_unique<Engine>(c.threads));
+            in.emplace_back(c.numel);
+            out.emplace_back(c.numel);
+            for (float& value : in.back()) value = normal(random);
+            links.push_back(member);
+        }
+        for (uint32_t a = 0; a < c.world; ++a)
+            for (uint32_t b = a + 1; b < c.world; ++b)
+                for (uint32_t stream = 0; stream < c.streams; ++stream) join(a, b, stream);
+    }
+
+    void join(uint32_t a, uint32_t b, uint32_t stream) {
+        int ends[2];
+        REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        uint8_t forth[KEY_BYTES] = {1, static_cast<uint8_t>(a), static_cast<uint8_t>(b), static_cast<uint8_t>(stream)};
+        uint8_t back[KEY_BYTES] = {2, static_cast<uint8_t>(a), static_cast<uint8_t>(b), static_cast<uint8_t>(stream)};
+        const bool sealed = shape.is_sealed;
+        engines[a]->add_stream(b, ends[0], sealed ? forth : nullptr, sealed ? back : nullptr);
+        engines[b]->add_stream(a, ends[1], sealed ? back : nullptr, sealed ? forth : nullptr);
+    }
+
+    RunningPtr start(uint32_t member, uint64_t opening) {
+        return engines[member]->start(spec_of(shape, member, opening, in[member].data(), out[member].data()), links);
+    }
+
+    std::vector<RunningPtr> start_all(uint64_t opening) {
+        std::vector<RunningPtr> running;
+        for (uint32_t member = 0; member < shape.world; ++member) running.push_back(start(member, opening));
+        return running;
+    }
+
+    void finish_all(const std::vector<RunningPtr>& running) {
+        for (uint32_t member = 0; member < shape.world; ++member) engines[member]->finish(running[member]);
+    }
+
+    const Case shape;
+    std::vector<std::unique_ptr<Engine>> engines;
+    std::vector<std::vector<float>> in, out;
+    std::vector<uint32_t> links;
+};
+
+}  // namespace zeroband
