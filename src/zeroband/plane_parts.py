@@ -25,8 +25,6 @@ from zeroband.plane.handover import HandedOver, Inbox
 from zeroband.plane.handshake import RunKey
 from zeroband.plane.links import Address, Links
 
-_FIRST_STREAMS = 4
-
 _log = get_logger(__name__)
 
 
@@ -69,28 +67,19 @@ class PlaneParts:
     @property
     def door(self) -> Door:
         """Of local rank 0."""
-        node = self._config.node
-        return Door(
-            host=self._host,
-            port=node.advertise_port,
-            bind_host=node.bind_host or _address_to_listen_on(self._host),
-            bind_port=node.port,
-            run_key="" if self._key is None else self._key.secret.hex(),
-            is_sealed=self._config.comm.encryption,
-        )
+        return door_of(self._config, self._host, self._key)
 
     def open(self) -> DataPlane:
         """The data path that the configuration asks for."""
         comm, time_outs = self._config.comm, self._config.fault.time_outs
         if comm.backend == "native":
             reach = None if self._links is None else Reach(self._links, self._addresses)
-            streams = comm.streams or _FIRST_STREAMS
             return NativePlane(
                 self._config.run.id,
                 self._board,
                 codec_of(self._config),
                 reach,
-                streams=streams,
+                streams=comm.streams,
                 connect_s=time_outs.transfer_s,
             )
         return LaneGroups(
@@ -109,6 +98,19 @@ class PlaneParts:
     def close(self) -> None:
         if self.inbox is not None:
             self.inbox.close()
+
+
+def door_of(config: RunConfig, host: str, key: RunKey | None) -> Door:
+    """Where this node listens, and as what the others know it."""
+    node = config.node
+    return Door(
+        host=host,
+        port=node.advertise_port,
+        bind_host=node.bind_host or _address_to_listen_on(host),
+        bind_port=node.port,
+        run_key="" if key is None else key.secret.hex(),
+        is_sealed=config.comm.encryption,
+    )
 
 
 def codec_of(config: RunConfig) -> Codec:

@@ -20,7 +20,7 @@ LAYERS = (
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},
-    {"chaos", "cli", "demo"},
+    {"chaos", "cli", "demo", "doctor"},
 )
 """From the bottom: files and folders directly below the package."""
 

@@ -265,7 +265,7 @@ Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
 
 class CommConfig(Section):
     backend: Literal["native", "gloo"] = "native"
-    """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted networks."""
+    """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted ones."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
     """How the native path encodes what it averages. None: int8 for pseudo-gradients, fp32 for DDP's gradients."""
     encryption: bool = True

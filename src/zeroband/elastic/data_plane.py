@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +18,16 @@ class Transfer:
     took_s: float
     sent_bytes: int
     received_bytes: int
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Mbit/s in one direction; 0 and absent: not known."""
+
+    own: int = 0
+    """Of this node's access link."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """To other members."""
 
 
 class DataPlane(Protocol):
@@ -41,6 +51,10 @@ class DataPlane(Protocol):
         Shapes: both (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this
         rank's part that is done. The bytes are right on local rank 0. Raises PeerLost.
         """
+        ...
+
+    def measured(self) -> Rates:
+        """What the links were seen to carry; on local rank 0."""
         ...
 
     def leave_behind(self) -> None:

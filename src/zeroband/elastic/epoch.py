@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeroband.plane.topology import steady_order, steady_rates
+
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
 
@@ -33,6 +35,10 @@ class Ready:
     """Inner steps behind what it contributes."""
     wants: int = 0
     """Inner steps for which it asks samples in the next round; 0 says that it leaves after this one."""
+    rate: int = 0
+    """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Mbit/s to each other member, as far as known."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,10 @@ class Opening:
     """Members that the others stopped waiting for: what they learned goes into the round after."""
     disputes: int = 0
     """How often this round ended in different results before."""
+    rates: tuple[int, ...] = ()
+    """Of each member, to size its shard by; nearly as in its `Ready`, so that noise changes nothing."""
+    order: tuple[int, ...] = ()
+    """Of the members in a ring, by their places."""
 
     @property
     def id(self) -> str:
@@ -220,6 +230,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         wants=tuple(r.wants for r in ready),
         late=_late(view, missing),
         disputes=_disputes(view, round),
+        rates=steady_rates([r.rate for r in ready], current.rates if keeps_groups and current else ()),
+        order=steady_order(members, [r.links for r in ready], current.order if keeps_groups and current else ()),
     )
 
 

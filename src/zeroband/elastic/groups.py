@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.rendezvous import RedisRendezvous
 from zeroband.elastic.store import Store
@@ -146,6 +147,9 @@ class LaneGroups:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    def measured(self) -> Rates:
+        return Rates()
 
     def close(self) -> None:
         self.leave_behind()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +100,13 @@ class ElasticDeviceMesh:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def announce_ready(self, ready: Ready) -> None:
-        on_first_rank(self.local, lambda: self.member.announce_ready(ready))
+        """Tell the others that this node stands at the boundary, and what its links were seen to carry."""
+
+        def announce() -> None:
+            rates = self._plane.measured()
+            self.member.announce_ready(replace(ready, rate=rates.own, links=rates.links))
+
+        on_first_rank(self.local, announce)
 
     def await_turn(self, round: int, *, is_member: bool) -> Opening | Verdict:
         """Wait until the round is open to this node, or was committed without it: then catch up and ask again.

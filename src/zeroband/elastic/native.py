@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import Codec
-from zeroband.plane.engine import Operation, Reduction, State
+from zeroband.plane.engine import Operation, Reduction, State, Traffic
 from zeroband.plane.links import Address, Links, Wanted
 from zeroband.plane.shape import shape_of
+from zeroband.plane.streams import StreamCount
+from zeroband.plane.topology import shard_shares
 
 _POLL_S = 0.0005
+_WINDOW_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,17 @@ class NativePlane:
     keeps_buffers = True
 
     def __init__(
-        self, run_id: str, board: NodeBoard, codec: Codec, reach: Reach | None, *, streams: int, connect_s: float
+        self, run_id: str, board: NodeBoard, codec: Codec, reach: Reach | None, *, streams: int | None, connect_s: float
     ) -> None:
         self._run = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8], "big")
         self._board = board
         self._codec = codec
         self._reach = reach
-        self._streams = streams
+        self._first = StreamCount() if streams is None else StreamCount.fixed(streams)
+        self._streams: dict[str, StreamCount] = {}
+        """By member."""
         self._connect_s = connect_s
+        self._rates = Rates()
 
     def reduce_mean(
         self,
@@ -61,38 +68,53 @@ class NativePlane:
             result.copy_(contribution) if opening.share(member_id) > 0 else result.zero_()
             return 0, 0
         self._connect(self._reach, opening, member_id)
-        shape = shape_of(result.numel(), self._codec, opening.weights)
-        operation = Operation(self._run, opening.version, opening.epoch, opening.round)
+        shape = shape_of(
+            result.numel(), self._codec, opening.weights, shard_shares=shard_shares(opening.rates), order=opening.order
+        )
+        operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
         numbers = [self._reach.links.number(member) for member in opening.members]
         at = opening.members.index(member_id)
         reduction = self._reach.links.engine.start(operation, shape, at, numbers, contribution, result)
         try:
-            self._await(reduction, opening, at, on_progress)
-            traffic = [reduction.traffic(i) for i in range(len(numbers)) if i != at]
-            return sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
+            meter = _Meter()
+            self._await(reduction, opening, at, on_progress, meter)
+            traffic = {m: reduction.traffic(i) for i, m in enumerate(opening.members) if i != at}
+            self._streams = {m: self._count(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            self._rates = meter.rates(traffic, self._rates)
+            return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
             reduction.close()
 
     def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
         """Have links to all other members. Raises PeerLost, naming those that are not reached."""
         others = [member for member in opening.members if member != member_id]
-        if all(reach.links.state(member).is_up for member in others):
+        if all(reach.links.has(member, self._count(member).wanted, own=member_id) for member in others):
             return
         addresses = reach.addresses(others)
         unknown = tuple(member for member in others if member not in addresses)
         if unknown:
             raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
-        wanted = {member: Wanted(addresses[member], self._streams) for member in others}
+        wanted = {member: Wanted(addresses[member], self._count(member).wanted) for member in others}
         deadline_s = time.monotonic() + self._connect_s
         is_over = lambda: self._is_aborted(opening) or time.monotonic() > deadline_s  # noqa: E731
         away = reach.links.connect(member_id, wanted, is_over)
         if away:
             raise PeerLost(f"round {opening.round}: no connection to {', '.join(away)}", away)
 
+    def _count(self, member: str) -> StreamCount:
+        return self._streams.get(member, self._first)
+
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version
 
-    def _await(self, reduction: Reduction, opening: Opening, at: int, on_progress: Callable[[float], None]) -> None:
+    def _await(
+        self,
+        reduction: Reduction,
+        opening: Opening,
+        at: int,
+        on_progress: Callable[[float], None],
+        meter: _Meter,
+    ) -> None:
         others = [i for i in range(len(opening.members)) if i != at]
         on_progress(0.0)
         done = 0.0
@@ -102,7 +124,9 @@ class NativePlane:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {suspect}")
             traffic = [reduction.traffic(i) for i in others]
             expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
-            share = sum(t.sent_bytes + t.received_bytes for t in traffic) / max(expected, 1)
+            sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
+            meter.see(sent, received, time.monotonic())
+            share = (sent + received) / max(expected, 1)
             if share > done:
                 done = share
                 on_progress(min(done, 0.999))
@@ -125,6 +149,9 @@ class NativePlane:
             else "a member was lost"
         )
 
+    def measured(self) -> Rates:
+        return self._rates
+
     def leave_behind(self) -> None:
         """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
 
@@ -132,3 +159,31 @@ class NativePlane:
         if self._reach is not None:
             self._reach.links.close()
             self._reach.links.engine.close()
+
+
+class _Meter:
+    """The highest rate that a transfer reached, over windows: what an access link carries at least."""
+
+    def __init__(self) -> None:
+        self._began: tuple[int, int, float] | None = None
+        self._best_sent = self._best_received = 0.0
+
+    def see(self, sent_bytes: int, received_bytes: int, now_s: float) -> None:
+        if self._began is None:
+            self._began = (sent_bytes, received_bytes, now_s)
+        sent, received, since_s = self._began
+        if now_s - since_s >= _WINDOW_S:
+            self._best_sent = max(self._best_sent, (sent_bytes - sent) / (now_s - since_s))
+            self._best_received = max(self._best_received, (received_bytes - received) / (now_s - since_s))
+            self._began = (sent_bytes, received_bytes, now_s)
+
+    def rates(self, traffic: Mapping[str, Traffic], before: Rates) -> Rates:
+        """What is known after this transfer; one that was over in no time says nothing."""
+        own = round(min(self._best_sent, self._best_received) * 8 / 1e6)
+        links = {m: round(t.sent_bytes / t.sending_s * 8 / 1e6) for m, t in traffic.items() if t.sending_s > _WINDOW_S}
+        return Rates(own or before.own, {m: links.get(m, before.links.get(m, 0)) for m in traffic})
+
+
+def _number(opening: Opening) -> int:
+    """Grows with the version; openings that a store with old data gave the same version differ in the last 16 bits."""
+    return opening.version << 16 | int(opening.id.rpartition("-")[2], 16) & 0xFFFF

@@ -39,6 +39,7 @@ class Operation:
     run: int
     """64 bits that stand for the run's id."""
     opening: int
+    """Its last 16 bits tell apart what has the same number."""
     epoch: int
     round: int
     lane: int = 0

@@ -73,9 +73,10 @@ class Links:
     def state(self, member: str) -> LinkState:
         return self.engine.state(self.number(member))
 
-    def member_of(self, number: int) -> str | None:
-        with self._lock:
-            return next((member for member, link in self._links.items() if link.number == number), None)
+    def has(self, member: str, streams: int, *, own: str) -> bool:
+        """Whether the link is as it should be: up, with enough streams where this end dials."""
+        state = self.state(member)
+        return state.is_up and (state.streams >= streams or not _dials(own, member))
 
     def connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
         """Have a link to each of these members, and to nobody else.
@@ -92,7 +93,9 @@ class Links:
 
     async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
         dialling = [
-            asyncio.create_task(self._dial(own, member, wanted)) for member, wanted in others.items() if own < member
+            asyncio.create_task(self._dial(own, member, wanted))
+            for member, wanted in others.items()
+            if _dials(own, member)
         ]
         try:
             while (away := self._away(others)) or not all(task.done() for task in dialling):
@@ -194,3 +197,8 @@ class Links:
         with self._lock:
             for member in [m for m in self._links if m not in kept]:
                 self.engine.drop(self._links.pop(member).number)
+
+
+def _dials(own: str, member: str) -> bool:
+    """Of two members, the one whose id sorts first."""
+    return own < member

@@ -31,31 +31,37 @@ class LinkCosts:
 
 
 def shape_of(
-    numel: int, codec: Codec, weights: Sequence[int], *, costs: LinkCosts | None = None, rates: Sequence[float] = ()
+    numel: int,
+    codec: Codec,
+    weights: Sequence[int],
+    *,
+    shard_shares: Sequence[float] = (),
+    order: Sequence[int] = (),
+    costs: LinkCosts | None = None,
 ) -> Shape:
     """The shape for these members.
 
-    `weights`: of each member's contribution; 0 sends nothing. `rates`: bytes per second that each member can send;
-    shards are in proportion. Empty: equal shards.
+    `weights`: of each member's contribution; 0 sends nothing. `shard_shares`: what part each member owns; empty: equal
+    parts. `order`: of the members in a ring; empty: as they are listed.
     """
     world, total = len(weights), sum(weights)
-    bounds = shard_bounds(numel, rates or [1.0] * world)
+    bounds = shard_bounds(numel, shard_shares or [1.0] * world)
     longest = max(stop - start for start, stop in pairwise(bounds))
     return Shape(
         codec=codec,
         bounds=bounds,
         shares=tuple(weight / total if total else 0.0 for weight in weights),
-        order=tuple(range(world)),
+        order=tuple(order or range(world)),
         is_ring=ring_s(world, codec.encoded_size(numel), costs) < all_to_all_s(world, codec.encoded_size(numel), costs),
         chunk_numel=chunk_numel(longest),
     )
 
 
-def shard_bounds(numel: int, rates: Sequence[float]) -> tuple[int, ...]:
-    """Borders of one shard for each member, in proportion to their rates, at whole blocks."""
-    total, before, bounds = sum(rates), 0.0, [0]
-    for rate in rates[:-1]:
-        before += rate
+def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Borders of one shard for each member, in proportion to these shares, at whole blocks."""
+    total, before, bounds = sum(shares), 0.0, [0]
+    for share in shares[:-1]:
+        before += share
         border = round(numel * before / total / _ALIGNMENT) * _ALIGNMENT
         bounds.append(min(max(border, bounds[-1]), numel))
     return (*bounds, numel)

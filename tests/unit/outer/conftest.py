@@ -34,6 +34,7 @@ from zeroband.elastic.epoch import (
     next_opening,
     next_verdict,
 )
+from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.groups import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
@@ -270,6 +271,9 @@ class MemoryLanes:
 
     def leave_behind(self) -> None:
         """Nothing to part from."""
+
+    def measured(self) -> Rates:
+        return Rates()
 
     def close(self) -> None:
         """Nothing to close."""

@@ -14,7 +14,7 @@ enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2 };
 // One operation: a round of a run as it was opened, on one lane. Openings are numbered upwards for ever.
 struct Operation {
     uint64_t run;      // digest of the run's id
-    uint64_t opening;  // number of the opening
+    uint64_t opening;  // number of the opening, and 16 bits that tell openings of the same number apart
     uint32_t epoch;
     uint32_t round;
     uint16_t lane;
@@ -25,7 +25,8 @@ struct Operation {
     }
     // Whether `other` was, or will be, started after this one.
     bool is_before(const Operation& other) const {
-        return opening != other.opening ? opening < other.opening : lane < other.lane;
+        const uint64_t number = opening >> 16, others = other.opening >> 16;
+        return number != others ? number < others : lane < other.lane;
     }
 };
 
