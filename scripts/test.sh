@@ -18,4 +18,5 @@ step ruff check .
 step ruff format --check .
 step pyright
 step hadolint Dockerfile
-step pytest -q --durations=10 --cov --cov-report=term
+step pytest -q --durations=10 --numprocesses=2 --cov --cov-report= tests/house tests/contract tests/native tests/unit
+step pytest -q --durations=10 --cov --cov-append --cov-report=term tests/integration tests/faults # of several processes
