@@ -21,6 +21,7 @@ it waits for the others, before the transfer, at 50 and 99 % of its bytes, befor
 before and after the apply; and when it was asked to leave. `joining` and `leaving` belong to no round: theirs is 0."""
 
 _WITHOUT_ROUND = ("joining", "leaving")
+_IN_TRANSFER = (("transfer50", 0.5), ("transfer99", 0.99))
 
 OUT_OF_MEMORY, SLOW, TAKES = "OOM", "SLOW", "TAKES"
 
@@ -102,13 +103,15 @@ class FaultPoints:
         assert point in POINTS, point
         if self._first_round is None and point not in _WITHOUT_ROUND:
             self._first_round = round
+        for fault in [f for f in self._faults if self._is_due(f, point, round)]:
+            self._faults.remove(fault)
+            self._happen(fault)
+
+    def _is_due(self, fault: Fault, point: str, round: int) -> bool:
         first_round = 0 if self._first_round is None or point in _WITHOUT_ROUND else self._first_round
-        for fault in [f for f in self._faults if f.point == point]:
-            since = round - fault.round - (first_round if fault.is_relative else 0)
-            lasts = fault.action in (SLOW, TAKES)  # a joiner passes its first inner step a round after its first round
-            if since == 0 or (lasts and since > 0):
-                self._faults.remove(fault)
-                self._happen(fault)
+        since = round - fault.round - (first_round if fault.is_relative else 0)
+        lasts = fault.action in (SLOW, TAKES)  # a joiner passes its first inner step a round after its first round
+        return fault.point == point and (since == 0 or (lasts and since > 0))
 
     def _happen(self, fault: Fault) -> None:
         if fault.action == SLOW:
@@ -118,9 +121,13 @@ class FaultPoints:
         else:
             self._strike(fault.action)
 
+    def stops(self, round: int) -> tuple[float, ...]:
+        """Shares of this round's transfer at which a fault strikes."""
+        return tuple(share for point, share in _IN_TRANSFER if any(self._is_due(f, point, round) for f in self._faults))
+
     def at_progress(self, round: int) -> Callable[[float], None]:
         """Pass the points of a transfer as its share in 0..1 that is done grows."""
-        left = [("transfer99", 0.99), ("transfer50", 0.5)]
+        left = list(reversed(_IN_TRANSFER))
 
         def reached(done: float) -> None:
             while left and done >= left[-1][1]:

@@ -93,6 +93,25 @@ void value_that_is_not_finite_is_named() {
     members.finish_all(running);
 }
 
+// Of one member, half of the frames, then all.
+void held_member_sends_what_it_may() {
+    Members members({3, 100003, INT8, false, true});
+    std::vector<RunningPtr> running;
+    for (uint32_t member = 0; member < 3; ++member) {
+        ReduceSpec spec = spec_of(members.shape, member, 1, members.in[member].data(), members.out[member].data());
+        spec.allowed = member == 0 ? 0.5 : 1.0;
+        running.push_back(members.engines[member]->start(std::move(spec), members.links));
+    }
+    while (!running[0]->reduce.has_sent_what_is_allowed()) std::this_thread::yield();
+    REQUIRE(!running[1]->reduce.wait(0.05));
+    const Traffic sent = running[0]->reduce.traffic(1);
+    REQUIRE(sent.sent_bytes > 0 && sent.sent_bytes < sent.to_send_bytes);
+    members.engines[0]->allow(running[0], 1.0);
+    for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+    members.finish_all(running);
+    require_equal(members);
+}
+
 }  // namespace
 
 int main() {
@@ -101,5 +120,6 @@ int main() {
     aborted_reduction_leaves_the_links_as_they_were();
     lost_link_ends_the_reduction_of_both();
     value_that_is_not_finite_is_named();
+    held_member_sends_what_it_may();
     std::puts("ok");
 }

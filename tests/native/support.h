@@ -33,7 +33,7 @@ struct Case {
 
 inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const float* in, float* out) {
     ReduceSpec spec;
-    spec.operation = {7, opening, 1, 1, 0};
+    spec.operation = {7, opening << 16, 1, 1, 0};
     spec.codec = c.codec;
     spec.is_ring = c.is_ring;
     spec.self = self;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,11 +45,13 @@ class DataPlane(Protocol):
         opening: Opening,
         member_id: str,
         on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
     ) -> tuple[int, int]:
         """Write this rank's part of the weighted mean into `result`; the bytes that the node sent and received.
 
         Shapes: both (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this
-        rank's part that is done. The bytes are right on local rank 0. Raises PeerLost.
+        rank's part that is done. `stops`: shares, in order, at which it stands still until `on_progress` returned,
+        where the path can. The bytes are right on local rank 0. Raises PeerLost.
         """
         ...
 

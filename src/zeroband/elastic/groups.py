@@ -79,6 +79,7 @@ class LaneGroups:
         opening: Opening,
         member_id: str,
         on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
     ) -> tuple[int, int]:
         self._connect(opening, opening.members.index(member_id))
         share = opening.share(member_id)

@@ -7,7 +7,7 @@ learn the decision, or the same error, through the local mesh.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +129,13 @@ class ElasticDeviceMesh:
         result: torch.Tensor,
         opening: Opening,
         on_progress: Callable[[float], None] = lambda share: None,
+        stops: Sequence[float] = (),
     ) -> Transfer:
         """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
 
         Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `on_progress`:
-        called with the share of this rank's transfer that is done, in 0..1.
+        called with the share of this rank's transfer that is done, in 0..1. `stops`: shares at which it stands still
+        meanwhile.
         Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
         """
         started_at_s = time.monotonic()
@@ -147,7 +149,7 @@ class ElasticDeviceMesh:
             on_progress(done)
 
         try:
-            sent, received = self._plane.reduce_mean(contribution, result, opening, self.member_id, moved)
+            sent, received = self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops)
         except PeerLost as error:
             reason = str(error)
             self.board.abort(opening.version)

@@ -24,6 +24,7 @@ from zeroband.plane.streams import StreamCount
 from zeroband.plane.topology import shard_shares
 
 _POLL_S = 0.0005
+_LOOK_S = 0.005
 _WINDOW_S = 0.25
 
 
@@ -61,6 +62,7 @@ class NativePlane:
         opening: Opening,
         member_id: str,
         on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
     ) -> tuple[int, int]:
         if self._reach is None:
             return 0, 0
@@ -74,10 +76,12 @@ class NativePlane:
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
         numbers = [self._reach.links.number(member) for member in opening.members]
         at = opening.members.index(member_id)
-        reduction = self._reach.links.engine.start(operation, shape, at, numbers, contribution, result)
+        reduction = self._reach.links.engine.start(
+            operation, shape, at, numbers, contribution, result, allowed=stops[0] if stops else 1.0
+        )
         try:
             meter = _Meter()
-            self._await(reduction, opening, at, on_progress, meter)
+            self._await(_Run(reduction, opening, at, on_progress, list(stops)), meter)
             traffic = {m: reduction.traffic(i) for i, m in enumerate(opening.members) if i != at}
             self._streams = {m: self._count(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._rates = meter.rates(traffic, self._rates)
@@ -107,47 +111,20 @@ class NativePlane:
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version
 
-    def _await(
-        self,
-        reduction: Reduction,
-        opening: Opening,
-        at: int,
-        on_progress: Callable[[float], None],
-        meter: _Meter,
-    ) -> None:
-        others = [i for i in range(len(opening.members)) if i != at]
-        on_progress(0.0)
-        done = 0.0
+    def _await(self, run: _Run, meter: _Meter) -> None:
+        opening, reduction = run.opening, run.reduction
+        run.on_progress(0.0)
         while (state := reduction.wait(_POLL_S)) == State.RUNNING:
             if self._is_aborted(opening):
-                suspect = self._slowest(reduction, opening, at)
-                raise PeerLost(f"the transfer of round {opening.round} was aborted: {suspect}")
-            traffic = [reduction.traffic(i) for i in others]
-            expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
-            sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
-            meter.see(sent, received, time.monotonic())
-            share = (sent + received) / max(expected, 1)
-            if share > done:
-                done = share
-                on_progress(min(done, 0.999))
-        if state == State.PEER_LOST or state == State.FOREIGN_FRAME:
+                raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
+            run.look(meter)
+        if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[reduction.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({reduction.detail})")
-        on_progress(1.0)
-
-    def _slowest(self, reduction: Reduction, opening: Opening, at: int) -> str:
-        """Who is suspected: the member of whom most is missing, and where it stopped."""
-        traffic = {m: reduction.traffic(i) for i, m in enumerate(opening.members) if i != at}
-        member, last = max(traffic.items(), key=lambda item: item[1].to_receive_bytes - item[1].received_bytes)
-        silent = "from the start" if last.silent_s is None else f"for {last.silent_s:.1f} s"
-        return (
-            f"{member} stopped at byte {last.received_bytes} of {last.to_receive_bytes} and was silent {silent}"
-            if last.received_bytes < last.to_receive_bytes
-            else "a member was lost"
-        )
+        run.on_progress(1.0)
 
     def measured(self) -> Rates:
         return self._rates
@@ -159,6 +136,47 @@ class NativePlane:
         if self._reach is not None:
             self._reach.links.close()
             self._reach.links.engine.close()
+
+
+@dataclass
+class _Run:
+    """A reduction while it is waited for."""
+
+    reduction: Reduction
+    opening: Opening
+    at: int
+    """This node's place among the members."""
+    on_progress: Callable[[float], None]
+    stops: list[float]
+    looked_at_s: float = 0.0
+    done: float = 0.0
+
+    def traffic(self) -> dict[str, Traffic]:
+        return {m: self.reduction.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
+
+    def look(self, meter: _Meter) -> None:
+        """See how far it is, and go on from where it was to stand still."""
+        now_s = time.monotonic()
+        if self.stops and self.reduction.is_held():
+            self.on_progress(self.stops.pop(0))
+            self.reduction.allow(self.stops[0] if self.stops else 1.0)
+        if now_s - self.looked_at_s < _LOOK_S:
+            return
+        self.looked_at_s, traffic = now_s, self.traffic().values()
+        expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
+        sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
+        meter.see(sent, received, now_s)
+        if (sent + received) / max(expected, 1) > self.done:
+            self.done = (sent + received) / max(expected, 1)
+            self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
+
+    def suspect(self) -> str:
+        """The member of whom most is missing, and where it stopped."""
+        member, last = max(self.traffic().items(), key=lambda item: item[1].to_receive_bytes - item[1].received_bytes)
+        if last.received_bytes == last.to_receive_bytes:
+            return "a member was lost"
+        silent = "from the start" if last.silent_s is None else f"for {last.silent_s:.1f} s"
+        return f"{member} stopped at byte {last.received_bytes} of {last.to_receive_bytes} and was silent {silent}"
 
 
 class _Meter:

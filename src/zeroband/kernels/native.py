@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -33,6 +33,7 @@ class ReduceSpec(ctypes.Structure):
         ("links", c_void_p),
         ("input", c_void_p),
         ("output", c_void_p),
+        ("allowed", c_double),
     )
 
 
@@ -72,6 +73,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_forget_peak": (None, (c_void_p,)),
     "zb_reduce_start": (c_void_p, (c_void_p, POINTER(ReduceSpec))),
     "zb_reduce_wait": (c_int, (c_void_p, c_double)),
+    "zb_reduce_allow": (None, (c_void_p, c_void_p, c_double)),
+    "zb_reduce_is_held": (c_int, (c_void_p,)),
     "zb_reduce_detail": (c_int64, (c_void_p,)),
     "zb_reduce_traffic": (None, (c_void_p, c_uint32, POINTER(TrafficRecord))),
     "zb_reduce_end": (None, (c_void_p, c_void_p)),

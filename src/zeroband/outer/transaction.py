@@ -65,7 +65,8 @@ def commit_round(
         faults.at("opened", opening.round)
         try:
             progress = faults.at_progress(opening.round)
-            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress))
+            stops = faults.stops(opening.round)
+            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress, stops))
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
             digest = digest_of(buffers[RESULT]) if mesh.local.rank == 0 else ""

@@ -108,12 +108,21 @@ class Engine:
         return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
 
     def start(
-        self, operation: Operation, shape: Shape, self_at: int, links: Sequence[int], source: Tensor, result: Tensor
+        self,
+        operation: Operation,
+        shape: Shape,
+        self_at: int,
+        links: Sequence[int],
+        source: Tensor,
+        result: Tensor,
+        *,
+        allowed: float = 1.0,
     ) -> Reduction:
         """Begin the weighted mean of all members' `source`, into `result`.
 
         Shapes: both (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
-        this node's place among the members. `links`: of each member; its own is not used.
+        this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
+        node's frames to send before `Reduction.allow` says more.
         """
         for tensor in (source, result):
             if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
@@ -138,6 +147,7 @@ class Engine:
             *(array.ctypes.data for array in arrays),
             source.data_ptr(),
             result.data_ptr(),
+            allowed,
         )
         assert self._engine is not None, "the engine is closed"
         handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
@@ -173,6 +183,14 @@ class Reduction:
     def wait(self, timeout_s: float) -> State:
         """Wait for its end, but not longer; 0 only looks."""
         return State(self._library.zb_reduce_wait(self._handle, timeout_s))
+
+    def allow(self, share: float) -> None:
+        """Let this share of the node's frames be sent."""
+        self._library.zb_reduce_allow(self._engine, self._handle, share)
+
+    def is_held(self) -> bool:
+        """Whether all frames that may be sent are with the kernel."""
+        return bool(self._library.zb_reduce_is_held(self._handle))
 
     @property
     def detail(self) -> int:

@@ -56,12 +56,16 @@ class Links:
     congestion: str | None = "bbr"
     _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
     _next: int = 0
+    _is_closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def accept(self, connection: socket.socket, what: HandedOver) -> None:
         """Take a stream that another member dialled. Any thread."""
         self.prepare(connection)
         with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
             self.engine.add_stream(self._of_session(what.caller, what.session), connection, what.keys)
 
     def number(self, member: str) -> int:
@@ -87,6 +91,9 @@ class Links:
         return asyncio.run(self._connect(own, others, is_aborted))
 
     def close(self) -> None:
+        """Drop all links; what is dialled from now on is hung up on."""
+        with self._lock:
+            self._is_closed = True
         self._forget_all_but(())
 
     # -- dialling -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import (
     Opening,
@@ -34,7 +35,6 @@ from zeroband.elastic.epoch import (
     next_opening,
     next_verdict,
 )
-from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.groups import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
@@ -230,6 +230,7 @@ class MemoryLanes:
         opening: Opening,
         member_id: str,
         on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
     ) -> tuple[int, int]:
         assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))

@@ -34,6 +34,7 @@ struct zb_spec {
     const uint32_t* links;   // world
     const float* in;
     float* out;
+    double allowed;
 };
 
 struct zb_traffic {
@@ -46,7 +47,7 @@ struct zb_link {
     uint64_t received_bytes;
 };
 
-int zb_abi() { return 1; }
+int zb_abi() { return 2; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -97,6 +98,7 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.chunk_numel = spec->chunk_numel;
     made.in = spec->in;
     made.out = spec->out;
+    made.allowed = spec->allowed;
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
 
@@ -105,6 +107,8 @@ int zb_reduce_wait(RunningPtr* running, double seconds) {
     if (seconds > 0) (*running)->reduce.wait(seconds);
     return (*running)->reduce.state();
 }
+void zb_reduce_allow(Engine* engine, RunningPtr* running, double share) { engine->allow(*running, share); }
+int zb_reduce_is_held(RunningPtr* running) { return (*running)->reduce.has_sent_what_is_allowed() ? 1 : 0; }
 int64_t zb_reduce_detail(RunningPtr* running) { return (*running)->reduce.detail(); }
 
 void zb_reduce_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {

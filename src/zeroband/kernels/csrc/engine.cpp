@@ -91,6 +91,12 @@ RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
     return running;
 }
 
+void Engine::allow(const RunningPtr& running, double share) {
+    running->reduce.allow(share);
+    for (uint32_t member = 0; member < running->link_of.size(); ++member)
+        if (member != running->reduce.spec().self) awaken(*running, {member});
+}
+
 void Engine::finish(const RunningPtr& running) {
     running->reduce.end(ABORTED, 0);
     std::lock_guard<std::mutex> lock(mutex_);

@@ -51,6 +51,8 @@ class Engine {
     LinkState link_state(uint32_t link);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
+    // Lets this share of a reduction's frames be sent.
+    void allow(const RunningPtr& running, double share);
     // Ends it where it still runs; afterwards its buffers are the caller's again.
     void finish(const RunningPtr& running);
 

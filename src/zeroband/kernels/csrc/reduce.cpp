@@ -49,6 +49,18 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         missing_.assign(chunks_of(spec_.self), contributors);
     }
     count_traffic();
+    all_frames_ = to_send_;
+    allow(spec_.allowed);
+}
+
+void Reduce::allow(double share) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    allowed_ = share >= 1 ? all_frames_ : static_cast<uint64_t>(share * static_cast<double>(all_frames_));
+}
+
+bool Reduce::has_sent_what_is_allowed() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return all_frames_ - to_send_ >= allowed_;
 }
 
 uint64_t Reduce::chunk_start(uint32_t shard, uint32_t chunk) const {
@@ -114,8 +126,10 @@ PacketPtr Reduce::next(uint32_t peer) {
     uint32_t shard = 0, chunk = 0;
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        if (handed_out_ >= allowed_) return nullptr;
         const bool is_partial = claim_partial(peer, shard, chunk);
         if (!is_partial && outgoing_[peer].empty()) return nullptr;
+        ++handed_out_;
         if (traffic_[peer].first_sent_s == 0) traffic_[peer].first_sent_s = monotonic_s();
         if (!is_partial) {
             PacketPtr packet = std::move(outgoing_[peer].front());

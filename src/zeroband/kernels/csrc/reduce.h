@@ -31,6 +31,7 @@ struct ReduceSpec {
     uint64_t chunk_numel;
     const float* in;
     float* out;
+    double allowed = 1;  // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
 };
@@ -62,6 +63,10 @@ class Reduce {
 
     // A frame from `next` was handed to the kernel.
     void sent(uint32_t peer, size_t payload_bytes);
+
+    // Lets this share of the frames be sent; and whether all that may be sent are with the kernel.
+    void allow(double share);
+    bool has_sent_what_is_allowed() const;
 
     // Ends it; afterwards neither `in` is read nor `out` written. Only the first reason counts.
     void end(ReduceState reason, int64_t detail);
@@ -108,6 +113,7 @@ class Reduce {
     std::vector<bool> seen_;                      // (kind, chunk, sender)
     std::vector<Traffic> traffic_;
     uint64_t to_send_ = 0;                        // frames
+    uint64_t all_frames_ = 0, handed_out_ = 0, allowed_ = 0;
     uint64_t to_write_ = 0;                       // chunks of `out`
 
     std::condition_variable ended_;
