@@ -82,9 +82,7 @@ def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_
         if len(peers) < nodes:
             came = ", ".join(sorted(peers))
             yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", "run it on all of them at the same time")
-        pairs = meeting.measure(meeting.probe())
-        meeting.probe()  # the others may still measure with this node
-    yield from (_pair(pair) for pair in pairs)
+        yield from (_pair(pair) for pair in meeting.measure(meeting.probe()))
 
 
 def _pair(pair: PairFinding) -> Finding:

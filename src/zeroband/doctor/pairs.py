@@ -27,7 +27,7 @@ from zeroband.plane.links import Links, Wanted
 from zeroband.plane.port import shake_hands
 from zeroband.plane.shape import shape_of
 
-LEASE_S = 5.0
+LEASE_S = 3.0
 _RENEW_S = 0.5
 _LONG_ENOUGH_S = 1.0
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -35,7 +35,7 @@ _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 _STEPS = 2 * len(_SIZES)
 _STREAMS = 8
-_PAIR_S = 60.0
+_CONNECT_S, _PAIR_S = 10.0, 60.0
 _RUN = 1
 
 
@@ -131,7 +131,7 @@ class Meeting:
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
         wanted = {m: Wanted((p.host, p.port), _STREAMS) for m, p in peers.items() if m != self.member_id}
-        self._links.connect(self.member_id, wanted, _after(_PAIR_S))
+        self._links.connect(self.member_id, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):
             peer = peers[other]

@@ -1,0 +1,82 @@
+"""`zeroband doctor` with a real store and real connections, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from zeroband.cluster import RedisServer
+from zeroband.doctor import command, pairs
+from zeroband.doctor.command import main
+from zeroband.doctor.pairs import Meeting, PairFinding
+from zeroband.elastic.lease import Door
+from zeroband.elastic.store import Store
+from zeroband.plane.handshake import RunKey
+
+Examine = Callable[[str, str], list[PairFinding]]
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with RedisServer() as redis:
+        yield redis.local_url
+
+
+@pytest.fixture
+def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """What one of three nodes finds, with its token."""
+    for name, value in (("LEASE_S", 0.5), ("_CONNECT_S", 2.0), ("_LONG_ENOUGH_S", 0.05), ("_RENEW_S", 0.1)):
+        monkeypatch.setattr(pairs, name, value)
+
+    def one(node_id: str, token: str) -> list[PairFinding]:
+        store = Store(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
+        try:
+            key = RunKey.of(token, "run")
+            with Meeting(store, node_id, Door("127.0.0.1"), key, is_sealed=True) as meeting:
+                assert len(meeting.gather(3, 10.0)) == 3
+                return meeting.measure(meeting.probe())
+        finally:
+            store.close()
+
+    return one
+
+
+@pytest.mark.slow
+def test_nodes_measure_one_another_and_one_with_another_token_is_found_out(examine: Examine) -> None:
+    tokens = {"a": "right", "b": "right", "c": "wrong"}
+    with ThreadPoolExecutor(3) as threads:
+        found = dict(zip(tokens, threads.map(examine, tokens, tokens.values()), strict=True))
+    by_pair = {(node, pair.other): pair for node, seen in found.items() for pair in seen}
+    assert len(by_pair) == 6 and all(pair.we_reach_it and pair.it_reaches_us for pair in by_pair.values())
+    for pair in (by_pair["a", "b"], by_pair["b", "a"]):
+        assert pair.advice == "" and pair.mbit is not None and pair.mbit > 1 and pair.rtt_ms is not None
+    for stranger in (by_pair["a", "c"], by_pair["c", "b"]):
+        assert stranger.mbit is None and "is run.token the same" in stranger.advice
+
+
+def doctor(*arguments: str) -> int:
+    return main(["@configs/debug/diloco.toml", *arguments])
+
+
+@pytest.mark.slow
+def test_node_alone_is_told_of_its_store(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("--store.url", redis_url) == 0
+    assert "answers within" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_store_that_is_not_there_is_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_STORE_PATIENCE_S", 0.1)
+    assert doctor("--store.url", "redis://127.0.0.1:1") == 1
+    said = capsys.readouterr().out
+    assert "FAIL" in said and "127.0.0.1:1" in said
+
+
+@pytest.mark.slow
+def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor("--comm.codecs", "int8") == 2
+    assert "comm.codec" in capsys.readouterr().err
