@@ -85,7 +85,7 @@ class Codec:
         return bound + self.relative_error * 2.0**-126
 
 
-_SLACK = 1 + 2.0**-20  # the scale itself is rounded
+_SLACK = 1 + 2.0**-14  # the scale and the quotient are rounded themselves
 
 _EACH = (
     Codec("fp32", 0, 32, None, 0.0, 0.0, reference.encode_fp32, reference.decode_fp32),

@@ -98,7 +98,7 @@ def _quantise(x: Tensor, block: int, levels: int) -> tuple[Tensor, Tensor]:
     rows, top = _blocks(x, block)
     is_tiny = top < TINY
     scale = torch.minimum(top / levels, LARGEST / levels).masked_fill(is_tiny, 0)
-    inverse = (levels / top).masked_fill(is_tiny, 0)
+    inverse = torch.div(torch.tensor(float(levels)), top).masked_fill(is_tiny, 0)  # `levels / top` rounds twice
     return scale, (rows * inverse[:, None]).round().reshape(-1)
 
 

@@ -5,6 +5,7 @@ A pair of Unix sockets; each message is one connection's descriptor and what the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import socket
@@ -77,7 +78,8 @@ class Inbox:
 
     def close(self) -> None:
         self._is_over = True
-        self._wake_write.send(b"\0")
+        with contextlib.suppress(OSError):  # it has seen that already
+            self._wake_write.send(b"\0")
         self._thread.join(timeout=5)
         self._wake_write.close()
 
@@ -112,5 +114,8 @@ class Inbox:
             taker = self._takers.get(what.kind)
             if taker is None:
                 connection.close()
-            else:
+                continue
+            try:
                 taker(connection, what)
+            except OSError:  # whoever called is gone already
+                connection.close()

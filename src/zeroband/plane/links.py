@@ -99,13 +99,11 @@ class Links:
     # -- dialling -----------------------------------------------------------------------------------------------
 
     async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
-        dialling = [
-            asyncio.create_task(self._dial(own, member, wanted))
-            for member, wanted in others.items()
-            if _dials(own, member)
-        ]
+        dialled = {member for member in others if _dials(own, member)}
+        tried: set[str] = set()
+        dialling = [asyncio.create_task(self._keep_dialling(own, member, others[member], tried)) for member in dialled]
         try:
-            while (away := self._away(others)) or not all(task.done() for task in dialling):
+            while (away := self._away(others)) or tried != dialled:
                 if is_aborted():
                     return away
                 await asyncio.sleep(_POLL_S)
@@ -118,27 +116,33 @@ class Links:
     def _away(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(member for member in members if not self.state(member).is_up)
 
-    async def _dial(self, own: str, member: str, wanted: Wanted) -> None:
-        """Have as many streams as are wanted, as soon as the other end takes them."""
+    async def _keep_dialling(self, own: str, member: str, wanted: Wanted, tried: set[str]) -> None:
+        """Have as many streams as are wanted, as far as the other end takes them, and again when the link is lost.
+
+        `tried`: gets the members whose link is up after a call for all that was missing.
+        """
         while True:
             state = self.state(member)
             if not state.is_up:
                 self._start_session(member)
             missing = wanted.streams - (state.streams if state.is_up else 0)
-            if missing <= 0:
-                return
-            session = self._links[member].session
-            calls = [self._call(own, member, session, wanted.address) for _ in range(missing)]
-            for answer in await asyncio.gather(*calls, return_exceptions=True):
-                if isinstance(answer, BaseException):
-                    if not isinstance(answer, OSError | HandshakeFailed | TimeoutError | EOFError):
-                        raise answer
-                    continue
-                with self._lock:
-                    self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
+            if missing > 0 and not (state.is_up and member in tried):
+                await self._dial(own, member, wanted.address, missing)
             if self.state(member).is_up:
-                return
-            await asyncio.sleep(_DIAL_AGAIN_S)
+                tried.add(member)
+            await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
+
+    async def _dial(self, own: str, member: str, address: Address, streams: int) -> None:
+        """Call so many times at once; whatever comes of it is added to the link."""
+        session = self._links[member].session
+        calls = [self._call(own, member, session, address) for _ in range(streams)]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, OSError | HandshakeFailed | TimeoutError | EOFError):
+                    raise answer
+                continue
+            with self._lock:
+                self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
 
     async def _call(self, own: str, member: str, session: str, address: Address) -> tuple[socket.socket, StreamKeys]:
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from zeroband.errors import HandshakeFailed
 from zeroband.plane.handover import HandedOver
@@ -66,11 +67,18 @@ class Port:
                 await asyncio.sleep(_PEEK_S)
                 continue
             connection.setblocking(False)
-            if len(self._strangers) >= _MOST_STRANGERS:
-                next(iter(self._strangers)).cancel()  # the oldest
+            while len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                self._strangers.pop(oldest)
+                oldest.cancel()
             task = loop.create_task(self._receive(connection))
+            task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
             self._strangers[task] = connection
             self._keep(task)
+
+    def _hang_up(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        connection.close()
 
     async def _receive(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
@@ -86,9 +94,6 @@ class Port:
             await answer(connection)
         except (OSError, TimeoutError, EOFError, HandshakeFailed):
             pass  # nobody that this node has to tell
-        finally:
-            self._strangers.pop(task, None)
-            connection.close()
 
 
 PROBE_CALL = b"zbp1"

@@ -101,10 +101,20 @@ class Net:
 
     def next_operation(self) -> Operation:
         self.opening += 1
-        return Operation(RUN, self.opening, epoch=3, round=4)
+        return Operation(RUN, (self.opening << 16) + 0xFFFF - self.opening, epoch=3, round=4)
 
-    def operate(self, operation: Operation, shape: Shape, member: int, source: Tensor, result: Tensor) -> Reduction:
-        reduction = self.engines[member].start(operation, shape, member, range(self.world), source, result)
+    def operate(
+        self,
+        operation: Operation,
+        shape: Shape,
+        member: int,
+        source: Tensor,
+        result: Tensor,
+        *,
+        allowed: float = 1.0,
+    ) -> Reduction:
+        engine = self.engines[member]
+        reduction = engine.start(operation, shape, member, range(self.world), source, result, allowed=allowed)
         self.started.append(reduction)
         return reduction
 

@@ -48,6 +48,7 @@ void Engine::drop_link(uint32_t link) {
         links_.erase(found);
     }
     for (const auto& [fd, loop] : streams) loop->drop(fd);
+    end_what_needs(link);
 }
 
 LinkState Engine::link_state(uint32_t link) {
@@ -161,18 +162,20 @@ void Engine::awaken(const Running& running, const std::vector<uint32_t>& members
         for (const auto& loop : loops_) loop->awaken(running.link_of[member]);
 }
 
-// A connection that ended takes down its link; what still needs the link cannot go on.
+// A connection that ended takes down its link.
 void Engine::lose_stream(uint32_t link, int fd) {
-    std::vector<RunningPtr> concerned;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto found = links_.find(link);
         if (found == links_.end()) return;
         found->second.is_up = false;
         found->second.streams.erase(fd);
-        concerned = running_;
     }
-    for (const RunningPtr& running : concerned) {
+    end_what_needs(link);
+}
+
+void Engine::end_what_needs(uint32_t link) {
+    for (const RunningPtr& running : all_running()) {
         const uint32_t member = running->member_of(link);
         if (member >= running->link_of.size()) continue;
         const Traffic traffic = running->reduce.traffic(member);

@@ -71,6 +71,7 @@ class Engine {
     void deliver(uint32_t link, PacketPtr packet);
     PacketPtr pick(uint32_t link, RunningPtr& running);
     void lose_stream(uint32_t link, int fd);
+    void end_what_needs(uint32_t link);
     void awaken(const Running& running, const std::vector<uint32_t>& members);
     RunningPtr running_of(const Operation& operation);
     std::vector<RunningPtr> all_running();

@@ -1,0 +1,388 @@
+"""The port over loopback: who is answered, and how little those get who are not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zeroband.errors import HandshakeFailed
+from zeroband.plane import port as port_module
+from zeroband.plane.handover import HandedOver
+from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction, RunKey
+from zeroband.plane.port import CALL_BYTES, HTTP_CALL, PROBE_CALL, Answer, Port, read_exactly, shake_hands
+
+HOST = "127.0.0.1"
+KEY = RunKey(b"k" * 32)
+ME, CALLER = "me#1", "caller#1"
+STRANGERS = 4
+SOON_S = 0.05
+DEADLINE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_module, "_MOST_STRANGERS", STRANGERS)
+    monkeypatch.setattr(port_module, "_PEEK_S", 0.002)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers have a moment to say what they want, not seconds."""
+    monkeypatch.setattr(port_module, "_PATIENCE_S", SOON_S)
+
+
+@pytest.fixture(autouse=True)
+def _silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nobody can fill this node's log from outside; asyncio complains when a task that failed is collected."""
+    yield
+    gc.collect(1)
+    assert caplog.records == []
+
+
+async def greet(connection: socket.socket) -> None:
+    """Says back the first eight bytes, which are all still there."""
+    await asyncio.get_running_loop().sock_sendall(connection, await read_exactly(connection, 8))
+
+
+@asynccontextmanager
+async def opened(answers: Mapping[bytes, Answer] | None = None) -> AsyncIterator[tuple[Port, int]]:
+    port = Port(answers or {PROBE_CALL: greet, HTTP_CALL: greet})
+    number = port.open(HOST, 0)
+    try:
+        yield port, number
+    finally:
+        port.close()
+        await until(lambda: not port._busy)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def call(number: int, data: bytes = b"") -> socket.socket:
+    connection = socket.socket()
+    connection.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, (HOST, number))
+    await loop.sock_sendall(connection, data)
+    return connection
+
+
+async def all_that_comes(connection: socket.socket) -> bytes:
+    """Until the other end hangs up."""
+    loop, data = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(DEADLINE_S):
+        with contextlib.suppress(ConnectionResetError):  # what was sent had not been read
+            while part := await loop.sock_recv(connection, 4096):
+                data += part
+    connection.close()
+    return data
+
+
+async def assert_answers(number: int) -> None:
+    assert await all_that_comes(await call(number, HTTP_CALL + b"/abc")) == HTTP_CALL + b"/abc"
+
+
+def test_connection_goes_to_who_answers_its_first_four_bytes_and_they_are_left_in_it() -> None:
+    seen: list[tuple[str, bytes]] = []
+
+    def answer_as(name: str) -> Answer:
+        async def answer(connection: socket.socket) -> None:
+            seen.append((name, await read_exactly(connection, 8)))
+
+        return answer
+
+    async def scene() -> None:
+        async with opened({b"aaaa": answer_as("a"), b"bbbb": answer_as("b")}) as (_, number):
+            for data in (b"aaaa1234", b"bbbb5678"):
+                assert await all_that_comes(await call(number, data)) == b""
+
+    asyncio.run(scene())
+    assert seen == [("a", b"aaaa1234"), ("b", b"bbbb5678")]
+
+
+def test_call_may_come_byte_by_byte() -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            connection = await call(number)
+            for byte in PROBE_CALL:
+                await asyncio.sleep(0.003)
+                assert len(port._strangers) == 1
+                await asyncio.get_running_loop().sock_sendall(connection, bytes([byte]))
+            await asyncio.get_running_loop().sock_sendall(connection, b"1234")
+            assert await all_that_comes(connection) == PROBE_CALL + b"1234"
+
+    asyncio.run(scene())
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.binary(min_size=CALL_BYTES, max_size=600).filter(lambda b: not b.startswith((PROBE_CALL, HTTP_CALL))),
+        min_size=1,
+        max_size=STRANGERS,
+    )
+)
+def test_who_says_something_else_is_shut_out_and_told_nothing(calls: list[bytes]) -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            strangers = [await call(number, data) for data in calls]
+            assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * len(calls)
+            assert port._strangers == {}
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("said", [b"", b"G", b"GET", b"zbp"])
+def test_who_does_not_say_what_it_wants_is_shut_out(said: bytes, impatient: None) -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            stranger = await call(number, said)
+            await until(lambda: len(port._strangers) == 1)
+            assert await all_that_comes(stranger) == b""
+            assert port._strangers == {}
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+def test_who_hangs_up_before_it_says_what_it_wants_is_forgotten_at_once() -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            stranger = await call(number)
+            await until(lambda: len(port._strangers) == 1)
+            stranger.shutdown(socket.SHUT_WR)
+            await until(lambda: not port._strangers)
+            assert await all_that_comes(stranger) == b""
+
+    asyncio.run(scene())
+
+
+def test_oldest_of_too_many_strangers_goes() -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            strangers = []
+            for count in range(1, 2 * STRANGERS + 1):
+                strangers.append(await call(number))
+                await until(lambda count=count: len(port._busy) == 1 + min(count, STRANGERS))
+                await until(lambda count=count: len(port._strangers) == min(count, STRANGERS))
+            assert await asyncio.gather(*map(all_that_comes, strangers[:STRANGERS])) == [b""] * STRANGERS
+            for stranger in strangers[STRANGERS:]:
+                await asyncio.get_running_loop().sock_sendall(stranger, PROBE_CALL + b"1234")
+                assert await all_that_comes(stranger) == PROBE_CALL + b"1234"
+
+    asyncio.run(scene())
+
+
+def test_no_more_strangers_are_kept_when_many_come_at_once() -> None:
+    """All of them are in the backlog when the loop gets to it. One may come while another goes."""
+
+    async def scene() -> None:
+        async with opened() as (port, number):
+            crowd = [socket.create_connection((HOST, number)) for _ in range(5 * STRANGERS)]
+            most = 0
+            for _ in range(10 * len(crowd)):
+                await asyncio.sleep(0)
+                most = max(most, len(port._strangers))
+            for stranger in crowd:
+                stranger.close()
+            assert STRANGERS <= most <= STRANGERS + 1
+            await until(lambda: not port._strangers)
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+def test_crowd_at_the_door_is_hung_up_on_and_forgotten(impatient: None) -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            strangers = [socket.create_connection((HOST, number)) for _ in range(5 * STRANGERS)]
+            for stranger in strangers:
+                stranger.setblocking(False)
+            assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * len(strangers)
+            assert port._strangers == {}
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+def test_who_is_answered_for_long_is_no_stranger() -> None:
+    """Probes go on as long as both nodes are there; those who come later must not push them out."""
+    silent = asyncio.Event()
+
+    async def stay(connection: socket.socket) -> None:
+        await greet(connection)
+        await silent.wait()
+
+    async def scene() -> None:
+        async with opened({PROBE_CALL: stay, HTTP_CALL: greet}) as (port, number):
+            probes = [await call(number, PROBE_CALL + b"1234") for _ in range(STRANGERS + 1)]
+            for probe in probes:
+                assert await asyncio.get_running_loop().sock_recv(probe, 8) == PROBE_CALL + b"1234"
+            assert port._strangers == {}
+            for _ in range(2 * STRANGERS):
+                await assert_answers(number)
+            silent.set()
+            assert await asyncio.gather(*map(all_that_comes, probes)) == [b""] * len(probes)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("error", [HandshakeFailed("no"), OSError("gone"), TimeoutError(), EOFError()], ids=repr)
+def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
+    async def fail(connection: socket.socket) -> None:
+        raise error
+
+    async def scene() -> None:
+        async with opened({DATA_CALL: fail, HTTP_CALL: greet}) as (port, number):
+            assert await all_that_comes(await call(number, DATA_CALL)) == b""
+            assert port._strangers == {}
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+def test_closed_port_hangs_up_on_everybody_and_listens_no_more() -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            strangers = [await call(number, said) for said in (b"", b"GE", PROBE_CALL + b"12")]
+            await until(lambda: len(port._busy) == 4 and len(port._strangers) == 2)
+            port.close()
+            assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * 3
+            assert port._strangers == {}
+            with pytest.raises(ConnectionRefusedError):
+                await call(number)
+
+    asyncio.run(scene())
+
+
+def test_closed_port_hangs_up_on_who_has_just_come() -> None:
+    """It was accepted, and nothing more has been done yet."""
+
+    async def scene() -> None:
+        async with opened() as (port, number):
+            stranger = socket.create_connection((HOST, number))
+            stranger.setblocking(False)
+            while not port._strangers:
+                await asyncio.sleep(0)
+            port.close()
+            assert await all_that_comes(stranger) == b""
+            assert port._strangers == {}
+
+    asyncio.run(scene())
+
+
+def test_port_that_is_taken_is_said() -> None:
+    async def scene() -> None:
+        async with opened() as (_, number):
+            with pytest.raises(OSError, match="in use"):
+                Port({}).open(HOST, number)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_port_listens_on_ipv6_addresses() -> None:
+    async def scene() -> None:
+        port = Port({PROBE_CALL: greet})
+        number = port.open("::1", 0)
+        reader, writer = await asyncio.open_connection("::1", number)
+        writer.write(PROBE_CALL + b"1234")
+        assert await reader.read(8) == PROBE_CALL + b"1234"
+        writer.close()
+        port.close()
+
+    asyncio.run(scene())
+
+
+# -- calls to the data plane ----------------------------------------------------------------------------------------
+
+
+def caller_of(key: RunKey = KEY, *, callee: str = ME, is_sealed: bool = True) -> Caller:
+    return Caller(key, Introduction(CALLER, callee, "session", is_sealed))
+
+
+@asynccontextmanager
+async def opened_for_data(*, is_sealed: bool = True) -> AsyncIterator[tuple[Port, int, list[HandedOver]]]:
+    taken: list[HandedOver] = []
+
+    async def answer(connection: socket.socket) -> None:
+        taken.append(await shake_hands(connection, KEY, callee=ME, is_sealed=is_sealed))
+
+    async with opened({DATA_CALL: answer, HTTP_CALL: greet}) as (port, number):
+        yield port, number, taken
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_node_of_the_run_gets_in(is_sealed: bool) -> None:
+    async def scene() -> None:
+        async with opened_for_data(is_sealed=is_sealed) as (_, number, taken):
+            caller = caller_of(is_sealed=is_sealed)
+            connection = await call(number, caller.hello)
+            proof, keys = caller.take(await read_exactly(connection, ANSWER_BYTES))
+            await asyncio.get_running_loop().sock_sendall(connection, proof)
+            assert await all_that_comes(connection) == b""
+            (what,) = taken
+            assert (what.kind, what.caller, what.session) == ("data", CALLER, "session")
+            assert (what.keys.seal, what.keys.open) == (keys.open, keys.seal)
+            assert (what.keys == OPEN) == (not is_sealed)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        caller_of(RunKey(b"o" * 32)).hello,
+        caller_of(callee="me#0").hello,
+        caller_of(is_sealed=False).hello,
+        DATA_CALL + os.urandom(HELLO_BYTES - 4),
+        DATA_CALL + os.urandom(100 * HELLO_BYTES),
+    ],
+    ids=["another token", "called by an old name", "not sealed", "garbage", "endless garbage"],
+)
+def test_call_that_this_node_does_not_take_gets_no_answer(hello: bytes) -> None:
+    async def scene() -> None:
+        async with opened_for_data() as (port, number, taken):
+            assert await all_that_comes(await call(number, hello)) == b""
+            assert (taken, port._strangers) == ([], {})
+            await assert_answers(number)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("size", [4, 100, HELLO_BYTES - 1])
+def test_call_that_is_never_finished_ends_after_a_moment(size: int, impatient: None) -> None:
+    async def scene() -> None:
+        async with opened_for_data() as (_, number, taken):
+            assert await all_that_comes(await call(number, caller_of().hello[:size])) == b""
+            assert taken == []
+
+    asyncio.run(scene())
+
+
+def test_caller_that_proves_nothing_does_not_get_in(impatient: None) -> None:
+    """It has recorded a call, and gets it answered again, but never more."""
+
+    async def scene() -> None:
+        async with opened_for_data() as (_, number, taken):
+            hello = caller_of().hello
+            answers = await asyncio.gather(
+                all_that_comes(await call(number, hello)), all_that_comes(await call(number, hello + b"\0" * 32))
+            )
+            assert [len(answer) for answer in answers] == [ANSWER_BYTES] * 2
+            assert taken == []
+
+    asyncio.run(scene())
