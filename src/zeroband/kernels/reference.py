@@ -12,7 +12,7 @@ TINY = 2.0**-118
 """A block whose largest value is below becomes zeros, so that nothing decoded is subnormal."""
 
 LARGEST = torch.tensor(0x7F7FFFFE, dtype=torch.int32).view(torch.float32)
-"""Two units below the largest float32: what scales are held below, so that decoding cannot overflow."""
+"""One unit below the largest float32: what scales are held below, so that decoding cannot overflow."""
 
 
 def encode_fp32(x: Tensor) -> Tensor:

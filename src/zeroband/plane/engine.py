@@ -91,7 +91,12 @@ class Engine:
 
     def __init__(self, threads: int) -> None:
         self._library = native.load()
-        self._engine: int | None = self._library.zb_engine_open(threads)
+        self._handle: int | None = self._library.zb_engine_open(threads)
+
+    @property
+    def _engine(self) -> int:
+        assert self._handle is not None, "the engine is closed"
+        return self._handle
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
         """Make a connected socket one of the link's streams; it is the engine's from then on."""
@@ -149,7 +154,6 @@ class Engine:
             result.data_ptr(),
             allowed,
         )
-        assert self._engine is not None, "the engine is closed"
         handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
         if not handle:
             raise ValueError(f"no reduction has this shape: {shape}")
@@ -164,10 +168,10 @@ class Engine:
         self._library.zb_forget_peak(self._engine)
 
     def close(self) -> None:
-        """Not while a reduction is used."""
-        if self._engine is not None:
-            self._library.zb_engine_close(self._engine)
-            self._engine = None
+        """Not while a reduction is used, or another thread calls."""
+        if self._handle is not None:
+            self._library.zb_engine_close(self._handle)
+            self._handle = None
 
 
 class Reduction:

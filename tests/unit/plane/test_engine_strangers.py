@@ -182,6 +182,7 @@ def test_frame_with_a_changed_header_does_not_count(kind: int, at: int, change: 
         {"payload_bytes": 4 * SHARD + 1},
         {"payload_bytes": 1 << 24},
         {"payload_bytes": 0xFFFFFFFF},
+        {"payload_bytes": (1 << 24) + 1, "round": 3},
     ],
     ids=str,
 )

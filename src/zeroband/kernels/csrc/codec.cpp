@@ -5,7 +5,7 @@ namespace {
 
 constexpr int32_t INFINITE = 0x7f800000;
 constexpr float TINY = 0x1p-118f;     // a block whose largest value is below becomes zeros
-constexpr float LARGEST = 0x1.fffffcp127f;  // two units below the largest float
+constexpr float LARGEST = 0x1.fffffcp127f;  // one unit below the largest float
 
 }  // namespace
 
