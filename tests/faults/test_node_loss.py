@@ -149,7 +149,8 @@ def test_steady_node_loses_no_inner_step(run: Recorded, steady: str) -> None:
     assert steps == list(range(1, len(steps) + 1))
     rounds = [record["outer/round"] for record in run.metrics[steady] if "outer/round" in record]
     assert rounds == list(range(1, len(rounds) + 1))
-    for opening in [verdict.opening for verdict in list(run.history.values())[1:]]:
+    openings = [verdict.opening for verdict in list(run.history.values())[1:]]
+    for opening in [o for o in openings if o.round <= len(rounds)]:  # the others may end a moment after it
         number = [node_id_of(m) for m in opening.members].index(steady)
         if opening.wants[number]:  # it leaves with the last round, which it does not finish
             weight = opening.weights[number]
