@@ -118,7 +118,7 @@ class Worker:
         numbers = itertools.count(1)
 
         def run() -> None:
-            operation = Operation(1, next(numbers), 1, 1)
+            operation = Operation(1, next(numbers) << 16, 1, 1)
             reduction = engine.start(operation, shape, job.rank, range(job.world), self.values, self.result)
             state = reduction.wait(DEADLINE_S)
             reduction.close()
