@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ from zeroband.plane.links import Links
 from zeroband.plane.shape import shape_of
 
 DEADLINE_S = 300.0
+LEAST_S = 3.0
+"""Of a transfer with int8 over links that are used in full."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to average: `native/CODEC/STREAMS/sealed|open` or `gloo/LANES`."""
+    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring` or `gloo/LANES`."""
 
     name: str
 
@@ -110,11 +112,11 @@ class Worker:
 
     def _prepare_native(self, way: Way) -> Callable[[], None]:
         job = self.job
-        _, codec, streams, sealing = way.parts
+        _, codec, streams, sealing, form = way.parts
         engine = Engine(threads=1)
-        links = Links(engine, RunKey(b""), sealing == "sealed")
+        links = Links(engine, RunKey(b""), sealing == "sealed", os.environ.get("ZB_CC", "bbr"))
         self._connect(way, engine, links, int(streams), sealing == "sealed")
-        shape = shape_of(job.numel, CODECS[codec], [1] * job.world)
+        shape = replace(shape_of(job.numel, CODECS[codec], [1] * job.world), is_ring=form == "ring")
         numbers = itertools.count(1)
 
         def run() -> None:
@@ -235,7 +237,8 @@ def loopback() -> None:
         "| nodes | way | median s | best s | processor s | gloo / way, medians | bests |\n|---|---|---|---|---|---|---|"
     )
     for world in (2, 4):
-        ways = ["gloo/1", "native/int8/1/open", "native/int8/1/sealed", "native/int4/1/open", "native/fp32/1/open"]
+        kinds = ("int8/1/open", "int8/1/sealed", "int4/1/open", "fp32/1/open")
+        ways = ["gloo/1", *(f"native/{kind}/all" for kind in kinds)]
         taken = measure(world, numel, ways, repeats=7)
         for way, one in taken.items():
             ratio, best = taken["gloo/1"].median_s / one.median_s, taken["gloo/1"].best_s / one.best_s
@@ -247,17 +250,12 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
     heads = ("Mbit/s", "RTT ms", "loss %", "nodes", "iperf3", "way", "median s", "Mbit/s out", "of iperf3", "gloo/way")
     print(_heading(*heads, "CPU s"))
     for rate, rtt, world in itertools.product(rates, rtts, worlds):
-        numel = int(rate * 1e6 / 8 * 1.5 / 2 * world / (world - 1)) // 256 * 256  # 1.5 s at int8
+        numel = int(rate * 1e6 / 8 * LEAST_S / 2 * world / (world - 1)) // 256 * 256
         with Wan(world, rate_mbit=rate, rtt_ms=rtt, loss_percent=loss) as wan:
             iperf = iperf_mbit(wan, (4, 8))
-            ways = [
-                "gloo/1",
-                "gloo/4",
-                "gloo/8",
-                "native/int8/1/sealed",
-                "native/int8/4/sealed",
-                "native/int8/8/sealed",
-            ]
+            forms = ("all",) if world == 2 else ("all", "ring")
+            native_ways = [f"native/int8/{streams}/sealed/{form}" for form in forms for streams in (1, 4)]
+            ways = ["gloo/1", "gloo/8", *native_ways]
             taken = measure(world, numel, ways, repeats=3, host=wan.address, prefix=wan.prefix)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))
         for way, one in taken.items():

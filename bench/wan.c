@@ -27,15 +27,19 @@ enum { MOST_NODES = 32, FRAME = 70000, HEADERS = 40, ETHERNET = 14 + 24, READS =
 
 struct packet {
     struct packet *next;
-    double due_s;
-    int size;
+    double due_s, takes_s;
+    int to, size;
     char bytes[];
+};
+
+struct queue {
+    struct packet *first, **last;
 };
 
 struct node {
     int tun;
     double up_free_s, down_free_s;
-    struct packet *first, **last;
+    struct queue away, arriving; /* on the long way from this node; in the access link to it */
 };
 
 static struct node nodes[MOST_NODES];
@@ -86,43 +90,70 @@ static double wire_bytes(const char *frame, int size) {
     return payload + (segments - 1) * HEADERS + segments * ETHERNET;
 }
 
-static void carry(struct node *from, const char *frame, int size) {
+static void append(struct queue *queue, struct packet *packet) {
+    packet->next = NULL;
+    *queue->last = packet;
+    queue->last = &packet->next;
+}
+
+static struct packet *take(struct queue *queue) {
+    struct packet *packet = queue->first;
+    queue->first = packet->next;
+    if (queue->first == NULL) queue->last = &queue->first;
+    return packet;
+}
+
+/* When a packet that comes now has passed a link that is free at *free_s; negative: the queue is full. */
+static double pass(double *free_s, double now, double takes_s) {
+    if (*free_s < now) *free_s = now;
+    if (*free_s - now > queue_bytes / bytes_per_s) return -1;
+    return *free_s += takes_s;
+}
+
+static void send_off(struct node *from, const char *frame, int size) {
     const unsigned char *ip = (const unsigned char *)frame + sizeof(struct virtio_net_hdr);
     int to = ip[19] - 1;
     if (ip[0] >> 4 != 4 || to < 0 || to >= count) return;
-    double now = now_s(), takes_s = wire_bytes(frame, size) / bytes_per_s, limit_s = queue_bytes / bytes_per_s;
     if (loss > 0 && chance() < loss) return;
-    if (from->up_free_s < now) from->up_free_s = now;
-    if (from->up_free_s - now > limit_s) return;
-    from->up_free_s += takes_s;
-    double there_s = from->up_free_s + way_s;
-    struct node *node = &nodes[to];
-    if (node->down_free_s < there_s) node->down_free_s = there_s;
-    if (node->down_free_s - there_s > limit_s) return;
-    node->down_free_s += takes_s;
+    double takes_s = wire_bytes(frame, size) / bytes_per_s, gone_s = pass(&from->up_free_s, now_s(), takes_s);
+    if (gone_s < 0) return;
     struct packet *packet = malloc(sizeof *packet + (size_t)size);
     if (packet == NULL) fail("malloc");
-    packet->next = NULL;
-    packet->due_s = node->down_free_s;
-    packet->size = size;
+    *packet = (struct packet){.due_s = gone_s + way_s, .takes_s = takes_s, .to = to, .size = size};
     memcpy(packet->bytes, frame, (size_t)size);
-    *node->last = packet;
-    node->last = &packet->next;
+    append(&from->away, packet);
 }
 
-/* Hands over what is due; gives when the next one is. */
+/* Puts what has come the long way, first come first, into the access links of those it is for. */
+static void arrive(double until_s) {
+    for (;;) {
+        struct node *earliest = NULL;
+        for (struct node *node = nodes; node < nodes + count; ++node)
+            if (node->away.first != NULL && (earliest == NULL || node->away.first->due_s < earliest->away.first->due_s))
+                earliest = node;
+        if (earliest == NULL || earliest->away.first->due_s > until_s) return;
+        struct packet *packet = take(&earliest->away);
+        struct node *to = &nodes[packet->to];
+        packet->due_s = pass(&to->down_free_s, packet->due_s, packet->takes_s);
+        if (packet->due_s < 0)
+            free(packet);
+        else
+            append(&to->arriving, packet);
+    }
+}
+
+/* Hands over what is due; gives when something is due next. */
 static double deliver(double until_s) {
     double next_s = until_s + 1;
-    for (int i = 0; i < count; ++i) {
-        struct node *node = &nodes[i];
-        while (node->first != NULL && node->first->due_s <= until_s) {
-            struct packet *packet = node->first;
+    arrive(until_s);
+    for (struct node *node = nodes; node < nodes + count; ++node) {
+        while (node->arriving.first != NULL && node->arriving.first->due_s <= until_s) {
+            struct packet *packet = take(&node->arriving);
             if (write(node->tun, packet->bytes, (size_t)packet->size) < 0 && errno == EBADF) fail("write");
-            node->first = packet->next;
-            if (node->first == NULL) node->last = &node->first;
             free(packet);
         }
-        if (node->first != NULL && node->first->due_s < next_s) next_s = node->first->due_s;
+        if (node->arriving.first != NULL && node->arriving.first->due_s < next_s) next_s = node->arriving.first->due_s;
+        if (node->away.first != NULL && node->away.first->due_s < next_s) next_s = node->away.first->due_s;
     }
     return next_s;
 }
@@ -140,7 +171,8 @@ int main(int argc, char **argv) {
     struct pollfd waits[MOST_NODES];
     for (; count < argc - 5; ++count) {
         nodes[count].tun = open_tun(argv[5 + count], loss == 0);
-        nodes[count].last = &nodes[count].first;
+        nodes[count].away.last = &nodes[count].away.first;
+        nodes[count].arriving.last = &nodes[count].arriving.first;
         waits[count] = (struct pollfd){nodes[count].tun, POLLIN, 0};
     }
     setns(home, CLONE_NEWNET);
@@ -157,7 +189,7 @@ int main(int argc, char **argv) {
             for (int n = 0; n < READS; ++n) {
                 ssize_t size = read(nodes[i].tun, frame, sizeof frame);
                 if (size <= (ssize_t)sizeof(struct virtio_net_hdr)) break;
-                carry(&nodes[i], frame, (int)size);
+                send_off(&nodes[i], frame, (int)size);
             }
     }
 }

@@ -50,7 +50,7 @@ class Wan:
 
     def _carry(self, program: Path, stack: ExitStack) -> None:
         rate_mbit, rtt_ms, loss_percent = self._link
-        queue_kb = max(256.0, 2 * rate_mbit * 1e6 / 8 * rtt_ms / 1e3 / 1024)  # twice what is under way
+        queue_kb = rate_mbit * 1e6 / 8 * max(50.0, 2 * rtt_ms) / 1e3 / 1024  # of a home router: a noticeable delay
         names = [self._name(node) for node in range(self.nodes)]
         arguments = [str(value) for value in (rate_mbit, rtt_ms, loss_percent, queue_kb)]
         carrier = subprocess.Popen([program, *arguments, *names], stdout=subprocess.PIPE, text=True)
