@@ -45,7 +45,7 @@ LEAST_S = 3.0
 
 @dataclass(frozen=True)
 class Way:
-    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring` or `gloo/LANES`."""
+    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring/CONGESTION` or `gloo/LANES`."""
 
     name: str
 
@@ -112,10 +112,12 @@ class Worker:
 
     def _prepare_native(self, way: Way) -> Callable[[], None]:
         job = self.job
-        _, codec, streams, sealing, form = way.parts
+        _, codec, streams, sealing, form, congestion = way.parts
         engine = Engine(threads=1)
-        links = Links(engine, RunKey(b""), sealing == "sealed", os.environ.get("ZB_CC", "bbr"))
+        links = Links(engine, RunKey(b""), sealing == "sealed")
         self._connect(way, engine, links, int(streams), sealing == "sealed")
+        for peer in range(job.world):
+            engine.set_congestion(peer, congestion)
         shape = replace(shape_of(job.numel, CODECS[codec], [1] * job.world), is_ring=form == "ring")
         numbers = itertools.count(1)
 
@@ -238,7 +240,7 @@ def loopback() -> None:
     )
     for world in (2, 4):
         kinds = ("int8/1/open", "int8/1/sealed", "int4/1/open", "fp32/1/open")
-        ways = ["gloo/1", *(f"native/{kind}/all" for kind in kinds)]
+        ways = ["gloo/1", *(f"native/{kind}/all/cubic" for kind in kinds)]
         taken = measure(world, numel, ways, repeats=7)
         for way, one in taken.items():
             ratio, best = taken["gloo/1"].median_s / one.median_s, taken["gloo/1"].best_s / one.best_s
@@ -254,7 +256,11 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
         with Wan(world, rate_mbit=rate, rtt_ms=rtt, loss_percent=loss) as wan:
             iperf = iperf_mbit(wan, (4, 8))
             forms = ("all",) if world == 2 else ("all", "ring")
-            native_ways = [f"native/int8/{streams}/sealed/{form}" for form in forms for streams in (1, 4)]
+            controls = ("cubic",) if loss == 0 else ("cubic", "bbr")
+            native_ways = [
+                f"native/int8/{streams}/sealed/{form}/{control}"
+                for form, control, streams in itertools.product(forms, controls, (4, 8))
+            ]
             ways = ["gloo/1", "gloo/8", *native_ways]
             taken = measure(world, numel, ways, repeats=3, host=wan.address, prefix=wan.prefix)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))

@@ -20,8 +20,8 @@ from zeroband.kernels.codec import Codec
 from zeroband.plane.engine import Operation, Reduction, State, Traffic
 from zeroband.plane.links import Address, Links, Wanted
 from zeroband.plane.shape import shape_of
-from zeroband.plane.streams import StreamCount
 from zeroband.plane.topology import shard_shares
+from zeroband.plane.tuning import LinkTuning
 
 _POLL_S = 0.0005
 _LOOK_S = 0.005
@@ -49,8 +49,8 @@ class NativePlane:
         self._board = board
         self._codec = codec
         self._reach = reach
-        self._first = StreamCount() if streams is None else StreamCount.fixed(streams)
-        self._streams: dict[str, StreamCount] = {}
+        self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
+        self._tunings: dict[str, LinkTuning] = {}
         """By member."""
         self._connect_s = connect_s
         self._rates = Rates()
@@ -74,6 +74,8 @@ class NativePlane:
             result.numel(), self._codec, opening.weights, shard_shares=shard_shares(opening.rates), order=opening.order
         )
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
+        for member in opening.members:
+            self._reach.links.set_congestion(member, self._tuning(member).congestion)
         numbers = [self._reach.links.number(member) for member in opening.members]
         at = opening.members.index(member_id)
         reduction = self._reach.links.engine.start(
@@ -83,7 +85,7 @@ class NativePlane:
             meter = _Meter()
             self._await(_Run(reduction, opening, at, on_progress, list(stops)), meter)
             traffic = {m: reduction.traffic(i) for i, m in enumerate(opening.members) if i != at}
-            self._streams = {m: self._count(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._rates = meter.rates(traffic, self._rates)
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
@@ -92,21 +94,21 @@ class NativePlane:
     def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
         """Have links to all other members. Raises PeerLost, naming those that are not reached."""
         others = [member for member in opening.members if member != member_id]
-        if all(reach.links.has(member, self._count(member).wanted, own=member_id) for member in others):
+        if all(reach.links.has(member, self._tuning(member).streams, own=member_id) for member in others):
             return
         addresses = reach.addresses(others)
         unknown = tuple(member for member in others if member not in addresses)
         if unknown:
             raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
-        wanted = {member: Wanted(addresses[member], self._count(member).wanted) for member in others}
+        wanted = {member: Wanted(addresses[member], self._tuning(member).streams) for member in others}
         deadline_s = time.monotonic() + self._connect_s
         is_over = lambda: self._is_aborted(opening) or time.monotonic() > deadline_s  # noqa: E731
         away = reach.links.connect(member_id, wanted, is_over)
         if away:
             raise PeerLost(f"round {opening.round}: no connection to {', '.join(away)}", away)
 
-    def _count(self, member: str) -> StreamCount:
-        return self._streams.get(member, self._first)
+    def _tuning(self, member: str) -> LinkTuning:
+        return self._tunings.get(member, self._first)
 
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version

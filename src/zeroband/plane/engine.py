@@ -112,6 +112,10 @@ class Engine:
         self._library.zb_link_state(self._engine, link, ctypes.byref(record))
         return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
 
+    def set_congestion(self, link: int, name: str) -> None:
+        """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
+        self._library.zb_link_congestion(self._engine, link, name.encode())
+
     def start(
         self,
         operation: Operation,

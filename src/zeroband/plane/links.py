@@ -24,7 +24,6 @@ _DIAL_AGAIN_S = 0.1
 _ANSWER_S = 5.0
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
-_TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
@@ -45,15 +44,11 @@ class Wanted:
 
 @dataclass
 class Links:
-    """All links of this node. `close()` drops them.
-
-    `congestion`: of TCP, where the machine has it and allows it; None: the machine's own.
-    """
+    """All links of this node. `close()` drops them."""
 
     engine: Engine
     key: RunKey
     is_sealed: bool
-    congestion: str | None = "bbr"
     _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
     _next: int = 0
     _is_closed: bool = False
@@ -76,6 +71,10 @@ class Links:
 
     def state(self, member: str) -> LinkState:
         return self.engine.state(self.number(member))
+
+    def set_congestion(self, member: str, name: str) -> None:
+        """How TCP finds the rate of the streams to a member that are there now."""
+        self.engine.set_congestion(self.number(member), name)
 
     def has(self, member: str, streams: int, *, own: str) -> bool:
         """Whether the link is as it should be: up, with enough streams where this end dials."""
@@ -178,9 +177,6 @@ class Links:
         for level, option, value in wanted:
             with contextlib.suppress(OSError):
                 connection.setsockopt(level, option, value)
-        if self.congestion is not None:
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, self.congestion.encode())
 
     # -- sessions -----------------------------------------------------------------------------------------------
 

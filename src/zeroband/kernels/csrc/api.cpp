@@ -47,7 +47,7 @@ struct zb_link {
     uint64_t received_bytes;
 };
 
-int zb_abi() { return 2; }
+int zb_abi() { return 3; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -80,6 +80,8 @@ void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
     const LinkState state = engine->link_state(link);
     *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.received_bytes};
 }
+
+void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }
 
 uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }
 void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }

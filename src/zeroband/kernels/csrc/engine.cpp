@@ -68,6 +68,14 @@ LinkState Engine::link_state(uint32_t link) {
     return state;
 }
 
+void Engine::set_congestion(uint32_t link, const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return;
+    for (const auto& [fd, loop] : found->second.streams)
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
+}
+
 RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
     const auto running = std::make_shared<Running>(std::move(spec), pool_, std::move(links));
     running->reduce.begin();

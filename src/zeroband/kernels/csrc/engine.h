@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -49,6 +50,8 @@ class Engine {
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
     LinkState link_state(uint32_t link);
+    // Of all its streams; one that the machine lacks or does not allow changes nothing.
+    void set_congestion(uint32_t link, const std::string& name);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
     // Lets this share of a reduction's frames be sent.
