@@ -3,9 +3,10 @@
 codecs      encode and decode-and-add of each codec on one core, beside memcpy of the same float32 values
 loopback    256 MB of float32 over loopback, 2 and 4 processes: where the processor is the limit
 links       namespaces with links of a rate and a round trip (root): where the link is the limit, beside iperf3 too
+messages    reductions of next to nothing over loopback: what a message costs the processor
 accuracy    relative error of the mean against float64, for 2 to 16 nodes
 
-  python bench/all_reduce.py [codecs] [loopback] [links] [accuracy]
+  python bench/all_reduce.py [codecs] [loopback] [links] [messages] [accuracy]
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from zeroband.plane.links import Links
 from zeroband.plane.shape import shape_of
 
 DEADLINE_S = 300.0
-LEAST_S = 3.0
+LEAST_S = 6.0
 """Of a transfer with int8 over links that are used in full."""
 
 
@@ -248,6 +249,16 @@ def loopback() -> None:
             print(f"| {world} | {way} | {seconds} | {ratio:.2f} | {best:.2f} |", flush=True)
 
 
+def messages() -> None:
+    print("\nA block of int8 for each member over loopback, one stream between any two\n")
+    print(_heading("nodes", "form", "median ms", "processor ms, all nodes", "processor µs for each message"))
+    for world in (2, 4, 8):
+        ways = [f"native/int8/1/sealed/{form}/cubic" for form in ("all", "ring")]
+        for way, one in measure(world, 256 * world, ways, repeats=50).items():
+            each_us = one.cpu_s / (2 * world * (world - 1)) * 1e6
+            print(f"| {world} | {way} | {one.median_s * 1e3:.2f} | {one.cpu_s * 1e3:.2f} | {each_us:.0f} |", flush=True)
+
+
 def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], loss: float) -> None:
     heads = ("Mbit/s", "RTT ms", "loss %", "nodes", "iperf3", "way", "median s", "Mbit/s out", "of iperf3", "gloo/way")
     print(_heading(*heads, "CPU s"))
@@ -262,7 +273,7 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
                 for form, control, streams in itertools.product(forms, controls, (4, 8))
             ]
             ways = ["gloo/1", "gloo/8", *native_ways]
-            taken = measure(world, numel, ways, repeats=3, host=wan.address, prefix=wan.prefix)
+            taken = measure(world, numel, ways, repeats=2, host=wan.address, prefix=wan.prefix)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))
         for way, one in taken.items():
             size = 4 * numel if way.startswith("gloo") else CODECS["int8"].encoded_size(numel)
@@ -342,7 +353,7 @@ def accuracy() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["codecs", "loopback", "links", "accuracy"])
+    parser.add_argument("what", nargs="*", default=["codecs", "loopback", "links", "messages", "accuracy"])
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], help="Mbit/s of the links")
     parser.add_argument("--rtts", type=float, nargs="+", default=[1, 80], help="ms")
@@ -360,10 +371,12 @@ def main() -> None:
                 loopback()
             case "links":
                 links(arguments.rates, arguments.rtts, arguments.worlds, arguments.loss)
+            case "messages":
+                messages()
             case "accuracy":
                 accuracy()
             case _:
-                parser.error(f"{what} is none of codecs, loopback, links, accuracy")
+                parser.error(f"{what} is none of codecs, loopback, links, messages, accuracy")
 
 
 if __name__ == "__main__":

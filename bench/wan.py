@@ -44,9 +44,9 @@ class Wan:
                 inside = ["-n", self._name(node)]
                 _ip(*inside, "address", "add", f"{self.address(node)}/24", "dev", "wan0")
                 _ip(*inside, "link", "set", "lo", "up")
-                control = "/proc/sys/net/ipv4/tcp_congestion_control"  # whatever this machine has: Linux's default
-                subprocess.run([*self.prefix(node), "sh", "-c", f"echo cubic > {control}"], check=True)
                 _ip(*inside, "link", "set", "wan0", "mtu", "1500", "txqueuelen", "10000", "up")
+                # whatever this machine has: Linux's default
+                _ip(*inside, "route", "change", "10.77.0.0/24", "dev", "wan0", "congctl", "cubic")
             self._stack = stack.pop_all()
         return self
 

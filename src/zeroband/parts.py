@@ -22,10 +22,14 @@ from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.data.tokens import prepare
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.departure import Departure
-from zeroband.elastic.epoch import Rules, View, view_to_record
+from zeroband.elastic.epoch import (
+    Rules,
+    View,
+)
 from zeroband.elastic.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
+from zeroband.elastic.records import view_to_record
 from zeroband.elastic.shm import NodeFolder
 from zeroband.elastic.store import Store
 from zeroband.errors import Leaving

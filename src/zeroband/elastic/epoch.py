@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zeroband.plane.topology import steady_order, steady_rates
+from zeroband.plane.topology import Network, Seen, plan
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -59,10 +59,8 @@ class Opening:
     """Members that the others stopped waiting for: what they learned goes into the round after."""
     disputes: int = 0
     """How often this round ended in different results before."""
-    rates: tuple[int, ...] = ()
-    """Of each member, to size its shard by; nearly as in its `Ready`, so that noise changes nothing."""
-    order: tuple[int, ...] = ()
-    """Of the members in a ring, by their places."""
+    network: Network = field(default_factory=Network)
+    """What the members plan the transfer with."""
 
     @property
     def id(self) -> str:
@@ -117,6 +115,10 @@ class Peer:
     """Whether others may fetch its state."""
     cut_off: tuple[str, ...] = ()
     """Members that did not answer its probes for `fault.detect_s`."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Mbit/s to each other member, as its guardian measured them when the two met."""
+    rtt_ms: int = 0
+    """The longest round trip to another member; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,21 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         wants=tuple(r.wants for r in ready),
         late=_late(view, missing),
         disputes=_disputes(view, round),
-        rates=steady_rates([r.rate for r in ready], current.rates if keeps_groups and current else ()),
-        order=steady_order(members, [r.links for r in ready], current.order if keeps_groups and current else ()),
+        network=plan(
+            members,
+            [_seen(view, m) for m in members],
+            current.network if current is not None and keeps_groups else Network(),
+        ),
     )
+
+
+def _seen(view: View, member: str) -> Seen:
+    """What a member's transfers and its guardian's probes showed; of two rates the higher: a link shared while it was
+    measured carries more."""
+    ready, peer = view.ready[member], view.peers.get(member)
+    probed = {} if peer is None else peer.links
+    links = {m: max(probed.get(m, 0), ready.links.get(m, 0)) for m in {*probed, *ready.links}}
+    return Seen(ready.rate, links, 0 if peer is None else peer.rtt_ms)
 
 
 def has_quorum(view: View) -> bool:
@@ -355,33 +369,6 @@ def to_record(value: Ready | Opening | Verdict | Peer) -> dict[str, Any]:
     return asdict(value)
 
 
-def view_to_record(view: View) -> dict[str, Any]:
-    """A view as JSON-ready values, for a person to read."""
-    return {**asdict(view), "alive": sorted(view.alive)}
-
-
 def to_json(value: Ready | Opening | Verdict | Peer) -> str:
     """A record as text, always the same for equal records: the store compares openings by it."""
     return json.dumps(to_record(value), sort_keys=True)
-
-
-def opening_from(record: Mapping[str, Any]) -> Opening:
-    """The inverse of `to_record`."""
-    lists: dict[str, Any] = {name: tuple(value) for name, value in record.items() if isinstance(value, list | tuple)}
-    return Opening(**{**record, **lists})
-
-
-def verdict_from(record: Mapping[str, Any]) -> Verdict:
-    """The inverse of `to_record`."""
-    return Verdict(opening_from(record["opening"]), record["digest"], record["payload"])
-
-
-def ready_from(record: Mapping[str, Any]) -> Ready:
-    """The inverse of `to_record`."""
-    return Ready(**record)
-
-
-def peer_from(record: Mapping[str, Any]) -> Peer:
-    """The inverse of `to_record`."""
-    fields: dict[str, Any] = {**record, "cut_off": tuple(record["cut_off"])}
-    return Peer(**fields)

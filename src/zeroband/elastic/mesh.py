@@ -15,8 +15,15 @@ import torch
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import DataPlane, Transfer
-from zeroband.elastic.epoch import Opening, Ready, Rules, Verdict, opening_from, to_record, verdict_from
+from zeroband.elastic.epoch import (
+    Opening,
+    Ready,
+    Rules,
+    Verdict,
+    to_record,
+)
 from zeroband.elastic.member import Member
+from zeroband.elastic.records import opening_from, verdict_from
 from zeroband.errors import (
     ConfigError,
     Fenced,

@@ -20,7 +20,6 @@ from zeroband.kernels.codec import Codec
 from zeroband.plane.engine import Operation, Reduction, State, Traffic
 from zeroband.plane.links import Address, Links, Wanted
 from zeroband.plane.shape import shape_of
-from zeroband.plane.topology import shard_shares
 from zeroband.plane.tuning import LinkTuning
 
 _POLL_S = 0.0005
@@ -70,9 +69,7 @@ class NativePlane:
             result.copy_(contribution) if opening.share(member_id) > 0 else result.zero_()
             return 0, 0
         self._connect(self._reach, opening, member_id)
-        shape = shape_of(
-            result.numel(), self._codec, opening.weights, shard_shares=shard_shares(opening.rates), order=opening.order
-        )
+        shape = shape_of(result.numel(), self._codec, opening.weights, opening.network)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
         for member in opening.members:
             self._reach.links.set_congestion(member, self._tuning(member).congestion)

@@ -23,12 +23,9 @@ from zeroband.elastic.epoch import (
     Ready,
     Verdict,
     View,
-    opening_from,
-    peer_from,
-    ready_from,
     to_json,
-    verdict_from,
 )
+from zeroband.elastic.records import opening_from, peer_from, ready_from, verdict_from
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 

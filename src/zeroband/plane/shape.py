@@ -6,11 +6,11 @@ All members must come to the same shape, so everything here follows from what al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroband.kernels.codec import Codec
 from zeroband.plane.engine import Shape
+from zeroband.plane.topology import UNKNOWN, Network, shard_shares
 
 _ALIGNMENT = 256
 """Shards begin at multiples, so that every block of every codec lies in one shard."""
@@ -19,40 +19,36 @@ _MOST_CHUNK, _LEAST_CHUNK = 1 << 16, 1 << 12
 _CHUNKS_PER_SHARD = 16
 
 
-@dataclass(frozen=True)
-class LinkCosts:
-    """What the cost model knows of the network: the slowest member's rate and the longest way."""
+USUAL_MBIT, USUAL_RTT_MS = 1000, 100
+"""Where nothing was measured."""
 
-    bytes_per_s: float = 125e6
-    """In each direction, of the slowest member."""
-    rtt_s: float = 0.1
-    message_s: float = 2e-4
-    """Of CPU for each connection that has something to say."""
+CROWDED = 1.05
+"""Time of an all-to-all of more than two members over that of a ring that moves as much: transfers that share an access
+link do not end together (bench/all_reduce.py links)."""
+
+MESSAGE_S = 1e-4
+"""Of processor time for each message of a member (bench/all_reduce.py messages)."""
+
+WORTH_A_RING = 1.25
+"""A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
 
-def shape_of(
-    numel: int,
-    codec: Codec,
-    weights: Sequence[int],
-    *,
-    shard_shares: Sequence[float] = (),
-    order: Sequence[int] = (),
-    costs: LinkCosts | None = None,
-) -> Shape:
+def shape_of(numel: int, codec: Codec, weights: Sequence[int], network: Network | None = None) -> Shape:
     """The shape for these members.
 
-    `weights`: of each member's contribution; 0 sends nothing. `shard_shares`: what part each member owns; empty: equal
-    parts. `order`: of the members in a ring; empty: as they are listed.
+    `weights`: of each member's contribution; 0 sends nothing. `network`: what they know of their links.
     """
-    world, total = len(weights), sum(weights)
-    bounds = shard_bounds(numel, shard_shares or [1.0] * world)
+    network = network or Network()
+    world, total, encoded_bytes = len(weights), sum(weights), codec.encoded_size(numel)
+    shares = shard_shares(network.rates) or (1 / world,) * world
+    bounds = shard_bounds(numel, shares)
     longest = max(stop - start for start, stop in pairwise(bounds))
     return Shape(
         codec=codec,
         bounds=bounds,
         shares=tuple(weight / total if total else 0.0 for weight in weights),
-        order=tuple(order or range(world)),
-        is_ring=ring_s(world, codec.encoded_size(numel), costs) < all_to_all_s(world, codec.encoded_size(numel), costs),
+        order=network.order or tuple(range(world)),
+        is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(shares, encoded_bytes, network),
         chunk_numel=chunk_numel(longest),
     )
 
@@ -73,16 +69,36 @@ def chunk_numel(shard_numel: int) -> int:
     return min(max(wanted, _LEAST_CHUNK), _MOST_CHUNK)
 
 
-def all_to_all_s(world: int, encoded_bytes: int, costs: LinkCosts | None = None) -> float:
-    """Predicted time: every byte leaves its node twice but for the own shard; one way there and one back; each node
-    speaks to all others."""
-    costs = costs or LinkCosts()
-    transfer_s = 2 * (world - 1) / world * encoded_bytes / costs.bytes_per_s
-    return transfer_s + costs.rtt_s + (world - 1) ** 2 * costs.message_s
+def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) -> float:
+    """Predicted time: until the last access link and the slowest link between two members have carried their part.
+
+    `shares`: what part of the state each member owns. Every member sends the others their parts and its own part's mean
+    to each; all of it may be under way at once.
+    """
+    world = len(shares)
+    through_access = max(
+        (1 + (world - 2) * share) / rate for share, rate in zip(shares, _rates(world, network), strict=True)
+    )
+    between_two = sum(sorted(shares)[-2:]) / network.slowest_link if network.slowest_link else 0.0
+    transfer_s = max(through_access * (CROWDED if world > 2 else 1), between_two) * encoded_bytes * 8 / 1e6
+    return transfer_s + _rtt_s(network) + 2 * (world - 1) * MESSAGE_S
 
 
-def ring_s(world: int, encoded_bytes: int, costs: LinkCosts | None = None) -> float:
-    """Predicted time: as many bytes, over two links for each node; the first piece passes everybody twice."""
-    costs = costs or LinkCosts()
-    transfer_s = 2 * (world - 1) / world * encoded_bytes / costs.bytes_per_s
-    return transfer_s + (world - 1) * (costs.rtt_s + 2 * costs.message_s)
+def ring_s(world: int, encoded_bytes: int, network: Network) -> float:
+    """Predicted time: as many bytes, over two links for each member; the first piece passes everybody twice."""
+    slowest = min(_rates(world, network))
+    if network.slowest_in_ring:
+        slowest = min(slowest, network.slowest_in_ring)
+    transfer_s = 2 * (world - 1) / world * encoded_bytes * 8 / 1e6 / slowest
+    return transfer_s + (world - 1) * (_rtt_s(network) + 2 * MESSAGE_S)
+
+
+def _rates(world: int, network: Network) -> list[int]:
+    """Mbit/s of the access links; one that is not known counts as the median."""
+    known = sorted(rate for rate in network.rates if rate > 0)
+    usual = known[len(known) // 2] if known else USUAL_MBIT
+    return [rate or usual for rate in network.rates or (UNKNOWN,) * world]
+
+
+def _rtt_s(network: Network) -> float:
+    return (network.rtt_ms or USUAL_RTT_MS) / 1e3

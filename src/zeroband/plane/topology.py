@@ -1,8 +1,12 @@
-"""Topology: who should own how much, and who should follow whom in a ring, by what was measured. Pure."""
+"""Topology: who should own how much, and who should follow whom in a ring, by what was measured. Pure.
+
+Rates are in Mbit/s, in one direction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +20,68 @@ WORTH = 1.25
 """A plan changes when a rate, or the slowest link of the ring, does so by this factor: measurements are noisy."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a member knows of its way to the others."""
+
+    rate: int = UNKNOWN
+    """Of its access link, in each direction."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """To other members, by name."""
+    rtt_ms: int = UNKNOWN
+    """To the farthest one."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the members of an opening plan with: the same for all, and nearly as they see it."""
+
+    rates: tuple[int, ...] = ()
+    """Of each member's access link; empty: none is known."""
+    order: tuple[int, ...] = ()
+    """Of the members in a ring, by their places; empty: as they are listed."""
+    slowest_link: int = UNKNOWN
+    """Between any two members."""
+    slowest_in_ring: int = UNKNOWN
+    rtt_ms: int = UNKNOWN
+    """Between the two that are farthest from one another."""
+
+
+def plan(members: Sequence[str], seen: Sequence[Seen], before: Network) -> Network:
+    """What to plan with: what was planned with before, but for what has really changed.
+
+    `seen`: by each of the members. `before`: of the same members, or Network() where they are others.
+    """
+    rates = steady_rates([s.rate for s in seen], before.rates)
+    links = _links(members, [s.links for s in seen])
+    order = steady_order(len(members), links, before.order)
+    known = {pair: rate for pair, rate in links.items() if rate != UNKNOWN}
+    ring = order or tuple(range(len(members)))
+    return Network(
+        rates=rates,
+        order=order,
+        slowest_link=_steady(min(known.values(), default=UNKNOWN), before.slowest_link),
+        slowest_in_ring=_steady(min((known[p] for p in _steps(ring) if p in known), default=0), before.slowest_in_ring),
+        rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
+    )
+
+
+def _links(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> dict[tuple[int, int], int]:
+    """Rates by the places of both ends; a direction that was not measured is like the other one."""
+    pairs = [(a, b) for a in range(len(members)) for b in range(len(members)) if a != b]
+    seen = {(a, b): links[a].get(members[b], UNKNOWN) for a, b in pairs}
+    return {(a, b): rate or seen[b, a] for (a, b), rate in seen.items()}
+
+
+def _steady(measured: int, before: int) -> int:
+    return before if _is_near(measured, before) else measured
+
+
+def _steps(order: Sequence[int]) -> list[tuple[int, int]]:
+    """The links that a ring uses."""
+    return list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
+
+
 def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
     """The rates to plan with: those from before, unless one of them has really changed.
 
@@ -26,23 +92,17 @@ def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, .
     return tuple(measured) if any(measured) else ()
 
 
-def steady_order(members: Sequence[str], links: Sequence[Mapping[str, int]], before: Sequence[int]) -> tuple[int, ...]:
+def steady_order(members: int, links: Mapping[tuple[int, int], float], before: Sequence[int]) -> tuple[int, ...]:
     """The ring to plan with: the one from before, unless another one is really faster.
 
-    `before`: empty where the members follow one another as listed, or their places; so is what is returned.
-    `links`: of each member, the rate to each other one, by name, as far as it was measured.
+    `links`: rate from one member to another, by their places. `before`: empty where the members follow one another as
+    listed, or their places; so is what is returned.
     """
-    rates = {
-        (a, b): float(links[a].get(name, UNKNOWN))
-        for a in range(len(members))
-        for b, name in enumerate(members)
-        if a != b
-    }
-    as_listed = tuple(range(len(members)))
-    if len(members) <= 3 or not any(rates.values()):
+    as_listed = tuple(range(members))
+    if members <= 3 or not any(links.values()):
         return ()
-    table, old = _table(rates, len(members)), tuple(before) or as_listed
-    new = ring_order(rates, len(members))
+    table, old = _table(links, members), tuple(before) or as_listed
+    new = ring_order(links, members)
     chosen = new if slowest(table, new) >= WORTH * slowest(table, old) else old
     return () if chosen == as_listed else chosen
 
@@ -93,7 +153,7 @@ def _table(links: Mapping[tuple[int, int], float], members: int) -> np.ndarray:
 
 def slowest(rates: np.ndarray, order: Sequence[int]) -> float:
     """The rate of the slowest link that a ring uses."""
-    return float(min(rates[a, b] for a, b in zip(order, [*order[1:], order[0]], strict=True)))
+    return float(min(rates[a, b] for a, b in _steps(order)))
 
 
 def _exact_ring(rates: np.ndarray) -> tuple[int, ...]:
@@ -167,4 +227,4 @@ def _improved_ring(rates: np.ndarray) -> tuple[int, ...]:
 
 def _quality(rates: np.ndarray, order: Sequence[int]) -> tuple[float, ...]:
     """The slowest link first, then the next one: equal bottlenecks are told apart."""
-    return tuple(sorted(float(rates[a, b]) for a, b in zip(order, [*order[1:], order[0]], strict=True))[:4])
+    return tuple(sorted(float(rates[a, b]) for a, b in _steps(order))[:4])

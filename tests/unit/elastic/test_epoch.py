@@ -23,13 +23,10 @@ from zeroband.elastic.epoch import (
     must_leave,
     next_opening,
     next_verdict,
-    opening_from,
-    peer_from,
-    ready_from,
     to_json,
     to_record,
-    verdict_from,
 )
+from zeroband.elastic.records import opening_from, peer_from, ready_from, verdict_from
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)

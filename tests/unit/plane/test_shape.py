@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.shape import LinkCosts, all_to_all_s, chunk_numel, ring_s, shape_of, shard_bounds
+from zeroband.plane.shape import CROWDED, MESSAGE_S, all_to_all_s, chunk_numel, ring_s, shape_of, shard_bounds
+from zeroband.plane.topology import Network
 
 INT8 = CODECS["int8"]
 ALIGNMENT = 256
@@ -80,29 +81,47 @@ def test_shape_names_every_member_once_and_keeps_the_codec(numel: int, world: in
 
 
 @pytest.mark.parametrize("numel", [1, 10**6, 10**9])
-def test_few_members_speak_to_all_and_many_go_around_a_ring(numel: int) -> None:
-    """By default the ring is faster from 503 members on, whatever the size: both move the same bytes, so that what is
-    left is one round trip and a message to everybody against a round trip for every member."""
-    is_ring = {world: shape_of(numel, INT8, [1] * world).is_ring for world in range(2, 600)}
-    assert [world for world, ring in is_ring.items() if ring] == list(range(503, 600))
+@pytest.mark.parametrize("rtt_ms", [0, 1, 80])
+def test_members_with_equal_links_speak_to_all(numel: int, rtt_ms: int) -> None:
+    """Both move as much, and a ring waits for everybody one after the other."""
+    for world in (2, 3, 16, 64, 200):
+        assert not shape_of(numel, INT8, [1] * world, Network((100,) * world, rtt_ms=rtt_ms)).is_ring
 
 
-@pytest.mark.parametrize(("rtt_s", "first_ring"), [(0.0, 4), (0.001, 8), (0.01, 53)])
-def test_ring_pays_earlier_where_the_way_is_short(rtt_s: float, first_ring: int) -> None:
-    costs = LinkCosts(rtt_s=rtt_s)
-    worlds = range(2, 600)
-    is_ring = [shape_of(10**6, INT8, [1] * world, costs=costs).is_ring for world in worlds]
-    assert is_ring.index(True) + 2 == first_ring
+@pytest.mark.parametrize(("slowest_link", "is_ring"), [(100, False), (40, False), (5, True)])
+def test_ring_goes_around_a_slow_link(slowest_link: int, is_ring: bool) -> None:
+    """All-to-all of 4 members moves half a state between any two, a ring 1.5 states over each link that it uses."""
+    network = Network((100,) * 4, (0, 2, 1, 3), slowest_link=slowest_link, slowest_in_ring=100, rtt_ms=10)
+    shape = shape_of(10**8, INT8, [1] * 4, network)
+    assert (shape.is_ring, shape.order) == (is_ring, (0, 2, 1, 3))
 
 
-@given(st.integers(2, 1000), st.integers(1, 10**10), st.floats(1e5, 1e10))
-def test_both_ways_take_at_least_the_time_of_their_bytes(world: int, size: int, rate: float) -> None:
-    costs = LinkCosts(bytes_per_s=rate)
-    least_s = 2 * (world - 1) / world * size / rate
-    assert min(ring_s(world, size, costs), all_to_all_s(world, size, costs)) >= least_s
+def test_ring_is_not_worth_its_round_trips_for_little() -> None:
+    network = Network((100,) * 4, slowest_link=5, slowest_in_ring=100, rtt_ms=80)
+    assert not shape_of(10**5, INT8, [1] * 4, network).is_ring
+
+
+worlds, sizes, mbits = st.integers(2, 1000), st.integers(1, 10**10), st.integers(1, 10**5)
+
+
+@given(worlds, sizes, mbits)
+def test_both_ways_take_at_least_the_time_of_their_bytes(world: int, size: int, rate: int) -> None:
+    network = Network((rate,) * world)
+    least_s = 2 * (world - 1) / world * size * 8e-6 / rate
+    assert min(ring_s(world, size, network), all_to_all_s([1 / world] * world, size, network)) >= 0.999 * least_s
 
 
 def test_predicted_time_counts_bytes_ways_and_messages() -> None:
-    costs = LinkCosts(bytes_per_s=1e6, rtt_s=0.5, message_s=0.001)
-    assert all_to_all_s(4, 10**6, costs) == pytest.approx(1.5 + 0.5 + 9 * 0.001)
-    assert ring_s(4, 10**6, costs) == pytest.approx(1.5 + 3 * 0.502)
+    network = Network((8,) * 4, slowest_in_ring=4, rtt_ms=500)  # a megabyte a second
+    assert all_to_all_s([0.25] * 4, 10**6, network) == pytest.approx(1.5 * CROWDED + 0.5 + 6 * MESSAGE_S)
+    assert ring_s(4, 10**6, network) == pytest.approx(3.0 + 3 * (0.5 + 2 * MESSAGE_S))
+
+
+def test_slowest_access_link_decides_unless_its_owner_owns_less() -> None:
+    network = Network((80, 8, 80), rtt_ms=1)
+    equal, sized = all_to_all_s([1 / 3] * 3, 10**7, network), all_to_all_s([0.5, 0.0, 0.5], 10**7, network)
+    assert sized == pytest.approx(10 * CROWDED, abs=0.01) and equal == pytest.approx(10 * CROWDED * 4 / 3, abs=0.01)
+
+
+def test_member_whose_rate_is_not_known_counts_as_the_median() -> None:
+    assert ring_s(3, 10**7, Network((0, 10, 80))) == ring_s(3, 10**7, Network((80, 10, 80)))

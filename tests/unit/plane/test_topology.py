@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.plane.topology import EXACT_UP_TO, ring_order, shard_shares, slowest, steady_order, steady_rates
+from zeroband.plane.topology import (
+    EXACT_UP_TO,
+    Network,
+    Seen,
+    plan,
+    ring_order,
+    shard_shares,
+    slowest,
+    steady_order,
+    steady_rates,
+)
 
 rates = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0])
 
@@ -111,25 +121,52 @@ def test_rates_change_when_one_really_did(measured: list[int], before: list[int]
     assert steady_rates(measured, before) == planned
 
 
-def links_with(fast: tuple[int, ...], rate: int) -> list[dict[str, int]]:
-    names = "abcd"
-    links = [dict.fromkeys(names, 100) for _ in names]
-    for a, b in zip(fast, [*fast[1:], fast[0]], strict=True):
-        links[a][names[b]] = rate
-    return links
+def links_with(fast: tuple[int, ...], rate: int) -> dict[tuple[int, int], float]:
+    """100 Mbit/s between any two of four, but for the links of one ring."""
+    links = {(a, b): 100.0 for a in range(4) for b in range(4) if a != b}
+    return links | dict.fromkeys(zip(fast, [*fast[1:], fast[0]], strict=True), float(rate))
 
 
 def test_order_changes_only_for_a_ring_that_is_really_faster() -> None:
-    assert steady_order("abcd", links_with((0, 2, 1, 3), 120), ()) == ()
-    assert steady_order("abcd", links_with((0, 2, 1, 3), 130), ()) == (0, 2, 1, 3)
-    assert steady_order("abcd", links_with((0, 1, 2, 3), 120), (0, 2, 1, 3)) == (0, 2, 1, 3)
-    assert steady_order("abcd", links_with((0, 1, 2, 3), 200), (0, 2, 1, 3)) == ()
+    assert steady_order(4, links_with((0, 2, 1, 3), 120), ()) == ()
+    assert steady_order(4, links_with((0, 2, 1, 3), 130), ()) == (0, 2, 1, 3)
+    assert steady_order(4, links_with((0, 1, 2, 3), 120), (0, 2, 1, 3)) == (0, 2, 1, 3)
+    assert steady_order(4, links_with((0, 1, 2, 3), 200), (0, 2, 1, 3)) == ()
 
 
-@pytest.mark.parametrize("members", ["", "a", "ab", "abc"])
-def test_few_members_have_one_ring(members: str) -> None:
-    assert steady_order(members, [dict.fromkeys(members, 5) for _ in members], ()) == ()
+@pytest.mark.parametrize("members", [0, 1, 2, 3])
+def test_few_members_have_one_ring(members: int) -> None:
+    links = {(a, b): 5.0 + a for a in range(members) for b in range(members) if a != b}
+    assert steady_order(members, links, ()) == ()
 
 
 def test_links_that_nobody_measured_order_nobody() -> None:
-    assert steady_order("abcde", [{}] * 5, ()) == ()
+    assert steady_order(5, {(a, b): 0 for a in range(5) for b in range(5) if a != b}, ()) == ()
+
+
+def test_plan_knows_the_slowest_link_and_the_longest_way() -> None:
+    seen = [Seen(90, {"b": 50, "c": 30}, 12), Seen(80, {"c": 60}, 40), Seen(70)]
+    assert plan("abc", seen, Network()) == Network((90, 80, 70), (), 30, 30, 40)
+
+
+def test_direction_that_was_not_measured_is_like_the_other() -> None:
+    assert plan("ab", [Seen(), Seen(links={"a": 25})], Network()) == Network((), (), 25, 25, 0)
+
+
+def test_plan_leaves_a_slow_link_out_of_the_ring() -> None:
+    links = [{name: 4 if {me, name} == {"a", "b"} else 100 for name in "abcd" if name != me} for me in "abcd"]
+    planned = plan("abcd", [Seen(100, those, 10) for those in links], Network())
+    assert (planned.slowest_link, planned.slowest_in_ring) == (4, 100)
+    assert abs(planned.order.index(0) - planned.order.index(1)) == 2  # opposite one another
+
+
+def test_noise_changes_no_plan() -> None:
+    before = plan("ab", [Seen(100, {"b": 100}, 50), Seen(100, {"a": 100}, 50)], Network())
+    assert plan("ab", [Seen(90, {"b": 110}, 45), Seen(110, {"a": 95}, 55)], before) == before
+    changed = plan("ab", [Seen(100, {"b": 100}, 50), Seen(40, {"a": 100}, 90)], before)
+    assert (changed.rates, changed.rtt_ms, changed.slowest_link) == ((100, 40), 90, 100)
+
+
+def test_members_that_know_nothing_plan_with_nothing() -> None:
+    assert plan("abcd", [Seen()] * 4, Network()) == Network()
+    assert plan("a", [Seen(5)], Network()) == Network((5,))
