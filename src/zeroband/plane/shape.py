@@ -26,7 +26,7 @@ CROWDED = 1.05
 """Time of an all-to-all of more than two members over that of a ring that moves as much: transfers that share an access
 link do not end together (bench/all_reduce.py links)."""
 
-MESSAGE_S = 1e-4
+MESSAGE_S = 5e-5
 """Of processor time for each message of a member (bench/all_reduce.py messages)."""
 
 WORTH_A_RING = 1.25
