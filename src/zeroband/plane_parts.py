@@ -20,10 +20,11 @@ from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.observe.log import get_logger
 from zeroband.parallel import LocalMesh
+from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
 from zeroband.plane.handshake import RunKey
-from zeroband.plane.links import Address, Links
+from zeroband.plane.links import Links
 
 _log = get_logger(__name__)
 

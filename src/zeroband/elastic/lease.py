@@ -29,9 +29,11 @@ from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
 from zeroband.errors import StoreLost, ZerobandError
+from zeroband.plane.calling import Address
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, RunKey
+from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey, new_session
 from zeroband.plane.port import HTTP_CALL, shake_hands
+from zeroband.plane.rate import answer_rate, measure_rate
 
 _LEAVE = b"leave\n"
 _START_DEADLINE_S = 60.0
@@ -199,6 +201,7 @@ class _Watch:
             answers={HTTP_CALL: self._pass_request_on, DATA_CALL: self._pass_stream_on},
             detect_s=order.lease_s,
             on_gone=self._gone.put,
+            measure=self._measure_rate if door.run_key else None,
         )
         self._renewed_at_s = 0.0
         self._cut_off: tuple[str, ...] = ()
@@ -226,7 +229,15 @@ class _Watch:
         self._cut_off = self._links.cut_off()
         order = self._order
         port = order.door.port or self._links.port
-        peer = Peer(order.node_id, order.door.host, port, self._board.serves_state, self._cut_off)
+        peer = Peer(
+            order.node_id,
+            order.door.host,
+            port,
+            self._board.serves_state,
+            self._cut_off,
+            self._links.rates(),
+            self._links.longest_rtt_ms(),
+        )
         members = self._store.renew_lease(order.member_id, peer, first=is_first)
         self._renewed_at_s = time.monotonic()
         if members is None:
@@ -244,7 +255,15 @@ class _Watch:
         if order.door.run_key:
             key, is_sealed = RunKey(bytes.fromhex(order.door.run_key)), order.door.is_sealed
             stream = await shake_hands(connection, key, callee=order.member_id, is_sealed=is_sealed)
-            hand_over(self._calls, connection, stream)
+            if stream.kind == Purpose.RATE:
+                await answer_rate(connection)
+            else:
+                hand_over(self._calls, connection, stream)
+
+    async def _measure_rate(self, member: str, address: Address) -> int:
+        door = self._order.door
+        introduction = Introduction(self._order.member_id, member, new_session(), door.is_sealed, Purpose.RATE)
+        return await measure_rate(RunKey(bytes.fromhex(door.run_key)), introduction, address)
 
     def close(self) -> None:
         self._links.close()

@@ -13,15 +13,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
+from zeroband.errors import HandshakeFailed
+from zeroband.plane.calling import Address
 from zeroband.plane.port import PROBE_CALL, Answer, Port
 
 _PROBE_BYTES = 8
 _MAX_ASKERS = 256
 _START_DEADLINE_S = 10.0
-
-Address = tuple[str, int]
 
 
 class LinkMonitor:
@@ -29,7 +29,8 @@ class LinkMonitor:
 
     `host` and `port`: where to listen; port 0 takes a free one. `answers`: to calls that are no probes. `detect_s`: a
     member that answers nothing for so long is cut off. `on_gone`: called in the monitor's thread with a member whose
-    connection was closed by its own machine and that refuses another one: its guardian has ended.
+    connection was closed by its own machine and that refuses another one: its guardian has ended. `measure`: finds out
+    what the link to a member carries, in Mbit/s; asked once for each member that answers, one after the other.
     Raises OSError when it cannot listen.
     """
 
@@ -41,14 +42,18 @@ class LinkMonitor:
         on_gone: Callable[[str], None],
         port: int = 0,
         answers: Mapping[bytes, Answer] | None = None,
+        measure: Callable[[str, Address], Awaitable[int]] | None = None,
     ) -> None:
         self._detect_s = detect_s
         self._probe_s = min(0.5, detect_s / 5)
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
+        self._measure = measure
         self._askers: set[asyncio.StreamWriter] = set()
         self._door = Port({PROBE_CALL: self._answer, **(answers or {})})
         self._beat_at_s = time.monotonic()
+        self._bursts = asyncio.Lock()
+        """One at a time, so that they do not slow one another."""
         self._loop = asyncio.new_event_loop()
         self._is_listening = threading.Event()
         self.port = 0
@@ -70,6 +75,15 @@ class LinkMonitor:
         if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
             return ()
         return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
+
+    def rates(self) -> dict[str, int]:
+        """Mbit/s to the members whose link was measured."""
+        return {member: link.mbit for member, link in dict(self._links).items() if link.mbit}
+
+    def longest_rtt_ms(self) -> int:
+        """To the farthest member that answered, at least 1; 0: nobody did."""
+        known = [link.rtt_s for link in dict(self._links).values() if link.rtt_s is not None]
+        return max(1, round(max(known) * 1e3)) if known else 0
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -162,16 +176,24 @@ class LinkMonitor:
         writer.write(PROBE_CALL)
         try:
             while True:
-                probe = os.urandom(_PROBE_BYTES)
+                probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
                 writer.write(probe)
                 if await asyncio.wait_for(reader.readexactly(_PROBE_BYTES), self._detect_s) != probe:
                     return False
-                self._links[member].answered_at_s = time.monotonic()
+                link = self._links[member]
+                link.answered(asked_at_s)
+                if self._measure is not None and link.measuring is None:
+                    link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
                 await asyncio.sleep(self._probe_s)
         except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError):
             return True
         except (OSError, TimeoutError):
             return False
+
+    async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Address], Awaitable[int]]) -> None:
+        async with self._bursts:
+            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
+                link.mbit = await measure(member, link.address)
 
 
 class _Link:
@@ -181,3 +203,13 @@ class _Link:
         self.address = address
         self.task = task
         self.answered_at_s = time.monotonic()
+        self.rtt_s: float | None = None
+        """The shortest round trip so far."""
+        self.mbit = 0
+        """0: not measured."""
+        self.measuring: asyncio.Task[None] | None = None
+
+    def answered(self, asked_at_s: float) -> None:
+        self.answered_at_s = time.monotonic()
+        took_s = self.answered_at_s - asked_at_s
+        self.rtt_s = took_s if self.rtt_s is None else min(self.rtt_s, took_s)

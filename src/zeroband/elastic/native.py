@@ -17,8 +17,9 @@ from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import Codec
+from zeroband.plane.calling import Address
 from zeroband.plane.engine import Operation, Reduction, State, Traffic
-from zeroband.plane.links import Address, Links, Wanted
+from zeroband.plane.links import Links, Wanted
 from zeroband.plane.shape import shape_of
 from zeroband.plane.tuning import LinkTuning
 

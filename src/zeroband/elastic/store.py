@@ -29,7 +29,7 @@ from zeroband.elastic.records import opening_from, peer_from, ready_from, verdic
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the records below; nodes with another one are refused at join."""
 
 RUN_TTL_S = 30 * 24 * 3600

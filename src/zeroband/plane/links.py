@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zeroband.errors import HandshakeFailed
+from zeroband.plane.calling import Address, call
 from zeroband.plane.engine import Engine, LinkState
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, RunKey, StreamKeys, new_session
-
-Address = tuple[str, int]
+from zeroband.plane.handshake import Introduction, RunKey, StreamKeys, new_session
 
 _DIAL_AGAIN_S = 0.1
-_ANSWER_S = 5.0
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -144,28 +142,7 @@ class Links:
                 self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
 
     async def _call(self, own: str, member: str, session: str, address: Address) -> tuple[socket.socket, StreamKeys]:
-        loop = asyncio.get_running_loop()
-        caller = Caller(self.key, Introduction(own, member, session, self.is_sealed))
-        async with asyncio.timeout(_ANSWER_S):
-            found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-            connection = socket.socket(found[0][0], socket.SOCK_STREAM)
-            try:
-                connection.setblocking(False)
-                self.prepare(connection)
-                await loop.sock_connect(connection, found[0][4])
-                await loop.sock_sendall(connection, caller.hello)
-                answer = b""
-                while len(answer) < ANSWER_BYTES:
-                    part = await loop.sock_recv(connection, ANSWER_BYTES - len(answer))
-                    if not part:
-                        raise EOFError(f"{member} hung up")
-                    answer += part
-                proof, keys = caller.take(answer)
-                await loop.sock_sendall(connection, proof)
-            except BaseException:
-                connection.close()
-                raise
-        return connection, keys
+        return await call(self.key, Introduction(own, member, session, self.is_sealed), address, self.prepare)
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""

@@ -153,4 +153,4 @@ async def shake_hands(connection: socket.socket, key: RunKey, *, callee: str, is
             raise HandshakeFailed("one end wants the connection sealed and the other does not")
         await asyncio.get_running_loop().sock_sendall(connection, called.answer)
         keys = called.take(await read_exactly(connection, PROOF_BYTES))
-    return HandedOver("data", asked.caller, asked.session, keys)
+    return HandedOver(asked.purpose.value, asked.caller, asked.session, keys)

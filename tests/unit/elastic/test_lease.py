@@ -17,8 +17,12 @@ import redis
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Peer
 from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
+from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.store import Store
 from zeroband.plane.handover import channel
+from zeroband.plane.handshake import DATA_CALL, RunKey
+from zeroband.plane.port import shake_hands
+from zeroband.plane.rate import answer_rate
 
 MEMBER, OTHER = "a#1", "b#1"
 WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
@@ -207,6 +211,26 @@ def other(redis_url: str) -> Iterator[socket.socket]:
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
         yield listener
     store.close()
+
+
+def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, redis_url: str) -> None:
+    """Each of two that meet measures the way to the other."""
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(renew_s=0.02, door=Door("127.0.0.1", run_key=key.secret.hex()))
+
+    async def pass_on(connection: socket.socket) -> None:
+        await shake_hands(connection, key, callee=OTHER, is_sealed=guarded.order.door.is_sealed)
+        await answer_rate(connection)
+
+    met = LinkMonitor("127.0.0.1", detect_s=5.0, on_gone=print, answers={DATA_CALL: pass_on})
+    store = Store(redis_url, "run", lease_s=1000.0, patience_s=5.0)
+    try:
+        store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
+        _until(lambda: guarded.said().links.get(OTHER, 0) > 0)
+        assert guarded.said().rtt_ms > 0
+    finally:
+        met.close()
+        store.close()
 
 
 @pytest.mark.slow
