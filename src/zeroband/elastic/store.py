@@ -32,7 +32,7 @@ from zeroband.elastic.epoch import (
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the records below; nodes with another one are refused at join."""
 
 RUN_TTL_S = 30 * 24 * 3600

@@ -7,6 +7,7 @@ so that nobody makes a node read more than that before the proof.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import hmac
 import json
@@ -23,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from zeroband.errors import HandshakeFailed
 
 DATA_CALL = b"zbd1"
-"""What a connection of the data plane begins with."""
+"""What a connection begins with that goes through a handshake."""
 
 HELLO_BYTES = 512
 """The caller's first message: `DATA_CALL`, its public key, the introduction, and a proof that it knows the token,
@@ -48,6 +49,15 @@ class RunKey:
         return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()))
 
 
+class Purpose(enum.StrEnum):
+    """What a connection is for."""
+
+    DATA = "data"
+    """A stream of the data plane."""
+    STATE = "state"
+    """Requests for the callee's state and journal."""
+
+
 @dataclass(frozen=True)
 class Introduction:
     """Who calls whom, and what for."""
@@ -57,9 +67,11 @@ class Introduction:
     session: str
     """Of the link: streams with the same session belong together, another one replaces them."""
     is_sealed: bool
+    purpose: Purpose = Purpose.DATA
 
     def to_record(self) -> Mapping[str, Any]:
-        return {"caller": self.caller, "callee": self.callee, "session": self.session, "sealed": self.is_sealed}
+        names = {"caller": self.caller, "callee": self.callee, "session": self.session}
+        return {**names, "sealed": self.is_sealed, "purpose": self.purpose}
 
 
 @dataclass(frozen=True)
@@ -158,8 +170,7 @@ def _introduction(hello: bytes) -> Introduction:
     size = int.from_bytes(hello[36:38], "big")
     try:
         record = json.loads(hello[38 : 38 + size])
-        return Introduction(
-            str(record["caller"]), str(record["callee"]), str(record["session"]), record["sealed"] is True
-        )
+        names = str(record["caller"]), str(record["callee"]), str(record["session"])
+        return Introduction(*names, record["sealed"] is True, Purpose(record["purpose"]))
     except (ValueError, KeyError, TypeError) as error:
         raise HandshakeFailed("no introduction in the call") from error

@@ -213,9 +213,16 @@ def test_public_key_that_makes_the_secret_known_is_refused(public: bytes) -> Non
         caller.take(public + b"\0" * 32)
 
 
+INTRODUCED = {"caller": "a", "callee": "b", "session": "c", "sealed": True, "purpose": "data"}
+
+
 @pytest.mark.parametrize(
     "record",
-    [None, 7, "a", [], ["caller", "callee"], {}, {"caller": "a", "callee": "b", "session": "c"}],
+    [
+        *(None, 7, "a", [], ["caller", "callee"], {}),
+        *({name: value for name, value in INTRODUCED.items() if name != left_out} for left_out in INTRODUCED),
+        *(INTRODUCED | {"purpose": purpose} for purpose in ("", "telnet", None, ["data"])),
+    ],
     ids=str,
 )
 def test_call_without_an_introduction_is_refused(record: Any) -> None:
@@ -225,7 +232,7 @@ def test_call_without_an_introduction_is_refused(record: Any) -> None:
 
 @pytest.mark.parametrize("sealed", [1, "yes", None, [True]], ids=str)
 def test_only_true_is_sealed(sealed: Any) -> None:
-    callee = Callee(KEY, hello_that_says({"caller": "a", "callee": "b", "session": "c", "sealed": sealed}))
+    callee = Callee(KEY, hello_that_says(INTRODUCED | {"sealed": sealed}))
     assert callee.introduction == Introduction("a", "b", "c", is_sealed=False)
 
 
