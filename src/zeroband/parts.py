@@ -39,12 +39,13 @@ from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
 from zeroband.parallel import LocalMesh, parallelize
 from zeroband.plane.handover import HandedOver
-from zeroband.plane_parts import PlaneParts
+from zeroband.plane_parts import PlaneParts, codec_of
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
@@ -238,12 +239,14 @@ class RunParts:
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self._node.local
+        shards = ShardMap(layout, local.rank, local.world_size)
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,
             inner=self._node.inner,
             buffers=self.buffers,
-            shards=ShardMap(layout, local.rank, local.world_size),
+            shards=shards,
+            feedback=ErrorFeedback(self.buffers, shards, codec_of(config)),
             journal=self.journal,
             shape=shape_of(config),
             pace=pace_of(config),

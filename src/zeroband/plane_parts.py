@@ -117,6 +117,8 @@ def door_of(config: RunConfig, host: str, key: RunKey) -> Door:
 
 def codec_of(config: RunConfig) -> Codec:
     """How this run encodes what it averages."""
+    if config.comm.backend == "gloo":
+        return CODECS["fp32"]
     return CODECS[config.comm.codec or ("fp32" if isinstance(config.outer, DdpConfig) else "int8")]
 
 
