@@ -4,7 +4,7 @@ codecs      encode and decode-and-add of each codec on one core, beside memcpy o
 loopback    256 MB of float32 over loopback, 2 and 4 processes: where the processor is the limit
 links       namespaces with links of a rate and a round trip (root): where the link is the limit, beside iperf3 too
 messages    reductions of next to nothing over loopback: what a message costs the processor
-accuracy    relative error of the mean against float64, for 2 to 16 nodes
+accuracy    relative error of the mean against float64, for 2 to 16 nodes, beside the schemes of earlier systems
 
   python bench/all_reduce.py [codecs] [loopback] [links] [messages] [accuracy]
 """
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,9 +327,73 @@ def codecs() -> None:
         )
 
 
+# -- accuracy ---------------------------------------------------------------------------------------------------------
+
+Quantise = Callable[[torch.Tensor], torch.Tensor]
+"""What is left of values, (n,) float32, after they were encoded and decoded."""
+
+
+def six_sigma(x: torch.Tensor) -> torch.Tensor:
+    """uint8 of a whole tensor: 256 buckets within 3 sigma of the mean, what lies beyond in the outermost; a bucket
+    stands for the mean of its values. INTELLECT-1's scheme, arXiv:2412.01152."""
+    low, width = x.mean() - 3 * x.std(), (6 * x.std() / 256).clamp_min(1e-30)
+    bucket = ((x - low) / width).floor().clamp(0, 255).long()
+    ones = torch.ones_like(x, dtype=torch.float64)
+    sums, counts = (torch.zeros(256, dtype=torch.float64).index_add_(0, bucket, v) for v in (x.double(), ones))
+    return (sums / counts.clamp_min(1)).float()[bucket]
+
+
+def min_max(x: torch.Tensor) -> torch.Tensor:
+    """uint8 of a whole tensor: between its smallest and its largest value, rounded down."""
+    low, width = x.min(), ((x.max() - x.min()) / 255).clamp_min(1e-30)
+    return low + width * ((x - low) / width).floor().clamp(0, 255)
+
+
+def all_to_all_of(quantise: Quantise, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Every owner adds the encoded parts, encodes the mean once, and all decode that."""
+    return torch.cat(
+        [quantise(sum_of([quantise(part) / len(sources) for part in parts])) for parts in _shards(sources)]
+    )
+
+
+def ring_of(quantise: Quantise, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A partial sum of shares is encoded by every member, the mean once by its owner."""
+    means: list[torch.Tensor] = []
+    for parts in _shards(sources):
+        total = torch.zeros_like(parts[0])
+        for part in parts[:-1]:
+            total = quantise(total + part / len(sources))
+        means.append(quantise(total + parts[-1] / len(sources)))
+    return torch.cat(means)
+
+
+def requantised_ring_of(quantise: Quantise, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same, but the mean is encoded again at every hop on its way round: what the last member holds."""
+    means = list(ring_of(quantise, sources).split(_shard_numel(sources)))
+    for _ in range(len(sources) - 2):
+        means = [quantise(mean) for mean in means]
+    return torch.cat(means)
+
+
+def _shard_numel(sources: Sequence[torch.Tensor]) -> int:
+    return -(-sources[0].numel() // len(sources) // 256) * 256
+
+
+def _shards(sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """Of each owner, the part of every member."""
+    return list(zip(*(source.split(_shard_numel(sources)) for source in sources), strict=True))
+
+
+def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total
+
+
 def accuracy() -> None:
-    n = 1 << 20
-    print("\nRelative error of the mean in %, all-to-all, against float64\n")
+    n, worlds = 1 << 20, (2, 4, 8, 16)
+    print("\nRelative error of the mean in %, against float64")
     kinds: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
         "Gaussian": lambda g: torch.randn(n, generator=g),
         "heavy-tailed": lambda g: torch.randn(n, generator=g) / torch.rand(n, generator=g).clamp_min(1e-3),
@@ -336,19 +401,25 @@ def accuracy() -> None:
             torch.randn(n, generator=g) * 10 ** (6 * torch.rand(n // 4096, generator=g) - 6).repeat_interleave(4096)
         ),
     }
-    print("| values | codec | " + " | ".join(f"W={w}" for w in (2, 4, 8, 16)) + " |\n|---|---|---|---|---|---|")
-    for (kind, make), codec in itertools.product(kinds.items(), CODECS.values()):
+    ways: dict[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {}
+    for codec in CODECS.values():
+        quantise = lambda x, codec=codec: codec.decode(codec.encode(x), x.numel())  # noqa: E731
+        ways[f"{codec.name} | all-to-all"] = partial(all_to_all_of, quantise)
+        ways[f"{codec.name} | ring"] = partial(ring_of, quantise)
+    ways["uint8, 6 sigma, bucket means | ring, encoded at every hop"] = partial(requantised_ring_of, six_sigma)
+    ways["uint8, 6 sigma, bucket means | all-to-all"] = partial(all_to_all_of, six_sigma)
+    ways["uint8, min-max, rounded down | ring, encoded at every hop"] = partial(requantised_ring_of, min_max)
+    ways["uint8, min-max, rounded down | all-to-all"] = partial(all_to_all_of, min_max)
+    print(_heading("values", "encoding", "way", *(f"W={world}" for world in worlds)))
+    for (kind, make), (way, average) in itertools.product(kinds.items(), ways.items()):
         errors: list[str] = []
-        for world in (2, 4, 8, 16):
+        for world in worlds:
             generator = torch.Generator().manual_seed(world)
-            total, exact = torch.zeros(n), torch.zeros(n, dtype=torch.float64)
-            for _ in range(world):
-                x = make(generator)
-                exact += x.double() / world
-                total += codec.decode(codec.encode(x), n) / world
-            mean = codec.decode(codec.encode(total), n).double()
-            errors.append(f"{100 * ((mean - exact).norm() / exact.norm()).item():.3g}")
-        print(f"| {kind} | {codec.name} | " + " | ".join(errors) + " |", flush=True)
+            sources = [make(generator) for _ in range(world)]
+            exact = sum_of([source.double() for source in sources]) / world
+            off = (average(sources).double() - exact).norm() / exact.norm()
+            errors.append(f"{100 * off.item():.3g}")
+        print(f"| {kind} | {way} | " + " | ".join(errors) + " |", flush=True)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers
 from zeroband.outer.transaction import RESULT
+from zeroband.plane.sealed import Dialler
 
 _SAY_S = 1.0
 
@@ -24,11 +25,13 @@ _log = get_logger(__name__)
 
 
 class Fetcher:
-    """Asks the members that the store shows at that moment. `key`: proof that this node may ask."""
+    """Asks the members that the store shows at that moment."""
 
-    def __init__(self, store: Store, key: str, buffers: SharedBuffers, board: NodeBoard, faults: FaultPoints) -> None:
+    def __init__(
+        self, store: Store, dialler: Dialler, buffers: SharedBuffers, board: NodeBoard, faults: FaultPoints
+    ) -> None:
         self._store = store
-        self._key = key
+        self._dialler = dialler
         self._buffers = buffers
         self._board = board
         self._faults = faults
@@ -36,7 +39,7 @@ class Fetcher:
 
     def begin(self, sections: tuple[str, ...]) -> None:
         """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""
-        self._state = StateFetch(self._key, {name: self._buffers[name] for name in sections})
+        self._state = StateFetch(self._dialler, {name: self._buffers[name] for name in sections})
 
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
@@ -54,7 +57,7 @@ class Fetcher:
     def fetch_entry(self, round: int) -> dict[str, Any]:
         """Fetch what a round did into the result buffer; its payload and state. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._board, self._faults)
-        entry = fetch_entry(self._donors(), self._key, round, out=self._buffers[RESULT], on_chunk=meter.count)
+        entry = fetch_entry(self._donors(), self._dialler, round, out=self._buffers[RESULT], on_chunk=meter.count)
         return {"payload": entry.payload, "state": entry.state}
 
     def _donors(self) -> list[Donor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zeroband.checkpoint.serving import StateServer, access_key
+from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
 from zeroband.data.index import SampleIndex
@@ -43,11 +43,13 @@ from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
 from zeroband.parallel import LocalMesh, parallelize
-from zeroband.plane_parts import PlaneParts
+from zeroband.plane.handover import HandedOver
+from zeroband.plane_parts import PlaneParts, codec_of
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
@@ -158,7 +160,6 @@ class RunParts:
         self._store_url = config.store.url.get_secret_value()
         self._token = config.run.token.get_secret_value() if config.run.token else None
         self._server: StateServer | None = None
-        key = access_key(self._token, config.run.id)
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
@@ -168,15 +169,17 @@ class RunParts:
             self._board = NodeBoard(self._folder / "board", create=False)
             stack.callback(self._board.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = PlaneParts(config, self.store, self._board, local, self._answer_request)
+            self._plane = PlaneParts(config, self.store, self._board, local, self._answer_requests)
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
             self.buffers = SharedBuffers(self._folder, layout.numel, local)
-            self.fetcher = Fetcher(self.store, key, self.buffers, self._board, node.faults)
+            self.fetcher = Fetcher(
+                self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults
+            )
             self.outer = self._build_outer(layout)
-            self._serve(key, stack)
+            self._serve(stack)
             self._stack = stack.pop_all()
 
     def _open_store(self, stack: ExitStack) -> Store:
@@ -240,12 +243,14 @@ class RunParts:
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self._node.local
+        shards = ShardMap(layout, local.rank, local.world_size)
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,
             inner=self._node.inner,
             buffers=self.buffers,
-            shards=ShardMap(layout, local.rank, local.world_size),
+            shards=shards,
+            feedback=ErrorFeedback(self.buffers, shards, codec_of(config)),
             journal=self.journal,
             shape=shape_of(config),
             pace=pace_of(config),
@@ -264,20 +269,20 @@ class RunParts:
     def _fetch_entry(self, round: int) -> FetchedRound:
         return FetchedRound(**on_first_rank(self._node.local, lambda: self.fetcher.fetch_entry(round)))
 
-    def _serve(self, key: str, stack: ExitStack) -> None:
+    def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
         if self._node.local.rank == 0:
             self._server = StateServer(
-                key, self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
+                self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
             )
             stack.callback(self._server.close)
             self._board.set_serves_state(True)
 
-    def _answer_request(self, connection: socket.socket) -> None:
+    def _answer_requests(self, connection: socket.socket, what: HandedOver) -> None:
         if self._server is None:
             connection.close()
         else:
-            self._server.take(connection)
+            self._server.take(connection, what.keys)
 
     def come_back(self) -> None:
         """Become another member after a fence. Called by all local ranks."""

@@ -23,8 +23,9 @@ from zeroband.parallel import LocalMesh
 from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.handshake import Purpose, RunKey
 from zeroband.plane.links import Links
+from zeroband.plane.sealed import Dialler
 
 _log = get_logger(__name__)
 
@@ -32,7 +33,7 @@ _log = get_logger(__name__)
 class PlaneParts:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
-    `answer_request`: takes connections that ask for this node's state. Raises ConfigError, StoreLost.
+    `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PlaneParts:
         store: Store,
         board: NodeBoard,
         local: LocalMesh,
-        answer_request: Callable[[socket.socket], None],
+        answer_requests: Callable[[socket.socket, HandedOver], None],
     ) -> None:
         assert config.store.url is not None
         self._config = config
@@ -51,24 +52,25 @@ class PlaneParts:
         self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
         self.inbox: Inbox | None = None
         self._links: Links | None = None
-        self._key: RunKey | None = None
+        self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
         if config.comm.backend == "native":
             require_native(is_sealed=config.comm.encryption)
         if local.rank != 0:
             return
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {
-            "http": lambda connection, _: answer_request(connection)
-        }
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {Purpose.STATE: answer_requests}
         if config.comm.backend == "native":
-            self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
             self._links = Links(Engine(config.comm.threads or _threads()), self._key, config.comm.encryption)
-            takers["data"] = self._links.accept
+            takers[Purpose.DATA] = self._links.accept
         self.inbox = Inbox(takers)
 
     @property
     def door(self) -> Door:
         """Of local rank 0."""
         return door_of(self._config, self._host, self._key)
+
+    def dialler(self, node_id: str) -> Dialler:
+        """For asking other nodes for their state in the name of this one."""
+        return Dialler(self._key, node_id, self._config.comm.encryption)
 
     def open(self) -> DataPlane:
         """The data path that the configuration asks for."""
@@ -101,7 +103,7 @@ class PlaneParts:
             self.inbox.close()
 
 
-def door_of(config: RunConfig, host: str, key: RunKey | None) -> Door:
+def door_of(config: RunConfig, host: str, key: RunKey) -> Door:
     """Where this node listens, and as what the others know it."""
     node = config.node
     return Door(
@@ -109,13 +111,15 @@ def door_of(config: RunConfig, host: str, key: RunKey | None) -> Door:
         port=node.advertise_port,
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
-        run_key="" if key is None else key.secret.hex(),
+        run_key=key.secret.hex(),
         is_sealed=config.comm.encryption,
     )
 
 
 def codec_of(config: RunConfig) -> Codec:
     """How this run encodes what it averages."""
+    if config.comm.backend == "gloo":
+        return CODECS["fp32"]
     return CODECS[config.comm.codec or ("fp32" if isinstance(config.outer, DdpConfig) else "int8")]
 
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from zeroband.checkpoint.chunks import Manifest, parse_manifest
-from zeroband.errors import RecoveryFailed
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.plane.sealed import Connection, Dialler
 
 MANIFEST_BYTES = 16 << 20
 """Largest manifest; a state of a terabyte has one of a third of this."""
@@ -21,8 +23,8 @@ MANIFEST_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 18
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
-NONSENSE = (OSError, http.client.HTTPException, ValueError)
-"""What reading from a donor raises where it is cut off, silent, or speaks no HTTP."""
+NONSENSE = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
+"""What reading from a donor raises where it is cut off, silent, no node of the run, or speaks no HTTP."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Inquiry:
 
     kind: str
     """`state` or `journal`."""
-    key: str
+    dialler: Dialler
     lengths: Mapping[str, int] | None
     """Bytes of each section that the joiner has room for; None if any will do."""
     patience: Patience
@@ -81,7 +83,7 @@ class Inquiry:
 
     def round_of(self, donor: Donor) -> int:
         """The round of a donor's newest state. Raises RecoveryFailed."""
-        with contextlib.closing(DonorConnection(donor, self.key, self.patience)) as connection:
+        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
             try:
                 status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
                 if status not in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
@@ -95,7 +97,7 @@ class Inquiry:
 
     def manifest_of(self, donor: Donor, round: int) -> Manifest | Refusal:
         """What a donor claims of a round, once it has hashed it."""
-        with contextlib.closing(DonorConnection(donor, self.key, self.patience)) as connection:
+        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
             try:
                 status, body = self._await_manifest(connection, round)
                 manifest = parse_manifest(body, self.lengths) if status == HTTPStatus.OK else None
@@ -122,9 +124,11 @@ class Inquiry:
 class DonorConnection:
     """One connection to a donor, opened again where it broke. For one thread; any other may `abort()` it."""
 
-    def __init__(self, donor: Donor, key: str, patience: Patience) -> None:
-        self._connection = http.client.HTTPConnection(donor.host, donor.port, timeout=patience.connect_s)
-        self._headers = {"Authorization": f"Bearer {key}"}
+    def __init__(self, donor: Donor, dialler: Dialler, patience: Patience) -> None:
+        self._donor = donor
+        self._dialler = dialler
+        self._connection: Any = http.client.HTTPConnection(donor.host, donor.port)
+        self._connection.auto_open = 0  # nothing is asked before the handshake
         self._patience = patience
         self._is_aborted = False
 
@@ -162,8 +166,8 @@ class DonorConnection:
         deadline.start()
         try:
             self._open()
-            self._connection.request("GET", path, headers=self._headers)
-            response = self._connection.getresponse()
+            self._connection.request("GET", path)
+            response: http.client.HTTPResponse = self._connection.getresponse()
             yield response
             response.close()
         except BaseException:
@@ -174,14 +178,16 @@ class DonorConnection:
 
     def _open(self) -> None:
         if self._socket is None:
-            self._connection.connect()
-            self._connection.sock.settimeout(self._patience.silent_s)
+            donor = self._donor
+            opened = self._dialler.dial(donor.member_id, (donor.host, donor.port), self._patience.connect_s)
+            opened.settimeout(self._patience.silent_s)
+            self._connection.sock = opened
         if self._is_aborted:
             raise ConnectionAbortedError("this joiner needs the donor no longer")
 
     @property
-    def _socket(self) -> socket.socket | None:
-        return self._connection.sock  # None while it is not connected, whatever its type says
+    def _socket(self) -> Connection | None:
+        return self._connection.sock
 
     def _cut(self) -> None:
         opened = self._socket
@@ -215,4 +221,4 @@ def _count(length: int | None) -> str:
 
 def reason_of(error: BaseException) -> str:
     """An error in a few words, whatever a donor put into it."""
-    return str(error) if isinstance(error, OSError | RecoveryFailed) else f"{error!r:.200}"
+    return str(error) if isinstance(error, OSError | RecoveryFailed | HandshakeFailed) else f"{error!r:.200}"

@@ -20,6 +20,7 @@ from zeroband.checkpoint.donors import Donor, Inquiry, Patience
 from zeroband.checkpoint.election import Believed, believe_newest, believe_round
 from zeroband.checkpoint.transfer import Tally, Transfer
 from zeroband.errors import RecoveryFailed
+from zeroband.plane.sealed import Dialler
 
 __all__ = ["Donor", "FetchLimits", "FetchedEntry", "FetchedState", "StateFetch", "fetch_entry"]
 
@@ -80,11 +81,11 @@ class StateFetch:
     `sections`: (n,) float32 on CPU each, written chunk by chunk.
     """
 
-    def __init__(self, key: str, sections: Mapping[str, Tensor], *, limits: FetchLimits = _LIMITS) -> None:
+    def __init__(self, dialler: Dialler, sections: Mapping[str, Tensor], *, limits: FetchLimits = _LIMITS) -> None:
         self._targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
         self._limits = limits
         lengths = {name: len(target) for name, target in self._targets.items()}
-        self._inquiry = Inquiry("state", key, lengths, limits.patience, limits.connections)
+        self._inquiry = Inquiry("state", dialler, lengths, limits.patience, limits.connections)
         self._distrusted: set[str] = set()
         self._forget()
 
@@ -154,7 +155,7 @@ class StateFetch:
 
 def fetch_entry(
     donors: Sequence[Donor],
-    key: str,
+    dialler: Dialler,
     round: int,
     *,
     out: Tensor | None = None,
@@ -167,7 +168,7 @@ def fetch_entry(
     Raises RecoveryFailed when no donor is left, or none has an entry of the length of `out`.
     """
     lengths = None if out is None else {_RESULT: 4 * out.numel()}
-    inquiry = Inquiry("journal", key, lengths, limits.patience, limits.connections)
+    inquiry = Inquiry("journal", dialler, lengths, limits.patience, limits.connections)
     believed = believe_round(donors, limits.donors_at_once, inquiry, round)
     manifest = believed.manifest
     result = _room_for(manifest) if out is None else out

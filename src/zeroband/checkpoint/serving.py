@@ -1,4 +1,4 @@
-"""A donor's side of live recovery: serves copies of the committed state and the journal over HTTP.
+"""A donor's side of live recovery: serves copies of the committed state and the journal over HTTP, to nodes of the run.
 
 Runs in threads of local rank 0; training waits for none of it but the copy in memory. Only raw buffers and JSON cross
 the wire. A manifest names the hash of every chunk, so that what one donor claims can be held against the others.
@@ -7,8 +7,6 @@ the wire. A manifest names the hash of every chunk, so that what one donor claim
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import socket
 import threading
@@ -23,6 +21,8 @@ from zeroband.checkpoint.chunks import CHUNK_BYTES, bytes_of
 from zeroband.checkpoint.copies import COPY_LIFE_S, Copies, Entries, Hasher, Promise, ServedEntry, ServedState
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.plane.handshake import StreamKeys
+from zeroband.plane.sealed import Connection, sealed_by
 
 HASHES_AWAITED_S = 0.25
 """A manifest whose hashes take longer is answered by 202 and its round: the joiner turns to other donors meanwhile."""
@@ -32,13 +32,8 @@ _NUMBER_DIGITS = 18
 _log = get_logger(__name__)
 
 
-def access_key(token: str | None, run_id: str) -> str:
-    """What a joiner shows to a donor: proof that it knows the run's token, without the token."""
-    return hmac.new((token or "").encode(), f"zeroband recovery {run_id}".encode(), hashlib.sha256).hexdigest()
-
-
 class StateServer:
-    """Answers the connections that it is given, until `close()`.
+    """Answers the connections that it is given, after their handshake, until `close()`.
 
     `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `current_round` tells the
     round of the state without a copy of it; with it, one copy of a round serves all joiners that ask for it.
@@ -46,7 +41,6 @@ class StateServer:
 
     def __init__(
         self,
-        key: str,
         copy_state: Callable[[], ServedState],
         journal_entry: Callable[[int], ServedEntry | None],
         *,
@@ -56,7 +50,7 @@ class StateServer:
         self._hasher = Hasher(chunk_bytes)
         self._copies = Copies(copy_state, self._hasher, current_round)
         self._stop = threading.Event()
-        library = _Library(key, self._copies, Entries(journal_entry, self._hasher), chunk_bytes)
+        library = _Library(self._copies, Entries(journal_entry, self._hasher), chunk_bytes)
 
         class Handler(_Handler):
             def answer(self) -> None:
@@ -66,13 +60,13 @@ class StateServer:
         self._sweeper = threading.Thread(target=self._sweep, name="state-copies", daemon=True)
         self._sweeper.start()
 
-    def take(self, connection: socket.socket) -> None:
+    def take(self, connection: socket.socket, keys: StreamKeys) -> None:
         """Answer a connected socket, in a thread of its own; after `close()`, hang up. Any thread."""
         if self._stop.is_set():
             connection.close()
             return
         connection.setblocking(True)
-        self._server.process_request(connection, connection.getpeername())
+        self._server.process_request(sealed_by(connection, keys), connection.getpeername())
 
     def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
@@ -88,8 +82,7 @@ class StateServer:
 class _Library:
     """What there is to be asked for."""
 
-    def __init__(self, key: str, copies: Copies, entries: Entries, chunk_bytes: int) -> None:
-        self.key = key
+    def __init__(self, copies: Copies, entries: Entries, chunk_bytes: int) -> None:
         self.copies = copies
         self.entries = entries
         self.chunk_bytes = chunk_bytes
@@ -107,7 +100,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(("", 0), handler, bind_and_activate=False)  # connections come from elsewhere
         self.socket.close()
-        self._connections: set[socket.socket] = set()
+        self._connections: set[Connection] = set()
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -148,9 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet: the trainer's log is the one log."""
 
     def serve(self, library: _Library) -> None:
-        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(shown.encode(), library.key.encode()):
-            return self._refuse(HTTPStatus.FORBIDDEN)
         try:
             self._serve_path(library)
         except RecoveryFailed:

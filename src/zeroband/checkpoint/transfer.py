@@ -191,7 +191,7 @@ class Transfer:
 
     def _start(self, donor: Donor) -> None:
         inquiry = self._inquiry
-        connections = [DonorConnection(donor, inquiry.key, inquiry.patience) for _ in range(inquiry.connections)]
+        connections = [DonorConnection(donor, inquiry.dialler, inquiry.patience) for _ in range(inquiry.connections)]
         source = self._sources[donor] = _Source(donor, connections, len(connections))
         self._tally.count(donor, 0)
         for connection in connections:
@@ -258,7 +258,7 @@ class Transfer:
         why, is_final = "", False
         try:
             status = connection.read_into(path, data)
-            is_final = status in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
+            is_final = status == HTTPStatus.NOT_FOUND
             why = "" if status == HTTPStatus.OK else f"{path} answered {status}"
         except NONSENSE as error:
             why = f"{path}: {reason_of(error)}"

@@ -269,7 +269,7 @@ class CommConfig(Section):
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
     """How the native path encodes what it averages. None: int8 for pseudo-gradients, fp32 for DDP's gradients."""
     encryption: bool = True
-    """Seal what the native path sends, by keys that the nodes agree on with run.token; off only in trusted networks."""
+    """Seal what the native path and recovery send, by keys agreed on with run.token; off only in trusted networks."""
     streams: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """TCP connections of the native path to each other node. None: as many as make it faster."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)

@@ -22,7 +22,7 @@ from zeroband.elastic.store import Store
 from zeroband.kernels.codec import CODECS
 from zeroband.plane.engine import Engine, Operation, State
 from zeroband.plane.handover import Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, RunKey
+from zeroband.plane.handshake import DATA_CALL, Purpose, RunKey
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.port import shake_hands
 from zeroband.plane.shape import shape_of
@@ -72,7 +72,7 @@ class Meeting:
         guardian, trainer = channel()
         self._calls = guardian
         self._links = Links(Engine(threads=1), key, is_sealed)
-        self._inbox = Inbox({"data": self._links.accept})
+        self._inbox = Inbox({Purpose.DATA: self._links.accept})
         self._inbox.attach(trainer)
 
         async def pass_on(connection: socket.socket) -> None:

@@ -46,12 +46,15 @@ class DataPlane(Protocol):
         member_id: str,
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
+        errors: Tensor | None = None,
     ) -> tuple[int, int]:
         """Write this rank's part of the weighted mean into `result`; the bytes that the node sent and received.
 
-        Shapes: both (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this
-        rank's part that is done. `stops`: shares, in order, at which it stands still until `on_progress` returned,
-        where the path can. The bytes are right on local rank 0. Raises PeerLost.
+        Shapes: all (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this rank's
+        part that is done. `stops`: shares, in order, at which it stands still until `on_progress` returned, where the
+        path can. `errors`: gets what encoding took from this node's part in the mean, in units of `contribution`,
+        unless its share is 0; after PeerLost it holds nothing of use. The bytes are right on local rank 0. Raises
+        PeerLost.
         """
         ...
 

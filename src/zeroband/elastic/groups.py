@@ -80,7 +80,9 @@ class LaneGroups:
         member_id: str,
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
+        errors: torch.Tensor | None = None,
     ) -> tuple[int, int]:
+        assert errors is None, "nothing is encoded here"
         self._connect(opening, opening.members.index(member_id))
         share = opening.share(member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)

@@ -30,9 +30,9 @@ from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
 from zeroband.errors import StoreLost, ZerobandError
 from zeroband.plane.calling import Address
-from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.plane.handover import Inbox, channel, hand_over
 from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey, new_session
-from zeroband.plane.port import HTTP_CALL, shake_hands
+from zeroband.plane.port import shake_hands
 from zeroband.plane.rate import answer_rate, measure_rate
 
 _LEAVE = b"leave\n"
@@ -53,8 +53,9 @@ class Door:
     bind_port: int = 0
     """0: any that is free."""
     run_key: str = ""
-    """Hexadecimal; of the data plane. Empty: there is none."""
+    """Hexadecimal; of the handshake with other nodes. Empty: none of them is let in."""
     is_sealed: bool = True
+    """Whether what other nodes send and fetch is."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class _Watch:
         self._links = LinkMonitor(
             door.bind_host or door.host,
             port=door.bind_port,
-            answers={HTTP_CALL: self._pass_request_on, DATA_CALL: self._pass_stream_on},
+            answers={DATA_CALL: self._pass_on},
             detect_s=order.lease_s,
             on_gone=self._gone.put,
             measure=self._measure_rate if door.run_key else None,
@@ -246,19 +247,16 @@ class _Watch:
         others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
         self._links.watch(others)
 
-    async def _pass_request_on(self, connection: socket.socket) -> None:
-        """The trainer's state server asks for a proof of its own."""
-        hand_over(self._calls, connection, HandedOver("http"))
-
-    async def _pass_stream_on(self, connection: socket.socket) -> None:
+    async def _pass_on(self, connection: socket.socket) -> None:
+        """Give the trainer a connection of which the other end is a node of this run."""
         order = self._order
         if order.door.run_key:
             key, is_sealed = RunKey(bytes.fromhex(order.door.run_key)), order.door.is_sealed
-            stream = await shake_hands(connection, key, callee=order.member_id, is_sealed=is_sealed)
-            if stream.kind == Purpose.RATE:
+            what = await shake_hands(connection, key, callee=order.member_id, is_sealed=is_sealed)
+            if what.kind == Purpose.RATE:
                 await answer_rate(connection)
             else:
-                hand_over(self._calls, connection, stream)
+                hand_over(self._calls, connection, what)
 
     async def _measure_rate(self, member: str, address: Address) -> int:
         door = self._order.door

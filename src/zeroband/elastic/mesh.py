@@ -137,10 +137,12 @@ class ElasticDeviceMesh:
         opening: Opening,
         on_progress: Callable[[float], None] = lambda share: None,
         stops: Sequence[float] = (),
+        errors: torch.Tensor | None = None,
     ) -> Transfer:
         """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
 
-        Shapes: both (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `on_progress`:
+        Shapes: all (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `errors`: as in
+        `DataPlane.reduce_mean`. `on_progress`:
         called with the share of this rank's transfer that is done, in 0..1. `stops`: shares at which it stands still
         meanwhile.
         Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
@@ -156,7 +158,9 @@ class ElasticDeviceMesh:
             on_progress(done)
 
         try:
-            sent, received = self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops)
+            sent, received = self._plane.reduce_mean(
+                contribution, result, opening, self.member_id, moved, stops, errors
+            )
         except PeerLost as error:
             reason = str(error)
             self.board.abort(opening.version)

@@ -63,11 +63,17 @@ class NativePlane:
         member_id: str,
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
+        errors: Tensor | None = None,
     ) -> tuple[int, int]:
         if self._reach is None:
             return 0, 0
         if len(opening.members) == 1:
-            result.copy_(contribution) if opening.share(member_id) > 0 else result.zero_()
+            if opening.share(member_id) == 0:
+                result.zero_()
+                return 0, 0
+            result.copy_(contribution)
+            if errors is not None:
+                errors.zero_()
             return 0, 0
         self._connect(self._reach, opening, member_id)
         shape = shape_of(result.numel(), self._codec, opening.weights, opening.network)
@@ -77,7 +83,14 @@ class NativePlane:
         numbers = [self._reach.links.number(member) for member in opening.members]
         at = opening.members.index(member_id)
         reduction = self._reach.links.engine.start(
-            operation, shape, at, numbers, contribution, result, allowed=stops[0] if stops else 1.0
+            operation,
+            shape,
+            at,
+            numbers,
+            contribution,
+            result,
+            allowed=stops[0] if stops else 1.0,
+            errors=errors,
         )
         try:
             meter = _Meter()

@@ -42,6 +42,11 @@ class Codec:
         scale_bits = 32 / self.block if self.block else 0
         return 32 / (self.bits + scale_bits)
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether it takes so much that a round's loss must go into the next one for training to converge."""
+        return self.bits < 8
+
     def encoded_size(self, n: int) -> int:
         """Bytes that n values take."""
         scales = -(-n // self.block) if self.block else 0

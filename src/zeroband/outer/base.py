@@ -19,6 +19,7 @@ from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
 from zeroband.outer.pace import Pace
@@ -89,6 +90,7 @@ class OuterParts:
     inner: InnerOptimizer
     buffers: SharedBuffers
     shards: ShardMap
+    feedback: ErrorFeedback
     journal: Journal
     shape: RunShape
     pace: Pace
@@ -235,6 +237,7 @@ class RoundKeeper:
         parts = self.parts
         if is_joining:  # what it did before it was voted out went back to the run
             self._tokens = self._steps = 0
+            parts.feedback.forget()
         parts.pace.learn(time.monotonic(), self._steps)
         self._is_left_out = not (weighted or is_joining)
         weight = self._tokens if weighted and not is_joining else 0
@@ -244,7 +247,12 @@ class RoundKeeper:
             await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
             try:
                 outcome = commit_round(
-                    parts.mesh, parts.buffers, await_turn, partial(self._describe, extra), parts.faults
+                    parts.mesh,
+                    parts.buffers,
+                    await_turn,
+                    partial(self._describe, extra),
+                    parts.faults,
+                    parts.feedback.residual,
                 )
             except Fenced as fence:
                 if not is_joining or parts.mesh.is_fenced:

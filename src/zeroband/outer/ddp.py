@@ -56,9 +56,10 @@ class Ddp:
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._keeper.count(tokens)
-        self._parts.shards.store(gradient_shards(self._parts.model), self._buffers[CONTRIBUTION])
+        contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
+        self._parts.shards.store(gradients, contribution)
+        self._parts.feedback.add_to(contribution, gradients)
         barrier(self._local)
-        contribution = self._buffers[CONTRIBUTION]
         is_finite = all_ok(self._local.rank != 0 or bool(torch.isfinite(contribution).all()), self._local)
         self._committed = self._keeper.commit(weighted=is_finite, extra=self._describe)
         return self._set_gradients(self._committed.result, self._committed.verdict.payload)

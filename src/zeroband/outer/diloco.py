@@ -81,10 +81,13 @@ class DiLoCo:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
         shards = parameter_shards(self._parts.model)
         outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
+        contribution = self._buffers[CONTRIBUTION]
         spoilt: list[str] = []
-        for name, out in self._parts.shards.parts(self._buffers[CONTRIBUTION], shards):
+        for name, out in self._parts.shards.parts(contribution, shards):
             inner = shards[name].to("cpu").reshape(-1)
             self._optimizer.contribution(outer[name], inner, out)
+        self._parts.feedback.add_to(contribution, shards)
+        for name, out in self._parts.shards.parts(contribution, shards):
             if not torch.isfinite(out).all():
                 spoilt.append(name)
         if spoilt:

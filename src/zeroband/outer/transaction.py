@@ -49,8 +49,11 @@ def commit_round(
     await_turn: Callable[[], Opening | Verdict],
     payload: Callable[[Opening, Tensor], Mapping[str, Any]],
     faults: FaultPoints,
+    errors: Tensor | None = None,
 ) -> Committed | Verdict:
     """Bring a round to its verdict with whoever is left; the contribution lies in its buffer.
+
+    `errors`: gets what encoding took from the contribution in the attempt that is committed.
 
     Called by all local ranks. `payload` runs on local rank 0. Returns the verdict of the others where they committed
     the round without this node. Raises Fenced when the run went on without it.
@@ -66,7 +69,7 @@ def commit_round(
         try:
             progress = faults.at_progress(opening.round)
             stops = faults.stops(opening.round)
-            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress, stops))
+            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress, stops, errors))
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
             digest = digest_of(buffers[RESULT]) if mesh.local.rank == 0 else ""

@@ -126,14 +126,17 @@ class Engine:
         result: Tensor,
         *,
         allowed: float = 1.0,
+        errors: Tensor | None = None,
     ) -> Reduction:
         """Begin the weighted mean of all members' `source`, into `result`.
 
-        Shapes: both (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
+        Shapes: all (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
         this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
-        node's frames to send before `Reduction.allow` says more.
+        node's frames to send before `Reduction.allow` says more. `errors`: gets what this node's encodings took from
+        the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         """
-        for tensor in (source, result):
+        buffers = (source, result) if errors is None else (source, result, errors)
+        for tensor in buffers:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
                 raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
         arrays = (
@@ -156,12 +159,13 @@ class Engine:
             *(array.ctypes.data for array in arrays),
             source.data_ptr(),
             result.data_ptr(),
+            None if errors is None else errors.data_ptr(),
             allowed,
         )
         handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
         if not handle:
             raise ValueError(f"no reduction has this shape: {shape}")
-        return Reduction(self._engine, handle, (source, result))
+        return Reduction(self._engine, handle, buffers)
 
     @property
     def peak_bytes(self) -> int:
@@ -181,7 +185,7 @@ class Engine:
 class Reduction:
     """One that runs, or ended. `close()` stops it and gives its buffers back; nothing else may be called then."""
 
-    def __init__(self, engine: int, handle: int, buffers: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, engine: int, handle: int, buffers: tuple[Tensor, ...]) -> None:
         self._library = native.load()
         self._engine = engine
         self._handle: int | None = handle
@@ -217,7 +221,7 @@ class Reduction:
         )
 
     def abort(self) -> None:
-        """Stop it, from any thread; on return neither buffer is touched any more."""
+        """Stop it, from any thread; on return no buffer is touched any more."""
         with self._closing:
             if self._handle is not None:
                 self._library.zb_reduce_end(self._engine, self._handle)

@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a connection is for. `kind`: `data`, with all else, or `http`."""
+    """What a connection is for. `kind`: a `Purpose`; what this node does not know is hung up on."""
 
     kind: str
     caller: str = ""

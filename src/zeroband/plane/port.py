@@ -99,8 +99,6 @@ class Port:
 PROBE_CALL = b"zbp1"
 """A connection on which another guardian asks whether this one is there."""
 
-HTTP_CALL = b"GET "
-
 
 async def _peek(connection: socket.socket) -> bytes:
     """The first bytes, which stay where they are. Raises EOFError when there will not be as many."""
@@ -143,7 +141,7 @@ async def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def shake_hands(connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool) -> HandedOver:
-    """Answer a call to the data plane. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
+    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
     async with asyncio.timeout(_PATIENCE_S):
         called = Callee(key, await read_exactly(connection, HELLO_BYTES))
         asked = called.introduction

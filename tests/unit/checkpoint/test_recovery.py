@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.checkpoint.door import OpenServer
+from tests.unit.checkpoint.door import DIALLER, OpenServer, ask, shaken
 from torch import Tensor
 
 from zeroband.checkpoint import transfer
 from zeroband.checkpoint.chunks import chunk_hash
 from zeroband.checkpoint.donors import DonorConnection, Patience
 from zeroband.checkpoint.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
-from zeroband.checkpoint.serving import access_key
-from zeroband.errors import RecoveryFailed
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.plane.sealed import sealed_by
 
-KEY = access_key("secret", "run")
 N = 1003
 CHUNK_BYTES = 512
 CHUNKS = 2 * -(-4 * N // CHUNK_BYTES)
@@ -88,6 +87,13 @@ class Relay:
                 pass
 
         class Server(ThreadingHTTPServer):
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    sealed: Any = sealed_by(request, shaken(request, member_id))
+                except (OSError, EOFError, HandshakeFailed):
+                    return self.shutdown_request(request)
+                super().process_request_thread(sealed, client_address)
+
             def handle_error(self, request: object, client_address: object) -> None:
                 pass
 
@@ -97,17 +103,13 @@ class Relay:
         threading.Thread(target=self._server.serve_forever, kwargs=serve, daemon=True).start()
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
-        behind = http.client.HTTPConnection(self._behind.host, self._behind.port, timeout=5)
-        behind.request("GET", handler.path, headers=dict(handler.headers))
-        answer = behind.getresponse()
-        body = answer.read()
-        behind.close()
+        status, body = ask(self._behind, handler.path)
         altered = self.alter(handler.path, body)
         length = len(body) if self.is_cut else self.length(handler.path, altered)
         handler.close_connection = length != len(altered)
-        if answer.status == 200 and length == len(altered):
+        if status == 200 and length == len(altered):
             self.sent.append(handler.path)  # before it is: the joiner may be done before this thread goes on
-        handler.send_response(answer.status)
+        handler.send_response(status)
         if length is not None:
             handler.send_header("Content-Length", str(length))
         handler.end_headers()
@@ -146,9 +148,9 @@ def serve(stack: ExitStack) -> Serve:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Donor:
         copy = copy or Copy()
-        server = OpenServer(KEY, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
+        server = OpenServer(member_id, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
         stack.callback(server.close)
-        return Donor(member_id, "127.0.0.1", server.port)
+        return server.donor
 
     return start
 
@@ -204,7 +206,7 @@ def zeros() -> dict[str, Tensor]:
 
 def fetch(*donors: Donor, limits: FetchLimits = LIMITS, **options: Any) -> tuple[FetchedState, dict[str, Tensor]]:
     sections = zeros()
-    return StateFetch(KEY, sections, limits=limits).fetch(donors, **options), sections
+    return StateFetch(DIALLER, sections, limits=limits).fetch(donors, **options), sections
 
 
 def require_honest(fetched: FetchedState, sections: dict[str, Tensor]) -> None:
@@ -224,7 +226,7 @@ def no_straggler(limits: FetchLimits) -> FetchLimits:
 def test_fetched_state_is_the_donors_to_the_last_bit_with_what_belongs_to_it(serve: Serve) -> None:
     chunks: list[tuple[int, int]] = []
     sections = zeros()
-    fetched = StateFetch(KEY, sections, limits=no_straggler(LIMITS)).fetch(
+    fetched = StateFetch(DIALLER, sections, limits=no_straggler(LIMITS)).fetch(
         [serve()], lambda *sizes: chunks.append(sizes)
     )
     require_honest(fetched, sections)
@@ -275,9 +277,9 @@ def test_one_copy_serves_all_joiners_of_a_round(stack: ExitStack) -> None:
         copied.append(7)
         return Copy()
 
-    server = OpenServer(KEY, copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
+    server = OpenServer("honest", copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
-    donor = Donor("honest", "127.0.0.1", server.port)
+    donor = server.donor
     joiners = [threading.Thread(target=fetch, args=(donor,)) for _ in range(4)]
     for joiner in joiners:
         joiner.start()
@@ -294,9 +296,9 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
         round = now[0]
         return Copy(round, {"params": values(10 * round), "momentum": values(10 * round + 1)}, {}, f"digest of {round}")
 
-    server = OpenServer(KEY, copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
+    server = OpenServer("honest", copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
     stack.callback(server.close)
-    donor = Donor("honest", "127.0.0.1", server.port)
+    donor = server.donor
     others: list[FetchedState] = []
 
     def go_on(chunk_bytes: int, total_bytes: int) -> None:
@@ -305,7 +307,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
             others.append(fetch(donor)[0])  # another joiner, in the middle of this one
 
     sections = zeros()
-    fetched = StateFetch(KEY, sections, limits=LIMITS).fetch([donor], go_on)
+    fetched = StateFetch(DIALLER, sections, limits=LIMITS).fetch([donor], go_on)
     assert fetched.round == 7
     assert others[0].round == 8
     assert torch.equal(sections["params"], values(70))
@@ -314,7 +316,7 @@ def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitS
 
 def test_state_without_values_is_fetched(serve: Serve) -> None:
     copy = Copy(sections={"params": torch.zeros(0)})
-    assert StateFetch(KEY, {"params": torch.zeros(0)}, limits=LIMITS).fetch([serve(copy=copy)]).round == 7
+    assert StateFetch(DIALLER, {"params": torch.zeros(0)}, limits=LIMITS).fetch([serve(copy=copy)]).round == 7
 
 
 # -- donors that leave, stall or come back --------------------------------------------------------------------------
@@ -352,7 +354,7 @@ def test_fetch_goes_on_where_it_was_once_a_donor_returns(interpose: Interpose, s
     weak, back = interpose("weak", member), interpose("back", member)
     weak.alter, weak.is_cut = dying(weak, after=5), True
     sections = zeros()
-    state = StateFetch(KEY, sections, limits=no_straggler(ONE_BY_ONE))
+    state = StateFetch(DIALLER, sections, limits=no_straggler(ONE_BY_ONE))
     for _ in range(2):
         with pytest.raises(RecoveryFailed, match="weak at "):
             state.fetch([weak.donor])
@@ -370,14 +372,14 @@ def test_fetch_goes_on_where_it_was_once_a_donor_returns(interpose: Interpose, s
 def test_fetch_goes_on_with_its_round_though_the_donor_is_at_another(stack: ExitStack, interpose: Interpose) -> None:
     now = [7]
     server = OpenServer(
-        KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+        "honest", lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
     )
     stack.callback(server.close)
-    member = Donor("honest", "127.0.0.1", server.port)
+    member = server.donor
     weak, back = interpose("weak", member), interpose("back", member)
     weak.alter, weak.is_cut = dying(weak, after=5), True
     sections = zeros()
-    state = StateFetch(KEY, sections, limits=no_straggler(ONE_BY_ONE))
+    state = StateFetch(DIALLER, sections, limits=no_straggler(ONE_BY_ONE))
     with pytest.raises(RecoveryFailed):
         state.fetch([weak.donor])
     now[0] = 8
@@ -389,7 +391,7 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
     weak = interpose("weak", serve())
     weak.alter, weak.is_cut = dying(weak, after=5), True
     sections = zeros()
-    state = StateFetch(KEY, sections, limits=ONE_BY_ONE)
+    state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
     with pytest.raises(RecoveryFailed):
         state.fetch([weak.donor])
     fetched = state.fetch([serve("newer", Copy(9, {"params": values(3), "momentum": values(4)}, {}, "digest of 9"))])
@@ -401,11 +403,11 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
 def test_fetch_after_a_complete_one_is_of_the_newest_state(stack: ExitStack) -> None:
     now = [7]
     server = OpenServer(
-        KEY, lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+        "honest", lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
     )
     stack.callback(server.close)
-    donor = Donor("honest", "127.0.0.1", server.port)
-    state = StateFetch(KEY, zeros(), limits=no_straggler(LIMITS))
+    donor = server.donor
+    state = StateFetch(DIALLER, zeros(), limits=no_straggler(LIMITS))
     assert state.fetch([donor]).round == 7
     now[0] = 8
     again = state.fetch([donor])
@@ -490,9 +492,9 @@ def test_donor_that_cannot_make_a_copy_is_passed_over(stack: ExitStack, serve: S
     def copy_state() -> Copy:
         raise RecoveryFailed("no step ended")
 
-    server = OpenServer(KEY, copy_state, entry_of)
+    server = OpenServer("busy", copy_state, entry_of)
     stack.callback(server.close)
-    busy = Donor("busy", "127.0.0.1", server.port)
+    busy = server.donor
     with pytest.raises(RecoveryFailed, match=r"busy at .*/state answered 503"):
         fetch(busy)
     require_honest(*fetch(busy, serve()))
@@ -551,7 +553,7 @@ def test_nothing_is_written_that_does_not_match_its_hash(interpose: Interpose) -
     liar = interpose(alter=only(CHUNKS_OF_7, flip))
     sections = zeros()
     with pytest.raises(RecoveryFailed, match=r"liar at .* does not match its hash"):
-        StateFetch(KEY, sections, limits=LIMITS).fetch([liar.donor])
+        StateFetch(DIALLER, sections, limits=LIMITS).fetch([liar.donor])
     assert all(not section.any() for section in sections.values())
 
 
@@ -575,7 +577,7 @@ def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: 
     monkeypatch.setattr(transfer, "_STOP_S", 0.01)
     sections = zeros()
     with pytest.raises(KeyboardInterrupt):
-        StateFetch(KEY, sections, limits=no_straggler(LIMITS)).fetch([serve()], interrupt)
+        StateFetch(DIALLER, sections, limits=no_straggler(LIMITS)).fetch([serve()], interrupt)
     for section in sections.values():
         section.zero_()
     threads = [thread for thread in threading.enumerate() if thread.name == "recovery"]
@@ -616,7 +618,7 @@ def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serv
     lie = Copy(7, {"params": values(3), "momentum": values(4)}, {}, "digest of a lie")
     donors = [serve("liar", lie), serve("its friend", lie), serve("honest")]
     sections = zeros()
-    state = StateFetch(KEY, sections, limits=LIMITS)
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
     assert state.fetch(donors).state == "digest of a lie"
     state.distrust()
     require_honest(state.fetch(donors), sections)
@@ -625,7 +627,7 @@ def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serv
 def test_donors_whose_state_was_not_what_they_claimed_are_not_asked_again(serve: Serve, interpose: Interpose) -> None:
     liar = interpose("liar", serve(copy=replace(Copy(), sections={"params": values(3), "momentum": values(4)})))
     donors, sections = [liar.donor, serve()], zeros()
-    state = StateFetch(KEY, sections, limits=LIMITS)
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
     assert "liar" in state.fetch(donors).received_bytes
     state.distrust()
     liar.sent.clear()
@@ -635,7 +637,7 @@ def test_donors_whose_state_was_not_what_they_claimed_are_not_asked_again(serve:
 
 def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serve) -> None:
     sections = zeros()
-    state = StateFetch(KEY, sections, limits=LIMITS)
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
     donor = serve()
     state.fetch([donor])
     state.distrust()
@@ -669,7 +671,7 @@ def test_donor_that_talks_nonsense_is_passed_over(serve: Serve, interpose: Inter
     with pytest.raises(RecoveryFailed, match="liar at "):
         fetch(liar.donor)
     require_honest(*fetch(liar.donor, serve()))
-    assert fetch_entry([liar.donor, serve()], KEY, 5, limits=LIMITS).state == "digest of 5"
+    assert fetch_entry([liar.donor, serve()], DIALLER, 5, limits=LIMITS).state == "digest of 5"
 
 
 @pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/", "/state/7/momentum/"])
@@ -700,7 +702,8 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
 
         def drip() -> None:
-            joiner = stack.enter_context(listener.accept()[0])
+            raw = stack.enter_context(listener.accept()[0])
+            joiner = sealed_by(raw, shaken(raw, "liar"))
             with suppress(OSError):
                 while True:
                     joiner.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -708,7 +711,7 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 
         threading.Thread(target=drip, daemon=True).start()
         donor = Donor("liar", *listener.getsockname())
-        connection = DonorConnection(donor, KEY, Patience(answer_s=0.05))
+        connection = DonorConnection(donor, DIALLER, Patience(answer_s=0.05))
         with pytest.raises((OSError, http.client.HTTPException)):
             connection.get("/state", 1000)
         connection.close()
@@ -719,7 +722,7 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 
 def test_fetched_entry_is_the_donors(serve: Serve) -> None:
     arrived: list[tuple[int, int]] = []
-    entry = fetch_entry([serve()], KEY, 5, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
+    entry = fetch_entry([serve()], DIALLER, 5, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
     assert (entry.round, entry.payload, entry.state) == (5, {"weight": 5}, "digest of 5")
     assert torch.equal(entry.result, values(5))
     assert sum(sent for sent, _ in arrived) == 4 * N
@@ -727,14 +730,14 @@ def test_fetched_entry_is_the_donors(serve: Serve) -> None:
 
 def test_entry_is_written_into_the_callers_tensor(serve: Serve) -> None:
     out = torch.zeros(N)
-    assert fetch_entry([serve()], KEY, 5, out=out, limits=LIMITS).result is out
+    assert fetch_entry([serve()], DIALLER, 5, out=out, limits=LIMITS).result is out
     assert torch.equal(out, values(5))
 
 
 def test_entry_of_another_length_than_the_callers_tensor_is_refused(serve: Serve) -> None:
     out = torch.zeros(5)
     with pytest.raises(RecoveryFailed, match=r"this node needs {'result': 20}"):
-        fetch_entry([serve()], KEY, 5, out=out, limits=LIMITS)
+        fetch_entry([serve()], DIALLER, 5, out=out, limits=LIMITS)
     assert not out.any()
 
 
@@ -747,7 +750,7 @@ def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], pl
     assert honest is not None
     donors = [serve("a"), serve("b")]
     donors.insert(place, serve("liar", journal=lambda round: replace(honest, **lie)))
-    entry = fetch_entry(donors, KEY, 5, limits=LIMITS)
+    entry = fetch_entry(donors, DIALLER, 5, limits=LIMITS)
     assert (entry.payload, entry.state) == ({"weight": 5}, "digest of 5")
     assert torch.equal(entry.result, values(5))
 
@@ -755,33 +758,33 @@ def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], pl
 def test_entry_of_another_round_is_refused_and_the_next_donor_taken(serve: Serve) -> None:
     liar = serve("liar", journal=lambda round: entry_of(round - 1))
     with pytest.raises(RecoveryFailed, match="round 4 where round 5 was asked for"):
-        fetch_entry([liar], KEY, 5, limits=LIMITS)
-    assert torch.equal(fetch_entry([liar, serve()], KEY, 5, limits=LIMITS).result, values(5))
+        fetch_entry([liar], DIALLER, 5, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar, serve()], DIALLER, 5, limits=LIMITS).result, values(5))
 
 
 def test_flipped_bit_of_an_entry_is_noticed_and_the_next_donor_taken(serve: Serve, interpose: Interpose) -> None:
     liar = interpose(alter=only("/journal/5/result/", flip))
     with pytest.raises(RecoveryFailed, match=r"liar at .*/journal/5/result/\d does not match its hash"):
-        fetch_entry([liar.donor], KEY, 5, limits=LIMITS)
-    assert torch.equal(fetch_entry([liar.donor, serve()], KEY, 5, limits=LIMITS).result, values(5))
+        fetch_entry([liar.donor], DIALLER, 5, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar.donor, serve()], DIALLER, 5, limits=LIMITS).result, values(5))
 
 
 def test_entry_that_would_need_too_much_memory_is_refused(interpose: Interpose) -> None:
     many = {"bytes": 1 << 39, "hashes": ["h"] * (1 << 13)}
     liar = interpose(alter=only("/journal/5", changed(sections={"result": many}, chunk_bytes=1 << 26)))
     with pytest.raises(RecoveryFailed, match=r"the journal of round 5 has sections {'result': 549755813888}"):
-        fetch_entry([liar.donor], KEY, 5, limits=LIMITS)
+        fetch_entry([liar.donor], DIALLER, 5, limits=LIMITS)
 
 
 def test_entry_that_a_donor_no_longer_keeps_is_fetched_from_the_next(serve: Serve) -> None:
     forgetful = serve("forgetful", journal=lambda round: None)
-    assert fetch_entry([forgetful, serve()], KEY, 5, limits=LIMITS).round == 5
+    assert fetch_entry([forgetful, serve()], DIALLER, 5, limits=LIMITS).round == 5
     with pytest.raises(RecoveryFailed, match=r"forgetful at .*/journal/5 answered 404"):
-        fetch_entry([forgetful], KEY, 5, limits=LIMITS)
+        fetch_entry([forgetful], DIALLER, 5, limits=LIMITS)
 
 
 def test_failure_without_donors_says_that_nobody_is_alive() -> None:
     with pytest.raises(RecoveryFailed, match="no member is alive"):
-        fetch_entry([], KEY, 1)
+        fetch_entry([], DIALLER, 1)
     with pytest.raises(RecoveryFailed, match="no member is alive"):
         fetch()

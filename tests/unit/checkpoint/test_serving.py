@@ -1,22 +1,23 @@
-import http.client
+import hmac
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.checkpoint.door import OpenServer
+from tests.unit.checkpoint.door import DIALLER, WRONG_TOKEN, OpenServer, ask
 from torch import Tensor
 
 from zeroband.checkpoint import serving
 from zeroband.checkpoint.chunks import chunk_hash, parse_manifest
-from zeroband.checkpoint.recovery import Donor, StateFetch, fetch_entry
-from zeroband.checkpoint.serving import access_key
-from zeroband.errors import RecoveryFailed
+from zeroband.checkpoint.recovery import StateFetch, fetch_entry
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+from zeroband.plane.handshake import HELLO_BYTES, OPEN, Callee, RunKey
 
-KEY = access_key("secret", "run")
 DATA = torch.arange(1000.0).numpy().tobytes()
 
 
@@ -39,7 +40,7 @@ class Entry:
 @pytest.fixture
 def server() -> Iterator[OpenServer]:
     server = OpenServer(
-        KEY,
+        "honest",
         Copy,
         lambda round: Entry() if round == 4 else None,
         current_round=lambda: 7,
@@ -49,42 +50,61 @@ def server() -> Iterator[OpenServer]:
     server.close()
 
 
-def get(server: OpenServer, path: str, authorization: str | None = f"Bearer {KEY}") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
-    connection.request("GET", path, headers={} if authorization is None else {"Authorization": authorization})
-    answer = connection.getresponse()
-    body = answer.read()
-    connection.close()
-    return answer.status, body
+def get(server: OpenServer, path: str) -> tuple[int, bytes]:
+    return ask(server.donor, path)
 
 
-@pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/0", "/journal/4", "/journal/4/result/0", "/"])
-@pytest.mark.parametrize(
-    "authorization",
-    [None, "", "Bearer ", "Bearer wrong", KEY[:-1], f"Bearer {access_key('other', 'run')}", "Bearer \xe9"],
-)
+STRANGERS = {
+    "another token": WRONG_TOKEN,
+    "for another member": DIALLER,
+    "in the clear": replace(DIALLER, is_sealed=False),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.defect(11)
-def test_nothing_is_served_without_the_key(server: OpenServer, path: str, authorization: str | None) -> None:
-    assert get(server, path, authorization) == (403, b"")
+def test_nothing_is_served_to_who_cannot_shake_hands(server: OpenServer, stranger: str) -> None:
+    member_id = "another" if stranger == "for another member" else "honest"
+    donor = replace(server.donor, member_id=member_id)
+    with pytest.raises(HandshakeFailed, match=r"run\.token and comm\.encryption"):
+        ask(donor, "/state", STRANGERS[stranger])
+    assert get(server, "/state")[0] == 200
+
+
+@pytest.mark.defect(11)
+def test_nothing_is_served_without_a_handshake(server: OpenServer) -> None:
+    with socket.create_connection((server.donor.host, server.donor.port), timeout=5) as stranger:
+        stranger.sendall(b"GET /state HTTP/1.1\r\n\r\n".ljust(1000))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
 
 
 def test_joiner_with_the_wrong_token_is_refused_everywhere(server: OpenServer) -> None:
-    donors, wrong = [Donor("honest", "127.0.0.1", server.port)], access_key("guessed", "run")
-    with pytest.raises(RecoveryFailed, match=r"honest at .*/state answered 403"):
-        StateFetch(wrong, {"params": torch.zeros(1000)}).fetch(donors)
-    with pytest.raises(RecoveryFailed, match=r"/journal/4 answered 403"):
-        fetch_entry(donors, wrong, 4)
+    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
+        StateFetch(WRONG_TOKEN, {"params": torch.zeros(1000)}).fetch([server.donor])
+    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
+        fetch_entry([server.donor], WRONG_TOKEN, 4)
 
 
-def test_key_depends_on_token_and_run_and_does_not_show_the_token() -> None:
-    keys = {
-        access_key("secret", "run"),
-        access_key("secret", "run2"),
-        access_key("secret2", "run"),
-        access_key(None, "run"),
-    }
-    assert len(keys) == 4
-    assert all("secret" not in key for key in keys)
+def test_donor_that_does_not_know_the_token_gets_no_request() -> None:
+    """Whoever redirects a joiner to a machine of its own learns only that it wanted to join."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def pretend() -> bytes:
+            with listener.accept()[0] as joiner:
+                hello = joiner.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                joiner.sendall(Callee(RunKey(b"o" * 32), re_proven(hello)).answer)
+                return joiner.recv(1)
+
+        heard = threads.submit(pretend)
+        with pytest.raises(HandshakeFailed, match="does not know the run's token"):
+            DIALLER.dial("honest", listener.getsockname(), 5.0)
+        assert heard.result() == b""
+
+
+def re_proven(hello: bytes) -> bytes:
+    """The call with the proof of somebody who knows another token."""
+    return hello[:-32] + hmac.digest(b"o" * 32, hello[:-32], "sha256")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +166,7 @@ def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
     def copy_state() -> Copy:
         raise RecoveryFailed("no step ended")
 
-    server = OpenServer(KEY, copy_state, lambda round: None)
+    server = OpenServer("honest", copy_state, lambda round: None)
     assert get(server, "/state") == (503, b"")
     server.close()
 
@@ -154,11 +174,11 @@ def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
 def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
     server: OpenServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    request = f"GET /state HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
-    for sent in (request * 200, b"GET /sta"):
-        with socket.create_connection(("127.0.0.1", server.port)) as joiner:
-            joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
-            joiner.sendall(sent)
+    for sent in (b"GET /state HTTP/1.1\r\n\r\n" * 200, b"GET /sta"):
+        joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+        joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
+        joiner.sendall(sent)
+        joiner.close()
     assert get(server, "/state")[0] == 200
     assert capfd.readouterr() == ("", "")
 
@@ -167,14 +187,18 @@ def test_closed_server_hangs_up_on_whoever_is_handed_over(server: OpenServer) ->
     server.close()
     ours, theirs = socket.socketpair()
     with ours:
-        server.take(theirs)
+        server.take(theirs, OPEN)
         assert ours.recv(1) == b""
 
 
 def test_closed_server_hangs_up_on_those_who_are_connected(server: OpenServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as joiner:
-        joiner.sendall(f"GET / HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
-        assert joiner.recv(1)
-        server.close()
-        while joiner.recv(1 << 16):
+    joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+    joiner.settimeout(5)
+    joiner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    answers = joiner.makefile("rb")
+    assert answers.read(1)
+    server.close()
+    with suppress(ConnectionAbortedError):
+        while answers.read(1 << 16):
             pass
+    joiner.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from zeroband.elastic.epoch import Opening, Peer
 from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
 from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.store import Store
-from zeroband.plane.handover import channel
-from zeroband.plane.handshake import DATA_CALL, RunKey
+from zeroband.plane.handover import HandedOver, channel
+from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, Caller, Introduction, Purpose, RunKey, StreamKeys
 from zeroband.plane.port import shake_hands
 from zeroband.plane.rate import answer_rate
 
@@ -252,6 +253,29 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     connection.close()
     _until(lambda: OTHER not in guarded.store.view(0).alive)
     assert OTHER in guarded.store.view(0).peers, "it may take its lease again if it is alive after all"
+
+
+@pytest.mark.parametrize("purpose", [Purpose.DATA, Purpose.STATE])
+def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
+    """Not who calls it by another name, and nobody without a handshake."""
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
+    address = ("127.0.0.1", guarded.said().port)
+    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(key, Introduction(OTHER, "a#0", "", True, purpose)).hello):
+        with socket.create_connection(address, timeout=10) as stranger:
+            stranger.sendall(said)
+            with suppress(ConnectionResetError):  # what was sent had not been read
+                assert stranger.recv(1) == b""
+    caller = Caller(key, Introduction(OTHER, MEMBER, "", True, purpose))
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(caller.hello)
+        proof, keys = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
+        connection.sendall(proof)
+        guarded.inbox.settimeout(10)
+        message, descriptors, _, _ = socket.recv_fds(guarded.inbox, 4096, 1)
+        os.close(descriptors[0])
+        what = HandedOver.of(message)
+        assert (what.kind, what.caller, what.keys) == (purpose, OTHER, StreamKeys(keys.open, keys.seal))
 
 
 def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
 from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
@@ -40,10 +41,12 @@ from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
+from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
@@ -215,8 +218,9 @@ class MemoryLanes:
 
     keeps_buffers = False
 
-    def __init__(self, store: MemoryStore, member_id: str, lanes: int) -> None:
+    def __init__(self, store: MemoryStore, member_id: str, lanes: int, codec: Codec) -> None:
         self.ownership = LaneOwnership(lanes, 0, 1)
+        self.codec = codec
         self.abandoned: list[Tensor] = []
         self.damage: Callable[[Tensor], object] | None = None
         """Applied once to what arrives."""
@@ -231,15 +235,39 @@ class MemoryLanes:
         member_id: str,
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
+        errors: Tensor | None = None,
     ) -> tuple[int, int]:
         assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
         share = opening.share(member_id)
+        if self.codec.needs_feedback:
+            self._average_encoded(contribution, result, opening, errors if share > 0 else None)
+            return 0, 0
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
+
+    def _average_encoded(self, contribution: Tensor, result: Tensor, opening: Opening, errors: Tensor | None) -> None:
+        """As the native path: all-to-all, the first member owns everything."""
+        sent, shares = self._store.sent, [opening.share(member) for member in opening.members]
+        self._store.change(lambda: sent.setdefault((opening.id, 0), {}).update({self.member_id: contribution.clone()}))
+        if errors is not None:
+            errors.fill_(float("nan"))
+
+        def arrived() -> bool | Wait:
+            if len(sent[opening.id, 0]) == len(opening.members):
+                return True
+            self._store.require_sound(opening)
+            return Wait("parts of others")
+
+        self._store.wait_for(arrived)
+        sources = [sent[opening.id, 0][member] for member in opening.members]
+        mean, taken = averaged(self.codec, sources, shares, (0, *[result.numel()] * len(sources)))
+        result.copy_(mean)
+        if errors is not None:
+            errors.copy_(taken[opening.members.index(self.member_id)])
 
     def all_reduce(
         self, parts: Sequence[tuple[int, Tensor]], opening: Opening, on_progress: Callable[[float], None]
@@ -300,6 +328,7 @@ class FakeNode:
     model: TinyModel
     inner: InnerOptimizer
     buffers: SharedBuffers
+    feedback: ErrorFeedback
     journal: Journal
     departure: Departure
     faults: FaultPoints
@@ -387,6 +416,7 @@ class FakeRun:
     founders: int = 1
     total_steps: int = 1000
     journal_rounds: int = 8
+    codec: Codec = CODECS["fp32"]
     store: MemoryStore = field(default_factory=MemoryStore)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
 
@@ -399,7 +429,7 @@ class FakeRun:
         folder = self.folder / name
         folder.mkdir()
         member = MemoryMember(self.store, name)
-        lanes = MemoryLanes(self.store, name, self.lanes)
+        lanes = MemoryLanes(self.store, name, self.lanes, self.codec)
         board = NodeBoard(folder / "board", create=True)
         rules = Rules(start_nodes=self.founders)
         mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
@@ -412,12 +442,14 @@ class FakeRun:
             member.close()
             raise NodeDied(name)
 
+        buffers, shards = SharedBuffers(folder, layout.numel, local), ShardMap(layout, 0, 1)
         parts = OuterParts(
             mesh=mesh,
             model=model,
             inner=InnerOptimizer(model, OPTIM, total_steps=self.total_steps),
-            buffers=SharedBuffers(folder, layout.numel, local),
-            shards=ShardMap(layout, 0, 1),
+            buffers=buffers,
+            shards=shards,
+            feedback=ErrorFeedback(buffers, shards, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=RunShape(self.total_steps, BATCH),
             pace=Pace(pace or steps),
@@ -430,7 +462,7 @@ class FakeRun:
             if isinstance(self.algorithm, DilocoConfig)
             else Ddp(parts, clip_norm=CLIP_NORM)
         )
-        rest = (parts.inner, parts.buffers, parts.journal, parts.departure, parts.faults, outer)
+        rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]
 
@@ -516,6 +548,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         lanes: int = 1,
         total_steps: int = 1000,
         journal_rounds: int = 8,
+        codec: str = "fp32",
         inject: Mapping[str, Sequence[str]] | None = None,
         pace: Mapping[str, int] | None = None,
     ) -> FakeRun:
@@ -527,6 +560,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
             founders=len(names),
             total_steps=total_steps,
             journal_rounds=journal_rounds,
+            codec=CODECS[codec],
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

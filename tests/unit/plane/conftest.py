@@ -112,9 +112,10 @@ class Net:
         result: Tensor,
         *,
         allowed: float = 1.0,
+        errors: Tensor | None = None,
     ) -> Reduction:
-        engine = self.engines[member]
-        reduction = engine.start(operation, shape, member, range(self.world), source, result, allowed=allowed)
+        engine, links = self.engines[member], range(self.world)
+        reduction = engine.start(operation, shape, member, links, source, result, allowed=allowed, errors=errors)
         self.started.append(reduction)
         return reduction
 

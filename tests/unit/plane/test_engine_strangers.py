@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from tests.unit.plane.conftest import DEADLINE_S, RUN, ends_of, key_pair, noise, tcp_pair, until
 from torch import Tensor
@@ -31,6 +31,9 @@ MEANT_BYTES = 44
 """Of a header; the rest of it says nothing."""
 TAG_BYTES = 16
 FRAME_BYTES = HEADER.size + 4 * SHARD
+SEALED_BYTES = FRAME_BYTES + 2 * TAG_BYTES
+"""The header and the payload each have a tag."""
+
 few = settings(deadline=None, max_examples=40, phases=[Phase.explicit, Phase.generate])  # one that fails is slow
 
 
@@ -264,7 +267,7 @@ def on_the_way(change: Callable[[bytes], bytes]) -> Iterator[Pair]:
     """Two members of which somebody stands between; `change` is done to the first one's first frame."""
     (first, near), (far, second) = tcp_pair(), tcp_pair()
     with near, far, sealed_pair((first, second), key_pair(is_sealed=True)) as pair:
-        far.sendall(change(near.recv(FRAME_BYTES + TAG_BYTES, socket.MSG_WAITALL)))
+        far.sendall(change(near.recv(SEALED_BYTES, socket.MSG_WAITALL)))
         yield pair
 
 
@@ -283,7 +286,7 @@ def test_sealed_frames_do_not_show_what_they_carry() -> None:
 
 
 @few
-@given(at=st.integers(HEADER.size, FRAME_BYTES + TAG_BYTES - 1), change=st.integers(1, 255))
+@given(at=st.integers(HEADER.size + TAG_BYTES, SEALED_BYTES - 1), change=st.integers(1, 255))
 def test_sealed_frame_that_was_changed_on_the_way_takes_its_link_down(at: int, change: int) -> None:
     with on_the_way(lambda data: data[:at] + bytes([data[at] ^ change]) + data[at + 1 :]) as (reductions, engines):
         assert (reductions[1].wait(DEADLINE_S), reductions[1].detail) == (State.PEER_LOST, 0)
@@ -292,13 +295,21 @@ def test_sealed_frame_that_was_changed_on_the_way_takes_its_link_down(at: int, c
 
 
 @few
-@given(
-    at=st.integers(0, MEANT_BYTES - 1).filter(lambda at: at not in (6, 7, *range(16, 24))), change=st.integers(1, 255)
-)
-def test_sealed_frame_with_a_changed_header_takes_its_link_down(at: int, change: int) -> None:
-    """Also where it would be left out. (With a later opening or lane it is held, as if it came early.)"""
-    with on_the_way(lambda data: data[:at] + bytes([data[at] ^ change]) + data[at + 1 :]) as (reductions, _):
+@given(at=st.integers(0, HEADER.size + TAG_BYTES - 1), bit=st.integers(0, 7), is_all=st.booleans())
+@example(at=6, bit=1, is_all=False)  # a later lane
+@example(at=18, bit=0, is_all=False)  # a later opening
+@example(at=42, bit=7, is_all=False)  # more bytes than will ever come
+def test_sealed_frame_with_a_changed_header_takes_its_link_down_at_once(at: int, bit: int, is_all: bool) -> None:
+    """Also where it would be left out, or held until another operation begins; and before the payload has come."""
+
+    def change(data: bytes) -> bytes:
+        changed = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+        return changed if is_all else changed[: HEADER.size + TAG_BYTES]
+
+    with on_the_way(change) as (reductions, engines):
         assert (reductions[1].wait(DEADLINE_S), reductions[1].detail) == (State.PEER_LOST, 0)
+        assert reductions[1].traffic(0).received_bytes == 0
+        assert not engines[1].state(0).is_up
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.unit.plane.conftest import DEADLINE_S, tcp_pair, until
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.plane.handshake import OPEN, StreamKeys
 
-HTTP = HandedOver("http")
+STATE = HandedOver("state", "caller#1", "", OPEN)
 DATA = HandedOver("data", "caller#1", "session", StreamKeys(b"s" * 32, b"o" * 32))
 Taken = queue.Queue[tuple[socket.socket, HandedOver]]
 OpenInbox = Callable[..., Inbox]
@@ -34,7 +34,7 @@ def taken() -> Iterator[Taken]:
 @pytest.fixture
 def inbox(taken: Taken) -> Iterator[Inbox]:
     take = lambda connection, what: taken.put((connection, what))  # noqa: E731
-    inbox = Inbox({"http": take, "data": take})
+    inbox = Inbox({"state": take, "data": take})
     yield inbox
     if not inbox._is_over:
         inbox.close()
@@ -57,7 +57,7 @@ def send(guardian: socket.socket, what: HandedOver) -> socket.socket:
     return far
 
 
-@pytest.mark.parametrize("what", [HTTP, DATA, HandedOver("data", "a", "b", OPEN)], ids=["http", "sealed", "open"])
+@pytest.mark.parametrize("what", [STATE, DATA, HandedOver("data", "a", "b", OPEN)], ids=["state", "sealed", "open"])
 def test_connection_crosses_with_what_it_is_for(guardian: socket.socket, taken: Taken, what: HandedOver) -> None:
     with send(guardian, what) as far:
         connection, received = taken.get(timeout=DEADLINE_S)
@@ -73,7 +73,7 @@ def test_bytes_that_nobody_has_read_cross_too(guardian: socket.socket, taken: Ta
     near, far = tcp_pair()
     far.sendall(b"GET / ")
     assert near.recv(4, socket.MSG_PEEK) == b"GET "
-    assert hand_over(guardian, near, HTTP)
+    assert hand_over(guardian, near, STATE)
     near.close()
     connection, _ = taken.get(timeout=DEADLINE_S)
     with connection, far:
@@ -82,7 +82,7 @@ def test_bytes_that_nobody_has_read_cross_too(guardian: socket.socket, taken: Ta
 
 def test_connection_ends_when_its_taker_closes_it(guardian: socket.socket, taken: Taken) -> None:
     """No other copy of it is left open."""
-    with send(guardian, HTTP) as far:
+    with send(guardian, STATE) as far:
         taken.get(timeout=DEADLINE_S)[0].close()
         assert far.recv(1) == b""
 
@@ -96,23 +96,23 @@ def test_connections_come_in_order(guardian: socket.socket, taken: Taken) -> Non
 
 
 def test_connection_that_nobody_takes_is_closed(guardian: socket.socket, taken: Taken) -> None:
-    with send(guardian, HandedOver("telnet")) as far, send(guardian, HTTP):
+    with send(guardian, HandedOver("telnet")) as far, send(guardian, STATE):
         assert far.recv(1) == b""
-        assert taken.get(timeout=DEADLINE_S)[1] == HTTP
+        assert taken.get(timeout=DEADLINE_S)[1] == STATE
 
 
 def test_taker_that_fails_takes_the_next_one() -> None:
     """The caller may have broken the connection meanwhile, and anybody can do that: it must not end the inbox."""
     names: queue.Queue[object] = queue.Queue()
-    inbox = Inbox({"http": lambda connection, _: names.put(connection.getpeername())})
+    inbox = Inbox({"state": lambda connection, _: names.put(connection.getpeername())})
     guardian, end = channel()
     near, far = tcp_pair()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()  # with a reset
-    assert hand_over(guardian, near, HTTP)
+    assert hand_over(guardian, near, STATE)
     near.close()
     inbox.attach(end)
-    with guardian, send(guardian, HTTP) as other:
+    with guardian, send(guardian, STATE) as other:
         until(lambda: not names.empty() or not inbox._thread.is_alive())
         assert inbox._thread.is_alive()
         assert names.get(timeout=DEADLINE_S) == other.getsockname()
@@ -128,8 +128,8 @@ def test_inbox_takes_from_several_channels_one_after_the_other(inbox: Inbox, tak
         far.append(send(ours, DATA))
         assert taken.get(timeout=DEADLINE_S)[1] == DATA
     for ours, _ in ends:
-        far.append(send(ours, HTTP))
-        assert taken.get(timeout=DEADLINE_S)[1] == HTTP
+        far.append(send(ours, STATE))
+        assert taken.get(timeout=DEADLINE_S)[1] == STATE
     for end in [*far, *(ours for ours, _ in ends)]:
         end.close()
 
@@ -141,16 +141,16 @@ def test_channel_whose_guardian_is_gone_is_dropped(inbox: Inbox, guardian: socke
     other.close()
     until(lambda: theirs.fileno() == -1)
     assert len(inbox._selector.get_map()) == 2
-    with send(guardian, HTTP):
-        assert taken.get(timeout=DEADLINE_S)[1] == HTTP
+    with send(guardian, STATE):
+        assert taken.get(timeout=DEADLINE_S)[1] == STATE
 
 
 def test_what_was_handed_over_before_the_guardian_ended_is_taken(inbox: Inbox, taken: Taken) -> None:
     ours, theirs = channel()
-    with send(ours, DATA), send(ours, HTTP):
+    with send(ours, DATA), send(ours, STATE):
         ours.close()
         inbox.attach(theirs)
-        assert [taken.get(timeout=DEADLINE_S)[1] for _ in range(2)] == [DATA, HTTP]
+        assert [taken.get(timeout=DEADLINE_S)[1] for _ in range(2)] == [DATA, STATE]
 
 
 def test_channel_that_is_closed_takes_nothing() -> None:
@@ -158,7 +158,7 @@ def test_channel_that_is_closed_takes_nothing() -> None:
     near, far = tcp_pair()
     trainer.close()
     with guardian, near, far:
-        assert hand_over(guardian, near, HTTP) is False
+        assert hand_over(guardian, near, STATE) is False
         far.sendall(b"x")
         assert near.recv(1) == b"x", "the caller's copy is open"
 
@@ -187,7 +187,7 @@ def test_closed_inbox_ends_its_thread_and_its_channels(inbox: Inbox, guardian: s
     assert not inbox._thread.is_alive()
     near, far = tcp_pair()
     with near, far:
-        assert hand_over(guardian, near, HTTP) is False
+        assert hand_over(guardian, near, STATE) is False
 
 
 def test_inbox_that_a_connection_wakes_while_it_is_closed_is_closed_all_the_same(
@@ -200,7 +200,7 @@ def test_inbox_that_a_connection_wakes_while_it_is_closed_is_closed_all_the_same
         close = wake.close
 
         def send(self, data: bytes) -> int:
-            send(guardian, HTTP).close()
+            send(guardian, STATE).close()
             inbox._thread.join(0.2)
             return wake.send(data)
 

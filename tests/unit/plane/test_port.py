@@ -18,13 +18,14 @@ from zeroband.errors import HandshakeFailed
 from zeroband.plane import port as port_module
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction, RunKey
-from zeroband.plane.port import CALL_BYTES, HTTP_CALL, PROBE_CALL, Answer, Port, read_exactly, shake_hands
+from zeroband.plane.port import CALL_BYTES, PROBE_CALL, Answer, Port, read_exactly, shake_hands
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)
 ME, CALLER = "me#1", "caller#1"
 STRANGERS = 4
 SOON_S = 0.05
+OTHER_CALL = b"oth1"
 DEADLINE_S = 5.0
 
 
@@ -55,7 +56,7 @@ async def greet(connection: socket.socket) -> None:
 
 @asynccontextmanager
 async def opened(answers: Mapping[bytes, Answer] | None = None) -> AsyncIterator[tuple[Port, int]]:
-    port = Port(answers or {PROBE_CALL: greet, HTTP_CALL: greet})
+    port = Port(answers or {PROBE_CALL: greet, OTHER_CALL: greet})
     number = port.open(HOST, 0)
     try:
         yield port, number
@@ -91,7 +92,7 @@ async def all_that_comes(connection: socket.socket) -> bytes:
 
 
 async def assert_answers(number: int) -> None:
-    assert await all_that_comes(await call(number, HTTP_CALL + b"/abc")) == HTTP_CALL + b"/abc"
+    assert await all_that_comes(await call(number, OTHER_CALL + b"/abc")) == OTHER_CALL + b"/abc"
 
 
 def test_connection_goes_to_who_answers_its_first_four_bytes_and_they_are_left_in_it() -> None:
@@ -129,7 +130,7 @@ def test_call_may_come_byte_by_byte() -> None:
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.binary(min_size=CALL_BYTES, max_size=600).filter(lambda b: not b.startswith((PROBE_CALL, HTTP_CALL))),
+        st.binary(min_size=CALL_BYTES, max_size=600).filter(lambda b: not b.startswith((PROBE_CALL, OTHER_CALL))),
         min_size=1,
         max_size=STRANGERS,
     )
@@ -227,7 +228,7 @@ def test_who_is_answered_for_long_is_no_stranger() -> None:
         await silent.wait()
 
     async def scene() -> None:
-        async with opened({PROBE_CALL: stay, HTTP_CALL: greet}) as (port, number):
+        async with opened({PROBE_CALL: stay, OTHER_CALL: greet}) as (port, number):
             probes = [await call(number, PROBE_CALL + b"1234") for _ in range(STRANGERS + 1)]
             for probe in probes:
                 assert await asyncio.get_running_loop().sock_recv(probe, 8) == PROBE_CALL + b"1234"
@@ -246,7 +247,7 @@ def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
         raise error
 
     async def scene() -> None:
-        async with opened({DATA_CALL: fail, HTTP_CALL: greet}) as (port, number):
+        async with opened({DATA_CALL: fail, OTHER_CALL: greet}) as (port, number):
             assert await all_that_comes(await call(number, DATA_CALL)) == b""
             assert port._strangers == {}
             await assert_answers(number)
@@ -321,7 +322,7 @@ async def opened_for_data(*, is_sealed: bool = True) -> AsyncIterator[tuple[Port
     async def answer(connection: socket.socket) -> None:
         taken.append(await shake_hands(connection, KEY, callee=ME, is_sealed=is_sealed))
 
-    async with opened({DATA_CALL: answer, HTTP_CALL: greet}) as (port, number):
+    async with opened({DATA_CALL: answer, OTHER_CALL: greet}) as (port, number):
         yield port, number, taken
 
 

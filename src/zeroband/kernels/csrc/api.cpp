@@ -34,6 +34,7 @@ struct zb_spec {
     const uint32_t* links;   // world
     const float* in;
     float* out;
+    float* error;  // may be null
     double allowed;
 };
 
@@ -47,7 +48,7 @@ struct zb_link {
     uint64_t received_bytes;
 };
 
-int zb_abi() { return 3; }
+int zb_abi() { return 4; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -100,6 +101,7 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.chunk_numel = spec->chunk_numel;
     made.in = spec->in;
     made.out = spec->out;
+    made.error = spec->shares[spec->self] > 0 ? spec->error : nullptr;
     made.allowed = spec->allowed;
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
@@ -121,7 +123,7 @@ void zb_reduce_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
             sending_s > 0 ? sending_s : 0, silent_s};
 }
 
-// Stops it where it still runs. Afterwards `in` and `out` are the caller's again; the handle stays until it is freed.
+// Stops it where it still runs. Afterwards `in`, `out` and `error` are the caller's again; the handle stays until it is freed.
 void zb_reduce_end(Engine* engine, RunningPtr* running) { engine->finish(*running); }
 void zb_reduce_free(RunningPtr* running) { delete running; }
 

@@ -8,7 +8,10 @@
 namespace zeroband {
 namespace {
 
+enum class Room { SUM, DECODED };
+
 // Float32 room of the calling thread.
+template <Room>
 float* scratch(uint64_t n) {
     thread_local std::vector<float> room;
     if (room.size() < n) room.resize(n);
@@ -152,13 +155,23 @@ PacketPtr Reduce::encode_partial(uint32_t shard, uint32_t chunk) {
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
     const float* values = spec_.in + start;
     if (spec_.is_ring) {  // partial sums of shares travel
-        float* sum = scratch(n);
+        float* sum = scratch<Room::SUM>(n);
         const float share = spec_.shares[spec_.self];
         for (uint64_t i = 0; i < n; ++i) sum[i] = share > 0 ? share * values[i] : 0.0f;  // 0 may stand for anything
         values = sum;
     }
     PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
-    return encode(values, packet, n, static_cast<int64_t>(start)) ? packet : nullptr;
+    if (!encode(values, packet, n, static_cast<int64_t>(start))) return nullptr;
+    note_error(values, packet, n, start, spec_.is_ring ? spec_.shares[spec_.self] : 1);
+    return packet;
+}
+
+// What the encoding of values that hold this member's own ones times `share` took from them.
+void Reduce::note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share) {
+    if (spec_.error == nullptr) return;
+    float* decoded = scratch<Room::DECODED>(n);
+    codec_.decode(packet->payload(), n, decoded);
+    for (uint64_t i = 0; i < n; ++i) spec_.error[start + i] = (values[i] - decoded[i]) / share;
 }
 
 bool Reduce::encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start) {
@@ -227,7 +240,7 @@ void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awa
 
 void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened) {
     const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
-    float* sum = scratch(n);
+    float* sum = scratch<Room::SUM>(n);
     std::memset(sum, 0, n * sizeof(float));
     for (uint32_t member = 0; member < spec_.world(); ++member) {
         if (spec_.shares[member] == 0) continue;
@@ -235,6 +248,7 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
         if (member == spec_.self) {
             part = pool_->lend(frame_of(PARTIAL, spec_.self, chunk));
             if (!encode(spec_.in + start, part, n, static_cast<int64_t>(start))) return;
+            note_error(spec_.in + start, part, n, start, 1);
         }
         codec_.add(part->payload(), n, spec_.shares[member], sum);
     }
@@ -247,6 +261,11 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
     if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
     codec_.decode(packet->payload(), n, spec_.out + start);
+    const float share = spec_.shares[spec_.self];
+    for (uint64_t i = 0; spec_.error != nullptr && i < n; ++i) {  // all-to-all: beside that of the own part
+        const float taken = (mean[i] - spec_.out[start + i]) / share;
+        spec_.error[start + i] = spec_.is_ring ? taken : spec_.error[start + i] + taken;
+    }
     if (spec_.is_ring) {
         enqueue(ring_neighbour(1), packet, awakened);
     } else {
@@ -261,11 +280,14 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
     const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
     const float share = spec_.shares[spec_.self];
-    float* sum = scratch(n);
+    float* sum = scratch<Room::SUM>(n);
     codec_.decode(packet->payload(), n, sum);
     for (uint64_t i = 0; share > 0 && i < n; ++i) sum[i] += share * spec_.in[start + i];
     if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
-    if (share > 0 && !encode(sum, packet, n, static_cast<int64_t>(start))) return;
+    if (share > 0) {
+        if (!encode(sum, packet, n, static_cast<int64_t>(start))) return;
+        note_error(sum, packet, n, start, share);
+    }
     enqueue(ring_neighbour(1), packet, awakened);
 }
 

@@ -31,6 +31,7 @@ struct ReduceSpec {
     uint64_t chunk_numel;
     const float* in;
     float* out;
+    float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
@@ -68,7 +69,7 @@ class Reduce {
     void allow(double share);
     bool has_sent_what_is_allowed() const;
 
-    // Ends it; afterwards neither `in` is read nor `out` written. Only the first reason counts.
+    // Ends it; afterwards neither `in` is read nor `out` and `error` written. Only the first reason counts.
     void end(ReduceState reason, int64_t detail);
 
     // Waits until it ended; false: the time was over.
@@ -97,6 +98,7 @@ class Reduce {
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
     void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);
+    void note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share);
     void enqueue(uint32_t peer, const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void settle(uint64_t sent, uint64_t written);
 

@@ -75,8 +75,8 @@ Sealer::~Sealer() { crypto().context_free(context_); }
 
 bool Sealer::start(const uint8_t* header, size_t header_bytes) {
     uint8_t nonce[NONCE_BYTES] = {};
-    for (int i = 0; i < 8; ++i) nonce[4 + i] = static_cast<uint8_t>(frame_ >> (56 - 8 * i));
-    ++frame_;
+    for (int i = 0; i < 8; ++i) nonce[4 + i] = static_cast<uint8_t>(number_ >> (56 - 8 * i));
+    ++number_;
     const auto init = seals_ ? crypto().encrypt_init : crypto().decrypt_init;
     const auto update = seals_ ? crypto().encrypt_update : crypto().decrypt_update;
     int length = 0;
@@ -86,7 +86,8 @@ bool Sealer::start(const uint8_t* header, size_t header_bytes) {
 
 bool Sealer::seal(const uint8_t* header, size_t header_bytes, const uint8_t* in, size_t n, uint8_t* out) {
     int length = 0;
-    return start(header, header_bytes) && crypto().encrypt_update(context_, out, &length, in, static_cast<int>(n)) == 1 &&
+    return start(header, header_bytes) &&
+           (n == 0 || crypto().encrypt_update(context_, out, &length, in, static_cast<int>(n)) == 1) &&
            crypto().encrypt_final(context_, out + n, &length) == 1 &&
            crypto().control(context_, GET_TAG, TAG_BYTES, out + n) == 1;
 }
@@ -95,7 +96,7 @@ bool Sealer::open(const uint8_t* header, size_t header_bytes, uint8_t* data, siz
     int length = 0;
     uint8_t rest[TAG_BYTES];
     return start(header, header_bytes) &&
-           crypto().decrypt_update(context_, data, &length, data, static_cast<int>(n)) == 1 &&
+           (n == 0 || crypto().decrypt_update(context_, data, &length, data, static_cast<int>(n)) == 1) &&
            crypto().control(context_, SET_TAG, TAG_BYTES, data + n) == 1 &&
            crypto().decrypt_final(context_, rest, &length) == 1;
 }

@@ -12,8 +12,8 @@ constexpr size_t TAG_BYTES = 16;
 // Loads libcrypto once. Null where it is there; else why it is not.
 const char* sealing_problem();
 
-// One direction of one stream: the nonce is the number of the frame, so a frame that is repeated, left out or moved
-// does not open. Not for several threads at once.
+// One direction of one stream: the nonce is the number of the call, so what is repeated, left out or moved does not
+// open. Not for several threads at once.
 class Sealer {
   public:
     Sealer(const uint8_t* key, bool seals);
@@ -21,7 +21,7 @@ class Sealer {
     Sealer(const Sealer&) = delete;
     Sealer& operator=(const Sealer&) = delete;
 
-    // Writes n bytes and their tag to `out`, which may be `in`. `header` is covered by the tag.
+    // Writes n bytes and their tag to `out`, which may be `in`. `header` is covered by the tag, also where n is 0.
     bool seal(const uint8_t* header, size_t header_bytes, const uint8_t* in, size_t n, uint8_t* out);
 
     // Opens n bytes that are followed by their tag, in place. False: not what the other end sealed.
@@ -32,7 +32,7 @@ class Sealer {
 
     void* context_;
     bool seals_;
-    uint64_t frame_ = 0;
+    uint64_t number_ = 0;
 };
 
 }  // namespace zeroband

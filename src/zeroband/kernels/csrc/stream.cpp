@@ -27,11 +27,11 @@ std::unique_ptr<Sealer> sealer_of(const uint8_t* key, bool seals) {
 
 FrameReader::Room FrameReader::room() {
     uint8_t* header = header_ + header_filled_;
-    if (wanted_ == 0) return {header, HEADER_BYTES - header_filled_, nullptr, 0};
+    if (wanted_ == 0) return {header, header_bytes() - header_filled_, nullptr, 0};
     const size_t left = wanted_ - filled_;
     // A sealed frame that is skipped is opened all the same: the nonces count frames.
     if (is_skipped_ && !opener_) return {discarded(), std::min(left, SKIPPED_AT_ONCE), nullptr, 0};
-    return {packet_->payload() + filled_, left, header_, HEADER_BYTES};
+    return {packet_->payload() + filled_, left, header_, header_bytes()};
 }
 
 bool FrameReader::filled(size_t n, const Sink& sink) {
@@ -42,10 +42,11 @@ bool FrameReader::filled(size_t n, const Sink& sink) {
         if (filled_ == wanted_ && !took_payload(sink)) return false;
     }
     header_filled_ += n;
-    return header_filled_ < HEADER_BYTES || took_header(sink);
+    return header_filled_ < header_bytes() || took_header(sink);
 }
 
 bool FrameReader::took_header(const Sink& sink) {
+    if (opener_ && !opener_->open(header_, HEADER_BYTES, header_ + HEADER_BYTES, 0)) return false;
     return read_header(header_, frame_) && judged(sink.judge(frame_));
 }
 
@@ -104,14 +105,16 @@ void Stream::put(PacketPtr packet) {
     at_ = packet->header();
     left_ = HEADER_BYTES + bytes;
     if (sealer_) {
-        if (sealed_capacity_ < left_ + TAG_BYTES) {
-            sealed_capacity_ = left_ + TAG_BYTES;
+        left_ += 2 * TAG_BYTES;
+        if (sealed_capacity_ < left_) {
+            sealed_capacity_ = left_;
             sealed_.reset(new uint8_t[sealed_capacity_]);
         }
-        std::memcpy(sealed_.get(), packet->header(), HEADER_BYTES);
-        sealer_->seal(packet->header(), HEADER_BYTES, packet->payload(), bytes, sealed_.get() + HEADER_BYTES);
-        at_ = sealed_.get();
-        left_ += TAG_BYTES;
+        uint8_t* const sealed = sealed_.get();
+        std::memcpy(sealed, packet->header(), HEADER_BYTES);
+        sealer_->seal(packet->header(), HEADER_BYTES, nullptr, 0, sealed + HEADER_BYTES);
+        sealer_->seal(packet->header(), HEADER_BYTES, packet->payload(), bytes, sealed + HEADER_BYTES + TAG_BYTES);
+        at_ = sealed;
     }
     packet_ = std::move(packet);
 }

@@ -16,7 +16,8 @@ class FrameReader {
   public:
     enum class Verdict { TAKE, SKIP, HOLD, REFUSE };
 
-    // `judge`: what to do with a frame, told by its header alone, before any memory is spent on it.
+    // `judge`: what to do with a frame, told by its header alone, before any memory is spent on it. A sealed header
+    // has a tag of its own and was opened before, so nobody on the way decides what is held or for how long.
     // `deliver`: a whole frame that was to be taken, opened.
     struct Sink {
         std::function<Verdict(const Frame&)> judge;
@@ -47,10 +48,11 @@ class FrameReader {
     bool judged(FrameReader::Verdict verdict);
     bool took_payload(const Sink& sink);
     size_t tag_bytes() const { return opener_ ? TAG_BYTES : 0; }
+    size_t header_bytes() const { return HEADER_BYTES + tag_bytes(); }
 
     const std::shared_ptr<PacketPool> pool_;
     const std::unique_ptr<Sealer> opener_;
-    uint8_t header_[HEADER_BYTES];
+    uint8_t header_[HEADER_BYTES + TAG_BYTES];
     size_t header_filled_ = 0;
     Frame frame_{};
     PacketPtr packet_;
