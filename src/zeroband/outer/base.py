@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from zeroband.elastic.departure import Departure
@@ -24,7 +25,7 @@ from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
 from zeroband.outer.pace import Pace
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
-from zeroband.parallel import LocalMesh, broadcast_json
+from zeroband.parallel import LocalMesh, all_ok, broadcast_json
 
 _log = get_logger(__name__)
 
@@ -262,6 +263,19 @@ class RoundKeeper:
             if isinstance(outcome, Committed):
                 return outcome
             self._catch_up(outcome.round, is_joining=is_joining)
+
+    def is_contribution_finite(self, names: Iterable[str]) -> bool:
+        """Whether what lies in the contribution buffer may be sent: the same on all local ranks, and said if not.
+
+        `names`: of the parameters that this rank has shards of.
+        """
+        parts = self.parts
+        written = parts.shards.parts(parts.buffers[CONTRIBUTION], names)
+        spoilt = [name for name, part in written if not torch.isfinite(part).all()]
+        if spoilt:
+            fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
+            _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
+        return all_ok(not spoilt, parts.mesh.local)
 
     def _describe(
         self, extra: Callable[[Tensor], Mapping[str, Any]], opening: Opening, result: Tensor

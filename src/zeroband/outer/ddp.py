@@ -19,7 +19,7 @@ from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy,
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
-from zeroband.parallel import all_ok, barrier
+from zeroband.parallel import barrier
 
 PARAMS, FIRST_MOMENT, SECOND_MOMENT = "params", "exp_avg", "exp_avg_sq"
 
@@ -59,8 +59,7 @@ class Ddp:
         contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)
-        barrier(self._local)
-        is_finite = all_ok(self._local.rank != 0 or bool(torch.isfinite(contribution).all()), self._local)
+        is_finite = self._keeper.is_contribution_finite(gradients)
         self._committed = self._keeper.commit(weighted=is_finite, extra=self._describe)
         return self._set_gradients(self._committed.result, self._committed.verdict.payload)
 

@@ -9,21 +9,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.config.schema import DilocoConfig
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
-from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.optimizer import build_outer_optimizer
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
-from zeroband.parallel import all_ok, barrier
-
-_log = get_logger(__name__)
+from zeroband.parallel import barrier
 
 PARAMS, MOMENTUM = "params", "momentum"
 
@@ -82,18 +78,11 @@ class DiLoCo:
         shards = parameter_shards(self._parts.model)
         outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
         contribution = self._buffers[CONTRIBUTION]
-        spoilt: list[str] = []
         for name, out in self._parts.shards.parts(contribution, shards):
             inner = shards[name].to("cpu").reshape(-1)
             self._optimizer.contribution(outer[name], inner, out)
         self._parts.feedback.add_to(contribution, shards)
-        for name, out in self._parts.shards.parts(contribution, shards):
-            if not torch.isfinite(out).all():
-                spoilt.append(name)
-        if spoilt:
-            fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
-            _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
-        return all_ok(not spoilt, self._local)
+        return self._keeper.is_contribution_finite(shards)
 
     def _finish_round(self, *, weighted: bool = True, is_joining: bool = False) -> RoundReport:
         barrier(self._local)

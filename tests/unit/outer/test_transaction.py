@@ -10,7 +10,7 @@ from torch import Tensor
 from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.epoch import Opening, Ready
 from zeroband.errors import Fenced, PeerLost
-from zeroband.outer.flat import digest_of
+from zeroband.outer.flat import FlatLayout, digest_of
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
 
 DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
@@ -200,7 +200,7 @@ def test_member_that_was_away_is_fenced_and_keeps_its_state(
 
 @ALGORITHMS
 def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
-    start_run: StartRun, noise: Noise, algorithm: Algorithm
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run(algorithm, "a", "b")
     before, update, bad = run["a"].params, noise(1), noise(2)
@@ -208,6 +208,9 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
     reports = run.round(a=update, b=bad)
     assert reports["a"].weights == reports["b"].weights == (10, 0)
     assert (reports["a"].is_left_out, reports["b"].is_left_out) == (False, True)
+    spoilt = [slot.name for slot in FlatLayout.of(run["b"].model).slots if slot.start <= 21 < slot.start + slot.numel]
+    said = [vars(record)["fields"] for record in caplog.records if "not finite" in record.message]
+    assert said == [{"round": 1, "parameters": 1, "first": spoilt[0]}]
     assert torch.equal(run["b"].buffers[RESULT], contribution_of(algorithm, before, update))
     assert reports["a"].state == reports["b"].state
     assert torch.equal(run["a"].params, run["b"].params)
