@@ -58,6 +58,7 @@ struct Members {
             engines.push_back(std::make_unique<Engine>(c.threads));
             in.emplace_back(c.numel);
             out.emplace_back(c.numel);
+            error.emplace_back(c.numel);
             for (float& value : in.back()) value = normal(random);
             links.push_back(member);
         }
@@ -76,8 +77,14 @@ struct Members {
         engines[b]->add_stream(a, ends[1], sealed ? back : nullptr, sealed ? forth : nullptr);
     }
 
+    ReduceSpec spec(uint32_t member, uint64_t opening) {
+        ReduceSpec spec = spec_of(shape, member, opening, in[member].data(), out[member].data());
+        spec.error = error[member].data();
+        return spec;
+    }
+
     RunningPtr start(uint32_t member, uint64_t opening) {
-        return engines[member]->start(spec_of(shape, member, opening, in[member].data(), out[member].data()), links);
+        return engines[member]->start(spec(member, opening), links);
     }
 
     std::vector<RunningPtr> start_all(uint64_t opening) {
@@ -92,7 +99,7 @@ struct Members {
 
     const Case shape;
     std::vector<std::unique_ptr<Engine>> engines;
-    std::vector<std::vector<float>> in, out;
+    std::vector<std::vector<float>> in, out, error;
     std::vector<uint32_t> links;
 };
 

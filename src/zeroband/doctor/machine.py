@@ -20,9 +20,10 @@ from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.model.size import parameter_count
+from zeroband.plane_parts import codec_of
 
-STATE_BYTES = 16
-"""Of shared memory for each parameter."""
+STATE_BYTES, FEEDBACK_BYTES = 16, 4
+"""Of shared memory for each parameter; and more where what the codec takes is fed back."""
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -83,7 +84,7 @@ def _shared_memory(config: RunConfig) -> Finding:
         values = parameter_count(config.model, open_tokenizer(config.data.tokenizer).padded_vocab_size)
     except (ConfigError, OSError) as error:
         return Finding(what, f"{_size(free)} free in {folder}", f"the tokenizer cannot be opened: {error}")
-    needed = STATE_BYTES * values
+    needed = (STATE_BYTES + FEEDBACK_BYTES * codec_of(config).needs_feedback) * values
     seen = f"{_size(free)} free in {folder}, this model needs {_size(needed)}"
     if free >= needed:
         return Finding(what, seen)

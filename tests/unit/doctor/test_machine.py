@@ -35,6 +35,18 @@ def test_shared_memory_that_is_too_small_is_fatal_and_named(tmp_path: Path, monk
     assert found.is_fatal and "1 KB free" in found.seen and "--shm-size" in found.advice
 
 
+def test_int4_needs_a_buffer_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = 1_000_000
+    monkeypatch.setattr(machine, "parameter_count", lambda model, vocab_size: values)
+    usage = machine.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage._replace(free=18 * values))
+    fatal = {
+        codec: seen(list(look_at_machine(config_with("--comm.codec", codec))), "shared memory").is_fatal
+        for codec in ("int8", "int4")
+    }
+    assert fatal == {"int8": False, "int4": True}
+
+
 def test_folder_that_is_not_there_is_fatal(tmp_path: Path) -> None:
     found = seen(list(look_at_machine(config_with("--node.shm-dir", str(tmp_path / "none")))), "shared memory")
     assert found.is_fatal and "node.shm_dir" in found.advice
