@@ -1,0 +1,141 @@
+"""The inner optimizer's file, read through torch.distributed.checkpoint: on any number of local ranks.
+
+The writer stores what torch's HuggingFaceStorageWriter would: one safetensors file, whose header is all the metadata;
+its default writers pickle theirs. torch's HuggingFaceStorageReader reads it too, from local folders; the reader here
+takes any storage, and compares the hash on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zeroband.checkpoint.chunks import bytes_of
+from zeroband.checkpoint.headers import StoredTensor, read_header
+from zeroband.checkpoint.layout import Slot, numel_of
+from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.storage import read_exactly
+from zeroband.errors import CheckpointDamaged
+
+_PIECE_ELEMENTS = 4 << 20
+
+
+def views_of(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`buffer.parameter` of every slot of flat buffers, (slot.shape) each; writing to them writes to the buffers."""
+    return {
+        f"{name}.{slot.name}": buffer[slot.start : slot.start + numel_of(slot)].view(slot.shape)
+        for name, buffer in buffers.items()
+        for slot in slots
+    }
+
+
+def load_inner(tensors: Mapping[str, Tensor], open_file: Callable[[], BinaryIO], expected: StoredFile) -> None:
+    """Fill tensors by name in place, each rank its own shards of DTensors, whatever wrote them.
+
+    Raises OSError where it cannot be read, CheckpointDamaged where it is not the expected one, or lacks a tensor, or
+    has another shape of it.
+    """
+    try:
+        with open_file() as file, _quietly():
+            reader = _Reader(file, expected)
+            load(dict(tensors), storage_reader=reader, no_dist=True)
+    except (EOFError, RuntimeError, ValueError) as error:
+        raise CheckpointDamaged(f"it does not fit: {error!s:.300}") from error
+
+
+@contextmanager
+def _quietly() -> Generator[None]:
+    """torch wraps what goes wrong, and warns that one process works alone, which is what we ask for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
+
+
+class _Reader(StorageReader):
+    """Reads the file once from start to end, and takes from each tensor what this rank holds of it.
+
+    Raises CheckpointDamaged, EOFError, when its header is: torch swallows what goes wrong later in `read_metadata`.
+    """
+
+    def __init__(self, file: BinaryIO, expected: StoredFile) -> None:
+        self._file = file
+        self._expected = expected
+        self._seen = xxhash.xxh3_128()
+        self._tensors: list[StoredTensor] = read_header(file, expected.size, self._seen)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                tensor.name: TensorStorageMetadata(
+                    TensorProperties(dtype=torch.float32),
+                    torch.Size(tensor.shape),
+                    [ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))],
+                )
+                for tensor in self._tensors
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            assert item.type == LoadItemType.TENSOR, item
+            wanted.setdefault(item.storage_index.fqn, []).append(item)
+        scratch = torch.empty(max((tensor.size // 4 for tensor in self._tensors), default=0))
+        for tensor in self._tensors:
+            whole = scratch[: tensor.size // 4]
+            for piece in whole.split(_PIECE_ELEMENTS):
+                read_exactly(self._file, [bytes_of(piece)])
+                self._seen.update(bytes_of(piece))
+            for item in wanted.get(tensor.name, []):
+                _take(whole.view(tensor.shape), item, planner)
+        if self._file.read(1) or self._seen.hexdigest() != self._expected.hash:
+            raise CheckpointDamaged(f"it has hash {self._seen.hexdigest()}, the manifest says {self._expected.hash}")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _take(tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    part = tensor
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dimension, offset, length)
+    target = planner.resolve_tensor(item)
+    target.detach().copy_(part)
+    planner.commit_tensor(item, target)
