@@ -35,8 +35,6 @@ class Setting:
     """Inner steps that a fragment travels."""
     alpha: float = 0.5
     """Part of the inner parameters that stays when a late mean arrives."""
-    k: int | None = None
-    """Values sent of each chunk."""
     density: float | None = None
     """Part of all values that is sent."""
     decay: float = 0.95
