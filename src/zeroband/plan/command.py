@@ -119,7 +119,7 @@ def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnob
     lines += [
         "",
         "Bytes of one node in a round of so many steps; 2N/payload compares what it has to say with 2 bytes a",
-        f"parameter and step; link: how many times as fast it would have to be to compute {100 * target:g} % of the time.",
+        f"parameter and step; link: how many times as fast it must be to compute {100 * target:g} % of the time.",
         "",
         f"take {advice.forecast.method} with {advice.forecast.codec} values:",
         *(f"  - {reason}" for reason in advice.reasons),

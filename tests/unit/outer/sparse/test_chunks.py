@@ -15,7 +15,6 @@ from tests.oracles.sparse import dct as plain_dct
 from tests.unit.outer.sparse.layouts import LAYOUT, noise
 from torch import Tensor
 
-from zeroband.outer.flat import ShardMap
 from zeroband.outer.sparse import dct
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
 from zeroband.outer.sparse.chunks import ChunkLayout, chunk_length, share_of
@@ -87,21 +86,6 @@ def test_shares_of_the_ranks_cover_all_chunks_and_end_at_whole_bytes(chunks: int
     shares = [share_of(chunks, rank, world_size) for rank in range(world_size)]
     assert [i for first, stop in shares for i in range(first, stop)] == list(range(chunks))
     assert all(stop % 8 == 0 or stop == chunks for _, stop in shares)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_sharded_parameters_make_the_same_chunks(world_size: int) -> None:
-    flat = noise(3)
-    named = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in LAYOUT.slots}
-    shared = torch.zeros(LAYOUT.numel)
-    for rank in range(world_size):  # FSDP2 cuts dim 0 like torch.chunk
-        shards = {
-            name: tensor if tensor.dim() == 0 else (*tensor.chunk(world_size), *[tensor[:0]] * world_size)[rank]
-            for name, tensor in named.items()
-            if tensor.dim() or rank == 0
-        }
-        ShardMap(LAYOUT, rank, world_size).store(shards, shared)
-    assert torch.equal(shared, flat)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 64), (2, 3), (5, 1), (64, 64), (7, 31), (128, 128)])

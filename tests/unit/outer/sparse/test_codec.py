@@ -8,6 +8,7 @@ from tests.oracles.problem import layout_of
 from tests.unit.outer.sparse.layouts import LAYOUT, codec_of, noise
 
 from zeroband.errors import ConfigError, MalformedPayload
+from zeroband.outer.flat import ShardMap
 from zeroband.outer.sparse import codec as module
 from zeroband.outer.sparse.codec import HEADER, SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
@@ -82,6 +83,25 @@ def test_ranks_of_a_node_make_the_payload_of_one_rank(
     assert torch.equal(left, whole)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_sharded_parameters_make_the_payload_of_whole_ones(world_size: int) -> None:
+    flat = noise(3)
+    named = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in LAYOUT.slots}
+    shared = torch.zeros(LAYOUT.numel)
+    for rank in range(world_size):  # FSDP2 cuts dim 0 like torch.chunk
+        shards = {
+            name: tensor if tensor.dim() == 0 else (*tensor.chunk(world_size), *[tensor[:0]] * world_size)[rank]
+            for name, tensor in named.items()
+            if tensor.dim() or rank == 0
+        }
+        ShardMap(LAYOUT, rank, world_size).store(shards, shared)
+    codec = codec_of(values="sign")
+    payload = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    for rank in range(world_size):
+        codec.encode(shared, out=payload, rank=rank, world_size=world_size)
+    assert torch.equal(payload, codec.encode(flat).payload)
+
+
 def test_weights_and_senders_divide_as_they_say() -> None:
     layout = layout_of({"v": (4,)})
     codec = SparseCodec(layout, SparseRule(k=2, chunk=4, transform=None))
@@ -136,6 +156,7 @@ def test_value_that_is_not_finite_is_refused_with_its_parameter() -> None:
         codec_of().encode(x)
 
 
+@pytest.mark.slow
 @EACH_CODING
 def test_no_change_of_a_byte_reaches_beyond_a_chunk(values: str) -> None:
     """Whatever is changed, it is refused or decodes to finite values."""
