@@ -7,6 +7,7 @@ ZerobandError
 ├── StoreLost          Redis did not answer within its deadline
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
+├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
 ├── HandshakeFailed    the other end of a connection is no node of this run
 ├── RunOver            the run that this node wanted to join is complete
 ├── RecoveryFailed     no member could give this node a state that verifies
@@ -56,6 +57,10 @@ class Fenced(ZerobandError):
 
 class Leaving(ZerobandError):
     """This node was asked to leave, and the others did not come for what it learned in time."""
+
+
+class MalformedPayload(ZerobandError):
+    """Bytes from another node are no update of this run; the message says what is wrong with them."""
 
 
 class HandshakeFailed(ZerobandError):

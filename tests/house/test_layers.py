@@ -20,7 +20,7 @@ LAYERS = (
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},
-    {"chaos", "cli", "demo", "doctor"},
+    {"chaos", "cli", "demo", "doctor", "plan"},
 )
 """From the bottom: files and folders directly below the package."""
 

@@ -1,0 +1,206 @@
+"""Where an algorithm between nodes is known to be unstable or not to work: rules on plain numbers. Pure; no torch.
+
+Each rule gives a warning that names the value, why, and the way out. Some limits are derived here, others were
+published or measured; each says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco"]
+METHODS: tuple[Method, ...] = ("ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco")
+
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the rules look at; None: not known, and no rule speaks about it."""
+
+    method: Method
+    nodes: int
+    params: float | None = None
+    inner_steps: int | None = None
+    """H."""
+    total_steps: int | None = None
+    """Inner steps of the run."""
+    lr: float = 0.7
+    """Of the outer step."""
+    momentum: float = 0.9
+    """Of the outer step."""
+    overlap: int = 0
+    """Inner steps that a fragment travels."""
+    alpha: float = 0.5
+    """Part of the inner parameters that stays when a late mean arrives."""
+    density: float | None = None
+    """Part of all values that is sent."""
+    decay: float = 0.95
+    """Of the error buffer."""
+
+    @property
+    def rounds(self) -> int | None:
+        if self.total_steps is None or self.inner_steps is None:
+            return None
+        return self.total_steps // self.inner_steps
+
+
+@dataclass(frozen=True)
+class Caution:
+    """One warning."""
+
+    key: str
+    """The setting it is about."""
+    why: str
+    """What was seen and what is known."""
+    way_out: str
+    is_unstable: bool
+    """The run is expected to diverge, not only to lose quality."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.why}; {self.way_out}"
+
+
+def largest_stable_lr(method: Method, nodes: int, momentum: float) -> float:
+    """The outer learning rate up to which a direction that converges within every round does not grow: derived here.
+
+    In such a direction a node's pseudo-gradient is its distance from the optimum. The outer SGD with Nesterov momentum
+    mu and an outer gradient a d(r) + b d(r - 1) then has the characteristic polynomial
+        z (z - 1) (z - mu) + lr ((1 + mu) z - mu) (a z + b),
+    a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones. Eager ones have a = 1 / M, b = 1 - 1 /
+    M for what the nodes have in common, and a = 1 / M, b = -1 / M for how they differ; there z = 1 is a root, a
+    constant difference, which nothing excites: it is divided out.
+    """
+    low, high = 0.0, 4.0
+    while high - low > _TOLERANCE:
+        lr = (low + high) / 2
+        is_stable = all(_has_roots_inside(p) for p in _polynomials(method, nodes, momentum, lr))
+        low, high = (lr, high) if is_stable else (low, lr)
+    return low
+
+
+def _polynomials(method: Method, nodes: int, mu: float, lr: float) -> list[list[float]]:
+    """Characteristic polynomials of all modes, the highest power first."""
+
+    def common(a: float, b: float) -> list[float]:
+        return [1.0, lr * (1 + mu) * a - (1 + mu), mu + lr * ((1 + mu) * b - mu * a), -lr * mu * b]
+
+    if method == "delayed":
+        return [common(0.0, 1.0)]
+    if method != "eager":
+        return [common(1.0, 0.0)]
+    part = lr / nodes
+    difference = [1.0, part * (1 + mu) - mu, -part * mu]
+    return [common(1 / nodes, 1 - 1 / nodes), *([difference] if nodes > 1 else [])]
+
+
+def _has_roots_inside(polynomial: list[float]) -> bool:
+    """Whether all roots lie inside the unit circle (Schur and Cohn)."""
+    while len(polynomial) > 1:
+        first, last = polynomial[0], polynomial[-1]
+        if abs(last) >= abs(first):
+            return False
+        pairs = zip(polynomial, reversed(polynomial), strict=True)
+        polynomial = [first * c - last * r for c, r in pairs][:-1]
+    return True
+
+
+def safe_lr(method: Method, nodes: int, momentum: float) -> float:
+    """An outer learning rate with room to the limit: half of it for eager and delayed updates, else as published."""
+    if method in ("eager", "delayed"):
+        return round(largest_stable_lr(method, nodes, momentum) / 2, 2)
+    if method == "sparseloco":
+        return 1.0
+    return 0.4 if method == "streaming" else 0.7
+
+
+def cautions(setting: Setting) -> tuple[Caution, ...]:
+    """What is known to go wrong with these settings, the worst first."""
+    found = [caution for rule in _RULES for caution in rule(setting)]
+    return tuple(sorted(found, key=lambda caution: not caution.is_unstable))
+
+
+def _outer_lr(setting: Setting) -> Iterator[Caution]:
+    if setting.method in ("ddp", "demo"):
+        return
+    momentum = 0.0 if setting.method == "sparseloco" else setting.momentum
+    limit, safe = (f(setting.method, setting.nodes, momentum) for f in (largest_stable_lr, safe_lr))
+    seen = f"{setting.lr:g} with momentum {momentum:g} and {setting.nodes} nodes"
+    if setting.lr > limit:
+        why = f"{seen} is above {limit:.2f}, where directions that converge within a round begin to grow (derived)"
+        yield Caution("outer.optimizer.lr", why, f"set it to {safe:g} or below", is_unstable=True)
+    elif setting.method in ("eager", "delayed") and setting.lr > 0.75 * limit:
+        why = f"{seen} is within a quarter of the limit of stability {limit:.2f} (derived)"
+        yield Caution("outer.optimizer.lr", why, f"set it to {safe:g}, half of the limit", is_unstable=False)
+
+
+def _rounds(setting: Setting) -> Iterator[Caution]:
+    if setting.method in ("ddp", "demo"):
+        return
+    if setting.inner_steps is not None and setting.inner_steps > 1000:
+        why = f"{setting.inner_steps} was tried by nobody; from 50 to 1000 steps DiLoCo loses about 3 % (published)"
+        yield Caution("outer.inner_steps", why, "set it to 500 or below", is_unstable=False)
+    if setting.rounds is None:
+        return
+    if setting.method == "sparseloco" and setting.rounds < 200:
+        why = f"{setting.rounds} rounds are too few to drain the error buffers, which takes about 200 (measured)"
+        yield Caution(
+            "outer.inner_steps", why, "make rounds shorter, or send more values of each chunk", is_unstable=False
+        )
+    gain = setting.lr / (1 - setting.momentum)
+    if setting.method != "sparseloco" and setting.rounds < 10 * gain:
+        why = f"{setting.rounds} rounds are few for an outer gain lr / (1 - momentum) of {gain:.3g} (measured)"
+        yield Caution("outer.optimizer.momentum", why, "use lr 1 and momentum 0, or shorter rounds", is_unstable=False)
+
+
+def _size(setting: Setting) -> Iterator[Caution]:
+    if setting.params is None:
+        return
+    seen = f"{setting.params:.3g} parameters"
+    if setting.method == "demo" and setting.params < 1.2e9:
+        known = (
+            "DisTrO's authors saw 50M and 300M converge less well"
+            if setting.params < 3e8
+            else ("DeMo's authors saw no loss at 300M, DisTrO's did below 1.2B")
+        )
+        yield Caution("outer.type", f"{seen}: {known} (published)", "use diloco, or expect a gap", is_unstable=False)
+    if setting.method in ("eager", "delayed") and setting.params < 1e8:
+        why = f"{seen}: eager updates lose about 3 % at 35M and 0.4 % at 1B (published)"
+        yield Caution("outer.type", why, "use streaming with an overlap of a few steps", is_unstable=False)
+    if setting.method in ("diloco", "streaming") and setting.nodes >= 8 and setting.params <= 1e8:
+        why = f"{seen} on {setting.nodes} nodes: DiLoCo loses about 4 % at 35M with 8 of them (published)"
+        yield Caution("outer.type", why, "use fewer nodes, shorter rounds or ddp", is_unstable=False)
+
+
+def _overlap(setting: Setting) -> Iterator[Caution]:
+    if setting.method == "streaming":
+        if setting.overlap > 10:
+            why = f"{setting.overlap} steps; up to 5 are recommended, up to 10 cost less than 0.2 % (published)"
+            yield Caution("outer.overlap", why, "set it to 5 or below, or use eager updates", is_unstable=False)
+        if setting.alpha == 1 and setting.nodes > 1:
+            why = "1 keeps each node's own parameters: the nodes never come together"
+            yield Caution("outer.alpha", why, "set it to 0.5", is_unstable=True)
+    if setting.method == "eager" and setting.nodes > 2:
+        why = f"{setting.nodes} nodes; the paper has two"
+        yield Caution("elastic.start_nodes", why, "compare with streaming at small scale first", is_unstable=False)
+    if setting.method == "delayed":
+        why = "naively delayed updates lost 12 % where eager ones lost 1 % (published)"
+        yield Caution("outer.type", why, "use eager updates; this one is a baseline", is_unstable=False)
+
+
+def _sparse(setting: Setting) -> Iterator[Caution]:
+    if setting.method == "demo" and setting.nodes > 32:
+        why = f"every node downloads {setting.nodes - 1} payloads a step"
+        yield Caution("elastic.start_nodes", why, "use an aggregator", is_unstable=False)
+    if setting.method == "sparseloco":
+        if setting.density is not None and not 0.005 <= setting.density <= 0.12:
+            why = f"{100 * setting.density:.3g} % of the values; tried: 1 to 3 % at 178M to 72B, to 12 % below"
+            yield Caution("outer.k", why, "send 1 to 3 %", is_unstable=False)
+        if setting.decay == 0:
+            why = "0 forgets what was not sent: top-k without error feedback is clearly worse than few bits (published)"
+            yield Caution("outer.decay", why, "set it to 0.95", is_unstable=True)
+
+
+_RULES: tuple[Callable[[Setting], Iterator[Caution]], ...] = (_outer_lr, _rounds, _size, _overlap, _sparse)

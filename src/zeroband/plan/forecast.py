@@ -1,0 +1,219 @@
+"""What each algorithm sends and how long training waits for it: the formulas of docs/algorithms.md. Pure.
+
+With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
+    all-reduce   each node sends and receives 2 (M - 1) / M E, as the native data path predicts its time
+    (plane/shape.py) all-gather   each node sends its payload to M - 1 others and receives theirs utilisation  H t / (H
+    t + waits), waits = max(0, transfer - overlap)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroband.config.stability import Method
+from zeroband.kernels.codec import CODECS
+from zeroband.outer.demo import DemoRule
+from zeroband.outer.flat import FlatLayout, Slot
+from zeroband.outer.schedule import StreamingSchedule
+from zeroband.outer.sparse.codec import SparseCodec
+from zeroband.outer.sparse.combine import combined_bytes
+from zeroband.outer.sparseloco import SparseLocoRule
+from zeroband.plane.shape import LinkCosts, all_to_all_s, ring_s
+
+Relay = Literal["none", "store", "aggregator"]
+"""How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
+once, and down one payload that combines all of them."""
+
+CODECS_OF: Mapping[Method, tuple[str, ...]] = {
+    "ddp": ("fp32", "bf16", "int8"),
+    "diloco": ("fp32", "int8", "int4"),
+    "streaming": ("int8", "int4"),
+    "eager": ("int8", "int4"),
+}
+"""Of the methods that average dense values. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's access to the internet, that of the slowest node."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    rtt_s: float
+
+    @property
+    def costs(self) -> LinkCosts:
+        """For an all-reduce, which sends as much as it receives."""
+        return LinkCosts(min(self.up_bytes_per_s, self.down_bytes_per_s), self.rtt_s)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and the knobs that decide about bytes."""
+
+    params: float
+    nodes: int
+    step_s: float
+    """Of an inner step, without waiting."""
+    inner_steps: int = 100
+    """Of a round of DiLoCo, streaming and eager."""
+    sparse_steps: int = 30
+    """Of a round of SparseLoCo."""
+    fragments: int = 5
+    """Of Streaming DiLoCo."""
+    overlap: int = 5
+    """Inner steps that a fragment of it may travel."""
+    k: int = 4
+    """Coefficients of 4096 that DeMo sends."""
+    demo_overlap: int = 0
+    """Steps that DeMo's payload may travel: 0 or 1."""
+    relay: Relay = "none"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One method with one codec, for one node."""
+
+    method: Method
+    codec: str
+    round_steps: int
+    payload_bytes: int
+    """What a node has to say in a round, encoded."""
+    sent_bytes: float
+    """In a round, with what it passes on."""
+    received_bytes: float
+    peak_bytes: float
+    """Sent within one synchronisation, which is what a link has to carry at a time."""
+    transfer_s: float
+    """Of a round."""
+    overlap_s: float
+    """Of a round's transfer that training does not wait for, at most."""
+    waits_s: float
+    """In a round."""
+    step_s: float
+
+    @property
+    def compute_utilisation(self) -> float:
+        """Part of the time in which the node computes."""
+        compute_s = self.round_steps * self.step_s
+        return compute_s / (compute_s + self.waits_s)
+
+    @property
+    def sent_per_step(self) -> float:
+        return self.sent_bytes / self.round_steps
+
+    def payload_ratio(self, params: float) -> float:
+        """How many times less than 2 bytes a parameter and step a node has to say."""
+        return 2 * params * self.round_steps / self.payload_bytes if self.payload_bytes else math.inf
+
+    def faster_link(self, target: float) -> float:
+        """How many times the link's rates would have to be for this utilisation, latency aside; 1: it is enough."""
+        allowed_s = self.overlap_s + self.round_steps * self.step_s * (1 / target - 1)
+        return max(1.0, self.transfer_s / allowed_s)
+
+
+def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
+    """All methods with all codecs that make sense for them. Raises ConfigError for knobs that contradict each other."""
+    return tuple(forecast for build in _BUILDERS for forecast in build(job, link))
+
+
+def _ddp(job: Job, link: Link) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "ddp", codec, 1, overlap_s=0.0) for codec in CODECS_OF["ddp"])
+
+
+def _diloco(job: Job, link: Link) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "diloco", codec, job.inner_steps, overlap_s=0.0) for codec in CODECS_OF["diloco"])
+
+
+def _eager(job: Job, link: Link) -> Iterator[Forecast]:
+    for codec in CODECS_OF["eager"]:
+        yield _dense(job, link, "eager", codec, job.inner_steps, overlap_s=job.inner_steps * job.step_s)
+
+
+def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float) -> Forecast:
+    """An all-reduce of all values once a round."""
+    encoded = CODECS[codec].encoded_size(round(job.params))
+    moved, transfer_s = _all_reduce(encoded, job.nodes, link)
+    waits_s = max(0.0, transfer_s - overlap_s)
+    return Forecast(method, codec, steps, encoded, moved, moved, moved, transfer_s, overlap_s, waits_s, job.step_s)
+
+
+def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
+    """An all-reduce of each fragment once a round; fragments that travel at the same time share the link."""
+    schedule = StreamingSchedule(job.inner_steps, job.fragments, job.overlap)
+    for codec in CODECS_OF["streaming"]:
+        part = CODECS[codec].encoded_size(math.ceil(job.params / job.fragments))
+        moved, part_s = _all_reduce(part, job.nodes, link)
+        count, overlap_s, round_s = job.fragments, job.overlap * job.step_s, job.inner_steps * job.step_s
+        waits_s = max(count * max(0.0, part_s - overlap_s), count * part_s - round_s if job.overlap else 0.0)
+        peak = schedule.peak_bytes([round(moved)] * count)
+        overlapped_s = min(count * overlap_s, round_s)
+        sent, transfer_s = count * moved, count * part_s
+        yield Forecast(
+            "streaming",
+            codec,
+            job.inner_steps,
+            count * part,
+            sent,
+            sent,
+            peak,
+            transfer_s,
+            overlapped_s,
+            waits_s,
+            job.step_s,
+        )
+
+
+def _demo(job: Job, link: Link) -> Iterator[Forecast]:
+    codec = DemoRule(k=job.k).feedback(_matrices(job.params)).codec
+    yield _gathered(job, link, "demo", "sign", codec, 1, overlap_s=job.demo_overlap * job.step_s)
+
+
+def _sparseloco(job: Job, link: Link) -> Iterator[Forecast]:
+    codec = SparseLocoRule().feedback(_matrices(job.params)).codec
+    yield _gathered(job, link, "sparseloco", "two_bit", codec, job.sparse_steps, overlap_s=0.0)
+
+
+def _gathered(
+    job: Job, link: Link, method: Method, name: str, codec: SparseCodec, steps: int, *, overlap_s: float
+) -> Forecast:
+    """An all-gather of payloads once a round."""
+    others, payload = job.nodes - 1, codec.nbytes
+    sent = payload * (others if job.relay == "none" else min(1, others))
+    received = payload * others
+    if job.relay == "aggregator" and others:
+        received = combined_bytes(codec, job.nodes, weighted=method == "sparseloco")
+    transfer_s = max(sent / link.up_bytes_per_s, received / link.down_bytes_per_s)
+    if others:
+        ways = 1 if job.relay == "none" else 2
+        transfer_s += ways * link.rtt_s + others * link.costs.message_s
+    waits_s = max(0.0, transfer_s - overlap_s)
+    moved = (float(sent), float(received), float(sent))
+    return Forecast(method, name, steps, payload, *moved, transfer_s, overlap_s, waits_s, job.step_s)
+
+
+def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:
+    """Bytes that a node sends, and receives, and the predicted time."""
+    if nodes == 1:
+        return 0.0, 0.0
+    took_s = min(all_to_all_s(nodes, encoded, link.costs), ring_s(nodes, encoded, link.costs))
+    return 2 * (nodes - 1) / nodes * encoded, took_s
+
+
+def _matrices(params: float) -> FlatLayout:
+    """As if all parameters lay in one matrix whose chunks are whole."""
+    return FlatLayout((Slot("all", (64 * math.ceil(params / 4096), 64), 0),))
+
+
+_BUILDERS: tuple[Callable[[Job, Link], Iterator[Forecast]], ...] = (
+    _ddp,
+    _diloco,
+    _streaming,
+    _eager,
+    _sparseloco,
+    _demo,
+)
+"""In the order in which they are preferred where they serve equally well: the fewest known losses first."""

@@ -1,0 +1,45 @@
+"""Numbers with units as people type them, read strictly. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from zeroband.errors import ConfigError
+
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def parse_count(text: str) -> float:
+    """`1e9`, `1.5e9`, `150M`, `7B`: a number of parameters or tokens, 1 or more. Raises ConfigError."""
+    match = re.fullmatch(_NUMBER + r"([kmbt]?)", text.strip().lower())
+    count = float(match[1]) * _COUNTS[match[2]] if match else 0.0
+    if count < 1 or count == float("inf"):
+        raise ConfigError(f"{text!r} is not a count of 1 or more; write it like 1.5e9, 150M or 7B")
+    return count
+
+
+def parse_rate(text: str) -> float:
+    """`20mbit`, `1gbit`, `2.5gbit/s`: the rate of a link, in bytes a second. Raises ConfigError."""
+    match = re.fullmatch(_NUMBER + r"\s*(kbit|mbit|gbit|tbit)(?:/s)?", text.strip().lower())
+    rate = float(match[1]) * _RATES[match[2]] / 8 if match else 0.0
+    if rate <= 0 or rate == float("inf"):
+        raise ConfigError(f"{text!r} is not a rate above 0; write it in bits a second like 20mbit or 1gbit")
+    return rate
+
+
+def parse_positive(text: str) -> float:
+    """`2`, `0.5`, `1e-3`: a finite number above 0. Raises ConfigError."""
+    match = re.fullmatch(_NUMBER, text.strip().lower())
+    number = float(match[1]) if match else 0.0
+    if number <= 0 or number == float("inf"):
+        raise ConfigError(f"{text!r} is not a number above 0; write it like 2 or 0.5")
+    return number
+
+
+def parse_whole(text: str) -> int:
+    """`8`: a whole number of 1 or more. Raises ConfigError."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
+        raise ConfigError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)

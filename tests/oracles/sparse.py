@@ -1,0 +1,149 @@
+"""DeMo (arXiv:2411.19870) and SparseLoCo (arXiv:2508.15706), chunk by chunk, value by value, in Python's floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from tests.oracles.problem import SHAPES, Problem, mean
+from torch import Tensor
+
+Chunk = list[list[float]]
+Coefficient = tuple[int, int]
+
+
+def smaller_divisor(length: int, most: int) -> int:
+    """DeMo's chunk length: the largest divisor of a dimension that is not above `most`."""
+    return next(d for d in range(min(length, most), 0, -1) if length % d == 0)
+
+
+def tiles(shape: tuple[int, ...], most: int) -> Iterator[tuple[range, range]]:
+    """Rows and columns of each chunk of a parameter, seen as a matrix."""
+    rows, columns = shape if len(shape) == 2 else (1, shape[0])
+    height, width = smaller_divisor(rows, most), smaller_divisor(columns, most)
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            yield range(top, top + height), range(left, left + width)
+
+
+def cosine(n: int) -> list[list[float]]:
+    """Orthonormal DCT-II: row u is the wave of frequency u."""
+    return [
+        [math.sqrt((1 if u == 0 else 2) / n) * math.cos(math.pi * (2 * i + 1) * u / (2 * n)) for i in range(n)]
+        for u in range(n)
+    ]
+
+
+def dct(chunk: Chunk, *, is_inverse: bool = False) -> Chunk:
+    rows, columns = cosine(len(chunk)), cosine(len(chunk[0]))
+    if is_inverse:
+        rows, columns = [list(r) for r in zip(*rows, strict=True)], [list(c) for c in zip(*columns, strict=True)]
+    left = torch.tensor(rows, dtype=torch.float64)
+    right = torch.tensor(columns, dtype=torch.float64)
+    return (left @ torch.tensor(chunk, dtype=torch.float64) @ right.T).tolist()
+
+
+def largest(chunk: Chunk, k: int) -> dict[Coefficient, float]:
+    """The k values of largest size, of equal ones the first."""
+    values = {(i, j): value for i, row in enumerate(chunk) for j, value in enumerate(row)}
+    return dict(sorted(values.items(), key=lambda item: (-abs(item[1]), item[0]))[:k])
+
+
+def dense(values: dict[Coefficient, float], like: Chunk) -> Chunk:
+    return [[values.get((i, j), 0.0) for j in range(len(row))] for i, row in enumerate(like)]
+
+
+def mean_of_senders(sent: list[dict[Coefficient, float]]) -> dict[Coefficient, float]:
+    places = {place for values in sent for place in values}
+    of = {place: [values[place] for values in sent if place in values] for place in places}
+    return {place: sum(values) / len(values) for place, values in of.items()}
+
+
+def each_chunk(most: int) -> Iterator[tuple[slice, tuple[int, ...], range, range]]:
+    start = 0
+    for _, shape in sorted(SHAPES.items()):
+        numel = math.prod(shape)
+        for rows, columns in tiles(shape, most):
+            yield slice(start, start + numel), shape, rows, columns
+        start += numel
+
+
+def cut(flat: Tensor, where: tuple[slice, tuple[int, ...], range, range]) -> Chunk:
+    part, shape, rows, columns = where
+    matrix = flat[part].view(shape if len(shape) == 2 else (1, -1))
+    return matrix[rows.start : rows.stop, columns.start : columns.stop].tolist()
+
+
+def paste(flat: Tensor, where: tuple[slice, tuple[int, ...], range, range], chunk: Chunk) -> None:
+    part, shape, rows, columns = where
+    matrix = flat[part].view(shape if len(shape) == 2 else (1, -1))
+    matrix[rows.start : rows.stop, columns.start : columns.stop] = torch.tensor(chunk)
+
+
+def demo(problem: Problem, steps: int, *, chunk: int, k: int, lr: float, decay: float, share: float) -> list[Tensor]:
+    """The parameters after each step; values travel as they are."""
+    theta = problem.start()
+    momenta = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
+    history: list[Tensor] = []
+    for step in range(1, steps + 1):
+        for m in range(problem.nodes):
+            momenta[m] = decay * momenta[m] + lr * problem.gradient(m, step, theta)
+        update = torch.zeros(problem.numel)
+        taken = [torch.zeros(problem.numel) for _ in momenta]
+        for where in each_chunk(chunk):
+            coefficients = [dct(cut(momentum, where)) for momentum in momenta]
+            sent = [largest(chunk_of, k) for chunk_of in coefficients]
+            for q, values in zip(taken, sent, strict=True):
+                paste(q, where, dct(dense(values, coefficients[0]), is_inverse=True))
+            paste(update, where, dct(dense(mean_of_senders(sent), coefficients[0]), is_inverse=True))
+        momenta = [momentum - share * q for momentum, q in zip(momenta, taken, strict=True)]
+        theta = theta - lr * update.sign()
+        history.append(theta)
+    return history
+
+
+def two_bit(values: list[float]) -> list[float]:
+    """Sign and one of two sizes: the mean of those above the mean size, and of the others; bfloat16."""
+    sizes = [abs(value) for value in values]
+    border = sum(sizes) / len(sizes)
+    levels: list[float] = []
+    for is_high in (False, True):
+        same = [size for size in sizes if (size > border) == is_high]
+        levels.append(float(torch.tensor(sum(same) / max(len(same), 1)).to(torch.bfloat16)))
+    return [math.copysign(levels[abs(value) > border], value) for value in values]
+
+
+def sparseloco(
+    problem: Problem,
+    rounds: int,
+    inner_steps: int,
+    *,
+    runs: list[list[tuple[list[int], int]]],
+    decay: float,
+    lr: float,
+) -> list[Tensor]:
+    """The outer parameters after each round.
+
+    `runs`: chunks whose values share their two sizes, each as indices of its values and how many are sent.
+    """
+    theta = problem.start()
+    errors = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
+    history: list[Tensor] = []
+    for round in range(rounds):
+        decoded: list[Tensor] = []
+        for m in range(problem.nodes):
+            inner = problem.inner_steps(m, 1 + round * inner_steps, inner_steps, theta)
+            errors[m] = decay * errors[m] + (theta - inner)
+            sent = torch.zeros(problem.numel)
+            for run in runs:
+                chosen: list[int] = []
+                for chunk, k in run:
+                    order = sorted(chunk, key=lambda i: (-abs(float(errors[m][i])), chunk.index(i)))
+                    chosen += sorted(order[:k], key=chunk.index)
+                sent[chosen] = torch.tensor(two_bit(errors[m][chosen].tolist()))
+            errors[m] = errors[m] - sent
+            decoded.append(sent)
+        theta = theta - lr * mean(decoded)
+        history.append(theta)
+    return history

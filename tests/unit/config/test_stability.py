@@ -1,0 +1,91 @@
+"""The rules of stability against the published and derived limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroband.config.stability import Setting, cautions, largest_stable_lr, safe_lr
+
+
+@pytest.mark.parametrize(
+    ("momentum", "sync", "eager", "delayed"),
+    [
+        (0.9, 1.36, (0.77, 0.42, 0.32, 0.28), 0.25),
+        (0.8, 1.38, (0.87, 0.51, 0.41, 0.38), 0.34),
+        (0.5, 1.50, (1.19, 0.76, 0.65, 0.60), 0.56),
+        (0.0, 2.00, (2.00, 1.33, 1.14, 1.07), 1.00),
+    ],
+)
+def test_limits_are_those_of_the_table(momentum: float, sync: float, eager: tuple[float, ...], delayed: float) -> None:
+    assert largest_stable_lr("diloco", 4, momentum) == pytest.approx(sync, abs=0.01)
+    got = [largest_stable_lr("eager", nodes, momentum) for nodes in (2, 4, 8, 16)]
+    assert got == pytest.approx(list(eager), abs=0.01)
+    assert largest_stable_lr("delayed", 4, momentum) == pytest.approx(delayed, abs=0.01)
+
+
+def test_eager_update_of_one_node_has_the_limit_of_diloco() -> None:
+    assert largest_stable_lr("eager", 1, 0.9) == largest_stable_lr("diloco", 1, 0.9)
+
+
+def test_safe_learning_rates_of_eager_updates_are_half_of_the_limit() -> None:
+    assert [safe_lr("eager", nodes, 0.9) for nodes in (2, 4, 8)] == [0.38, 0.21, 0.16]
+
+
+def test_published_settings_raise_no_alarm() -> None:
+    quiet = [
+        Setting("diloco", 8, params=150e6, inner_steps=500, total_steps=88_000, lr=0.7),
+        Setting("streaming", 2, params=1e9, inner_steps=30, lr=0.4, overlap=5),
+        Setting("eager", 2, params=1e9, inner_steps=30, lr=0.4),
+        Setting("demo", 16, params=1.2e9),
+        Setting("sparseloco", 20, params=72e9, inner_steps=30, total_steps=100_000, lr=1.0, density=64 / 4096),
+        Setting("ddp", 8, params=1e6),
+    ]
+    assert [cautions(setting) for setting in quiet] == [()] * len(quiet)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "way_out"),
+    [
+        (Setting("eager", 8, lr=0.7), "outer.optimizer.lr", "0.16 or below"),
+        (Setting("delayed", 2, lr=0.4), "outer.optimizer.lr", "0.13 or below"),
+        (Setting("diloco", 2, lr=1.5), "outer.optimizer.lr", "0.7 or below"),
+        (Setting("streaming", 2, lr=0.4, alpha=1.0), "outer.alpha", "0.5"),
+        (Setting("sparseloco", 4, lr=1.0, decay=0.0), "outer.decay", "0.95"),
+    ],
+)
+def test_what_diverges_is_called_unstable_with_a_way_out(setting: Setting, key: str, way_out: str) -> None:
+    first = cautions(setting)[0]
+    assert (first.key, first.is_unstable) == (key, True)
+    assert way_out in str(first)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        (Setting("eager", 2, lr=0.6), "within a quarter of the limit"),
+        (Setting("diloco", 2, inner_steps=2000), "2000 was tried by nobody"),
+        (Setting("diloco", 2, inner_steps=20, total_steps=1200), "60 rounds are few for an outer gain"),
+        (Setting("sparseloco", 2, lr=1.0, inner_steps=30, total_steps=3000), "100 rounds are too few to drain"),
+        (Setting("diloco", 8, params=35e6), "DiLoCo loses about 4 %"),
+        (Setting("demo", 8, params=150e6), "50M and 300M"),
+        (Setting("demo", 8, params=600e6), "DisTrO's did below 1.2B"),
+        (Setting("demo", 100, params=2e9), "downloads 99 payloads"),
+        (Setting("eager", 2, params=35e6, lr=0.3), "eager updates lose about 3 %"),
+        (Setting("eager", 4, lr=0.2), "the paper has two"),
+        (Setting("streaming", 2, lr=0.4, overlap=11), "up to 5 are recommended"),
+        (Setting("delayed", 2, lr=0.1), "naively delayed"),
+        (Setting("sparseloco", 4, lr=1.0, density=0.3), "30 % of the values"),
+    ],
+)
+def test_what_loses_quality_is_said(setting: Setting, why: str) -> None:
+    (caution,) = cautions(setting)
+    assert not caution.is_unstable
+    assert why in caution.why
+
+
+def test_limit_of_streaming_is_that_of_its_outer_optimizer() -> None:
+    quiet = Setting("streaming", 2, lr=1.3, overlap=1)
+    assert cautions(quiet) == ()
+    assert cautions(replace(quiet, lr=1.4))[0].is_unstable
