@@ -69,31 +69,23 @@ def largest_stable_lr(method: Method, nodes: int, momentum: float) -> float:
     In such a direction a node's pseudo-gradient is its distance from the optimum. The outer SGD with Nesterov momentum
     mu and an outer gradient a d(r) + b d(r - 1) then has the characteristic polynomial
         z (z - 1) (z - mu) + lr ((1 + mu) z - mu) (a z + b),
-    a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones. Eager ones have a = 1 / M, b = 1 - 1 /
-    M for what the nodes have in common, and a = 1 / M, b = -1 / M for how they differ; there z = 1 is a root, a
-    constant difference, which nothing excites: it is divided out.
+    a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones, a = 1 / M, b = 1 - 1 / M for what
+    nodes have in common under eager ones. How those differ is stable up to M times the synchronous limit, so it never
+    decides.
     """
     low, high = 0.0, 4.0
     while high - low > _TOLERANCE:
         lr = (low + high) / 2
-        is_stable = all(_has_roots_inside(p) for p in _polynomials(method, nodes, momentum, lr))
+        is_stable = _has_roots_inside(_polynomial(method, nodes, momentum, lr))
         low, high = (lr, high) if is_stable else (low, lr)
     return low
 
 
-def _polynomials(method: Method, nodes: int, mu: float, lr: float) -> list[list[float]]:
-    """Characteristic polynomials of all modes, the highest power first."""
-
-    def common(a: float, b: float) -> list[float]:
-        return [1.0, lr * (1 + mu) * a - (1 + mu), mu + lr * ((1 + mu) * b - mu * a), -lr * mu * b]
-
-    if method == "delayed":
-        return [common(0.0, 1.0)]
-    if method != "eager":
-        return [common(1.0, 0.0)]
-    part = lr / nodes
-    difference = [1.0, part * (1 + mu) - mu, -part * mu]
-    return [common(1 / nodes, 1 - 1 / nodes), *([difference] if nodes > 1 else [])]
+def _polynomial(method: Method, nodes: int, mu: float, lr: float) -> list[float]:
+    """The characteristic polynomial, the highest power first."""
+    a = {"delayed": 0.0, "eager": 1 / nodes}.get(method, 1.0)
+    b = 1.0 - a
+    return [1.0, lr * (1 + mu) * a - (1 + mu), mu + lr * ((1 + mu) * b - mu * a), -lr * mu * b]
 
 
 def _has_roots_inside(polynomial: list[float]) -> bool:

@@ -10,6 +10,7 @@ from tests.unit.outer.sparse.layouts import LAYOUT, codec_of, noise
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.outer.flat import ShardMap
 from zeroband.outer.sparse import codec as module
+from zeroband.outer.sparse.bits import pack
 from zeroband.outer.sparse.codec import HEADER, SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
 from zeroband.outer.sparseloco import SparseLocoRule, norm_of, weights_within_median
@@ -188,6 +189,20 @@ def test_foreign_bytes_are_refused(seed: int) -> None:
     body[: HEADER.size] = codec.encode(noise(0)).payload[: HEADER.size]
     with pytest.raises(MalformedPayload, match="place"):
         codec.check(body)
+
+
+@pytest.mark.parametrize(
+    ("places", "why"), [((3, 25), "place 25 in chunks of 25"), ((3, 31), "place 31"), ((7, 7), "do not ascend")]
+)
+@pytest.mark.parametrize("values", ["float32", "sign"])
+def test_place_outside_its_chunk_is_refused(values: str, places: tuple[int, int], why: str) -> None:
+    codec = SparseCodec(
+        layout_of({"a": (5, 5)}), SparseRule(k=2, chunk=5, values="sign" if values == "sign" else "float32")
+    )
+    data = codec.encode(noise(0, 25)).payload
+    data[HEADER.size : HEADER.size + 2] = pack(torch.tensor([places]), 5)[0]
+    with pytest.raises(MalformedPayload, match=why):
+        codec.check(data)
 
 
 def test_payload_of_another_length_layout_or_rule_is_refused() -> None:

@@ -8,6 +8,7 @@ from tests.oracles.problem import layout_of
 from tests.unit.outer.sparse.layouts import LAYOUT, codec_of, noise
 
 from zeroband.errors import MalformedPayload
+from zeroband.outer.sparse.bits import pack
 from zeroband.outer.sparse.codec import HEADER, Divisor, Payload, SparseCodec, SparseRule
 from zeroband.outer.sparse.combine import check_combined, combine, combined_bytes, decode_combined
 
@@ -68,6 +69,17 @@ def test_no_change_of_a_byte_reaches_beyond_a_chunk(values: str, divisor: Diviso
         except MalformedPayload:
             refused += 1
     assert refused >= 2 * HEADER.size
+
+
+@pytest.mark.parametrize(
+    ("places", "why"), [((3, 25), "place 25 in chunks of 25"), ((3, 31), "place 31"), ((7, 7), "do not ascend")]
+)
+def test_place_outside_its_chunk_is_refused(places: tuple[int, int], why: str) -> None:
+    codec = SparseCodec(layout_of({"a": (5, 5)}), SparseRule(k=2, chunk=5))
+    data = combine(codec, payloads_of(codec, 1))
+    data[HEADER.size + 1 : HEADER.size + 3] = pack(torch.tensor([places]), 5)[0]  # behind the chunk's count
+    with pytest.raises(MalformedPayload, match=why):
+        check_combined(codec, data)
 
 
 def test_payload_of_a_node_is_no_combined_payload_and_the_other_way_round() -> None:
