@@ -21,7 +21,8 @@ from zeroband.outer.schedule import StreamingSchedule
 from zeroband.outer.sparse.codec import SparseCodec
 from zeroband.outer.sparse.combine import combined_bytes
 from zeroband.outer.sparseloco import SparseLocoRule
-from zeroband.plane.shape import LinkCosts, all_to_all_s, ring_s
+from zeroband.plane.shape import MESSAGE_S, all_to_all_s
+from zeroband.plane.topology import Network
 
 Relay = Literal["none", "store", "aggregator"]
 """How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
@@ -44,10 +45,10 @@ class Link:
     down_bytes_per_s: float
     rtt_s: float
 
-    @property
-    def costs(self) -> LinkCosts:
-        """For an all-reduce, which sends as much as it receives."""
-        return LinkCosts(min(self.up_bytes_per_s, self.down_bytes_per_s), self.rtt_s)
+    def network(self, nodes: int) -> Network:
+        """For an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
+        mbit = max(1, round(min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
+        return Network((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _gathered(
     transfer_s = max(sent / link.up_bytes_per_s, received / link.down_bytes_per_s)
     if others:
         ways = 1 if job.relay == "none" else 2
-        transfer_s += ways * link.rtt_s + others * link.costs.message_s
+        transfer_s += ways * link.rtt_s + others * MESSAGE_S
     waits_s = max(0.0, transfer_s - overlap_s)
     moved = (float(sent), float(received), float(sent))
     return Forecast(method, name, steps, payload, *moved, transfer_s, overlap_s, waits_s, job.step_s)
@@ -199,7 +200,7 @@ def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:
     """Bytes that a node sends, and receives, and the predicted time."""
     if nodes == 1:
         return 0.0, 0.0
-    took_s = min(all_to_all_s(nodes, encoded, link.costs), ring_s(nodes, encoded, link.costs))
+    took_s = all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # what equal links get
     return 2 * (nodes - 1) / nodes * encoded, took_s
 
 
