@@ -1,0 +1,165 @@
+"""Weights in safetensors files as Hugging Face lays them out: one file, or several and an index. Never pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zeroband.errors import ConfigError
+from zeroband.model.hf import hf_name, is_derived
+from zeroband.model.init import local_rows, local_shard
+from zeroband.model.transformer import Transformer
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+"""Files above it are split, as `save_pretrained` of transformers did for years."""
+
+_SHOWN_PROBLEMS = 5
+
+
+class WeightFiles:
+    """The tensors of a directory, mapped and read when they are asked for.
+
+    Raises: ConfigError naming the file that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of = _file_of_each(folder)
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a tensor, in the type that the file has."""
+        return self._slice(name)[rows]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = _opened(self.folder / file)
+        try:
+            return self._open[file].get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self.folder / file}: {name} cannot be read: {error}") from error
+
+
+def _file_of_each(folder: Path) -> dict[str, str]:
+    index = folder / INDEX_FILE
+    if index.exists():
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{index}: not an index of safetensors files: {error!r}") from error
+    if not (folder / WEIGHTS_FILE).exists():
+        raise ConfigError(
+            f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats are not read: load them with "
+            "transformers once and `save_pretrained` them"
+        )
+    return dict.fromkeys(_opened(folder / WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a safetensors file that can be read: {error}") from error
+
+
+def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> None:
+    """Give every parameter the value that the files hold, in place; each rank reads its rows alone.
+
+    The files may have fewer rows of the embedding and the head than the model, if they have the `used_ids` of the
+    tokenizer: the rest are padding that no id uses, and keep their values.
+    Raises: ConfigError naming tensors that are missing, have another shape, or have no place in the model.
+    """
+    parameters = {hf_name(name): parameter for name, parameter in model.named_parameters()}
+    problems = [f"{name} is missing" for name in parameters if name not in files.names]
+    problems += [
+        f"{name} has no place in this model"
+        for name in sorted(files.names - parameters.keys())
+        if not is_derived(name, model.config)
+    ]
+    for name, parameter in parameters.items():
+        if name in files.names:
+            problems += _shape_problems(name, files.shape(name), tuple(parameter.shape), used_ids)
+    if problems:
+        more = f", and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        raise ConfigError(f"{files.folder}: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            wanted, there = local_rows(parameter), files.shape(name)[0]
+            held = slice(min(wanted.start, there), min(wanted.stop, there))
+            local_shard(parameter)[: held.stop - held.start].copy_(files.rows(name, held))
+
+
+def _shape_problems(name: str, there: tuple[int, ...], here: tuple[int, ...], used_ids: int) -> list[str]:
+    if there == here:
+        return []
+    problem = f"{name} has shape {list(there)} there and {list(here)} here"
+    if not name.endswith(("embed_tokens.weight", "lm_head.weight")) or there[1:] != here[1:]:
+        return [problem]
+    if used_ids <= there[0] < here[0]:
+        return []
+    return [f"{problem}: the model has a row for each of the {used_ids} ids of data.tokenizer, padded; is it another?"]
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write parameters into a folder, under their Hugging Face names; one file's worth is in memory at a time.
+
+    `shapes` and `read` take our names. Gives the files, the index among them. Raises: OSError.
+    """
+    shards = _shards(shapes, dtype.itemsize, shard_bytes)
+    files = _file_names(len(shards))
+    for file, names in zip(files, shards, strict=True):
+        tensors = {hf_name(name): read(name).to("cpu", dtype).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    written = [folder / file for file in files]
+    if len(files) > 1:
+        total = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
+        weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        written.append(folder / INDEX_FILE)
+        written[-1].write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+    return written
+
+
+def _shards(shapes: Mapping[str, Sequence[int]], itemsize: int, shard_bytes: int) -> list[list[str]]:
+    """Names of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = itemsize * math.prod(shape)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _file_names(n: int) -> list[str]:
+    if n == 1:
+        return [WEIGHTS_FILE]
+    return [f"model-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
