@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import xxhash
@@ -48,6 +48,8 @@ class Stamp:
     model: Mapping[str, Any]
     """The [model] section, and `vocab_size`."""
     tokenizer: str
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The [data] section, `seed` of its order, and `fingerprint` of its tokens: what eval and export need."""
 
     @property
     def attempt(self) -> str:

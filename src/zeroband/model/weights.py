@@ -1,16 +1,13 @@
-"""Weights in safetensors files as Hugging Face lays them out: one file, or several and an index. Never pickle."""
+"""Weights from the safetensors files of a Hugging Face directory: one file, or several and an index. Never pickle."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from zeroband.errors import ConfigError
@@ -20,8 +17,6 @@ from zeroband.model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
-"""Files above it are split, as `save_pretrained` of transformers did for years."""
 
 _SHOWN_PROBLEMS = 5
 
@@ -116,50 +111,3 @@ def _shape_problems(name: str, there: tuple[int, ...], here: tuple[int, ...], us
     if used_ids <= there[0] < here[0]:
         return []
     return [f"{problem}: the model has a row for each of the {used_ids} ids of data.tokenizer, padded; is it another?"]
-
-
-def write_weights(
-    folder: Path,
-    shapes: Mapping[str, Sequence[int]],
-    read: Callable[[str], Tensor],
-    dtype: torch.dtype,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-) -> list[Path]:
-    """Write parameters into a folder, under their Hugging Face names; one file's worth is in memory at a time.
-
-    `shapes` and `read` take our names. Gives the files, the index among them. Raises: OSError.
-    """
-    shards = _shards(shapes, dtype.itemsize, shard_bytes)
-    files = _file_names(len(shards))
-    for file, names in zip(files, shards, strict=True):
-        tensors = {hf_name(name): read(name).to("cpu", dtype).contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    written = [folder / file for file in files]
-    if len(files) > 1:
-        total = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
-        weight_map = {hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        written.append(folder / INDEX_FILE)
-        written[-1].write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
-    return written
-
-
-def _shards(shapes: Mapping[str, Sequence[int]], itemsize: int, shard_bytes: int) -> list[list[str]]:
-    """Names of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, shape in shapes.items():
-        size = itemsize * math.prod(shape)
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _file_names(n: int) -> list[str]:
-    if n == 1:
-        return [WEIGHTS_FILE]
-    return [f"model-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, index_of
 from zeroband.config.schema import ModelConfig
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
-from zeroband.model.hf import hf_config
+from zeroband.model.hf import hf_config, hf_name
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import SHARD_BYTES, write_weights
+from zeroband.model.weights import INDEX_FILE
+from zeroband.outer.flat import FlatLayout
 
 ExportDtype = Literal["bfloat16", "float32"]
 
@@ -29,6 +32,8 @@ class TrainedModel:
     """A model's weights, and what they are of no use without."""
 
     config: ModelConfig
+    vocab_size: int
+    """Width of the head."""
     tokenizer: Tokenizer
     seq_length: int
     """Tokens of one sample in training."""
@@ -38,7 +43,7 @@ class TrainedModel:
     def empty(self) -> Transformer:
         """The decoder without values or memory, on the meta device."""
         with torch.device("meta"):
-            return Transformer(self.config, self.tokenizer.padded_vocab_size)
+            return Transformer(self.config, self.vocab_size)
 
     def build(self, device: torch.device, *, rounded_to: torch.dtype = torch.float32) -> Transformer:
         """The decoder in float32 for evaluation, its weights rounded to another type before. Takes 4 bytes a value."""
@@ -57,7 +62,7 @@ def require_free(out: Path) -> None:
         raise ConfigError(f"{out} is there already, and an export replaces nothing; remove it or name another folder")
 
 
-def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, shard_bytes: int = SHARD_BYTES) -> int:
+def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_bytes: int = MAX_FILE_BYTES) -> int:
     """Write the directory under another name beside it, then rename it. Returns its bytes.
 
     Raises: ConfigError when `out` is there already or cannot be written.
@@ -67,12 +72,10 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, shard
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.empty().named_parameters()}
-        write_weights(draft, shapes, model.read, DTYPES[dtype], shard_bytes=shard_bytes)
+        _write_weights(draft, model, DTYPES[dtype], max_bytes)
         end = model.tokenizer.end_of_document
-        vocab_size = model.tokenizer.padded_vocab_size
         described = hf_config(
-            model.config, vocab_size=vocab_size, seq_length=model.seq_length, end_of_document=end, dtype=dtype
+            model.config, vocab_size=model.vocab_size, seq_length=model.seq_length, end_of_document=end, dtype=dtype
         )
         _write_json(draft / "config.json", described)
         _write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
@@ -82,6 +85,17 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, shard
     except OSError as error:
         raise ConfigError(f"cannot write the export to {out}: {error}") from error
     return size
+
+
+def _write_weights(folder: Path, model: TrainedModel, dtype: torch.dtype, max_bytes: int) -> None:
+    """One file, or several and an index; one file's worth is in memory at a time."""
+    cuts = cut(FlatLayout.of(model.empty()).slots, max_bytes, itemsize=dtype.itemsize)
+    names = file_names("model", len(cuts))
+    for name, slots in zip(names, cuts, strict=True):
+        tensors = {hf_name(slot.name): model.read(slot.name).to("cpu", dtype).contiguous() for slot in slots}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    if len(cuts) > 1:
+        (folder / INDEX_FILE).write_bytes(index_of(names, cuts, itemsize=dtype.itemsize))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -38,9 +38,7 @@ class Evaluation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.inf
 
 
-def evaluate(
-    model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer, device: torch.device
-) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer, device: torch.device) -> Evaluation:
     """Run the model over batches of held-out samples, one forward pass each; at least one has a target."""
     samples = targets = text_bytes = 0
     nats = 0.0

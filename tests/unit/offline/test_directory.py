@@ -55,7 +55,7 @@ def test_another_llama_computes_the_same_logits_from_an_export_of(preset: str, t
 def test_transformers_computes_the_same_logits_from_an_export_of(preset: str, dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra hf")
     model = trained_of(family_of(preset))
-    write_directory(model, tmp_path / "out", dtype, shard_bytes=20_000)
+    write_directory(model, tmp_path / "out", dtype, max_bytes=20_000)
     assert (tmp_path / "out" / INDEX_FILE).exists()
     parity = check_parity(model, tmp_path / "out", dtype)
     assert parity is not None and parity.is_equal
@@ -96,6 +96,20 @@ def test_export_has_every_file_and_its_size(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert size == sum(files.values())
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "out"]
+
+
+def test_weights_are_cut_into_files_below_the_limit_with_an_index(tmp_path: Path) -> None:
+    model = trained_of(TINY)
+    write_directory(model, tmp_path / "out", "bfloat16", max_bytes=4096)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    files = {path.name: load_file(path) for path in sorted((tmp_path / "out").glob("*.safetensors"))}
+    assert next(iter(files)) == f"model-00001-of-{len(files):05d}.safetensors"
+    assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
+    sizes = [sum(2 * tensor.numel() for tensor in tensors.values()) for tensors in files.values()]
+    assert sum(sizes) == index["metadata"]["total_size"]
+    alone = [size for size, tensors in zip(sizes, files.values(), strict=True) if len(tensors) == 1]
+    assert all(size <= 4096 or size in alone for size in sizes)
+    assert 2 < len(files) < len(index["weight_map"])
 
 
 def test_bfloat16_weights_are_those_of_training_rounded_once(tmp_path: Path) -> None:

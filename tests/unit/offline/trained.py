@@ -20,4 +20,4 @@ def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> T
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return TrainedModel(config, tokenizer, seq_length, model.state_dict().__getitem__)
+    return TrainedModel(config, tokenizer.padded_vocab_size, tokenizer, seq_length, model.state_dict().__getitem__)
