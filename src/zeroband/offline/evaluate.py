@@ -4,7 +4,8 @@
     zeroband eval runs/checkpoints/my-run/step_00001000 @other.toml    the data of another configuration
 
 CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest one), or an exported directory.
-With @file.toml or --data.* flags, only their [data] section and run.seed count. Exit codes: 0 done, 2 wrong arguments.
+Of a configuration, only [data] and run.seed count; flags such as --data.hold_out change it.
+Exit codes: 0 done, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _ALONE = ("--outer=none", "--store.url=none")
 def main(argv: Sequence[str]) -> int:
     """Evaluate and print. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="zeroband eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="zeroband eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_checkpoint(parser)
     add_device(parser)
@@ -72,6 +76,8 @@ def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
 def _held_out(opened: Opened, rest: Sequence[str]) -> tuple[TokenStore, SampleIndex, DataConfig]:
     """The corpus and which samples of it were held out. Raises ConfigError where they are not what was asked for."""
     recorded = opened.corpus
+    if rest and not any(argument.startswith("@") for argument in rest):
+        raise ConfigError(f"{' '.join(rest)} changes a configuration, and none is named; add @config.toml")
     if rest:
         config = load_config([*rest, *_ALONE])
         data, seed = config.data, config.run.seed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.unit.offline.llama import llama_logits
-from tests.unit.offline.trained import trained_of
+from tests.unit.offline.trained import TINY, trained_of
 
 from zeroband.config import load_config
 from zeroband.config.schema import ModelConfig
@@ -21,7 +21,6 @@ from zeroband.offline.parity import check_parity
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
-TINY = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 
 
 def family_of(preset: str) -> ModelConfig:

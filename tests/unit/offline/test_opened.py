@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.checkpoint.saves import RULES, Around, own
-from tests.unit.offline.trained import trained_of
+from tests.unit.offline.trained import CORPUS, TINY, save, trained_of
 
-from zeroband.checkpoint.layout import plan_outer
-from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import Save, Staged
-from zeroband.checkpoint.storage import Storage, open_storage
-from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
+from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.offline.directory import TrainedModel, write_directory
-from zeroband.offline.opened import Corpus, open_trained
-from zeroband.outer.flat import FlatLayout, digest_of
-
-TINY = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
-CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123")
-
-
-def save(storage: Storage, step: int, trained: TrainedModel, **changes: object) -> None:
-    """Commit a checkpoint as a run of DiLoCo would."""
-    layout = FlatLayout.of(trained.empty())
-    flat = torch.cat([trained.read(slot.name).flatten() for slot in layout.slots])
-    buffers = {"params": flat, "momentum": torch.full_like(flat, 3.0)}
-    stamp = Stamp(
-        run_id="demo",
-        session="s1",
-        round=step // 10,
-        inner_step=step,
-        payload={},
-        state=digest_of(*buffers.values()),
-        sections=tuple(buffers),
-        members=("a",),
-        layout=layout.digest(),
-        model={**trained.config.model_dump(mode="json"), "vocab_size": trained.vocab_size},
-        tokenizer=trained.tokenizer.fingerprint,
-        data=CORPUS.to_record(),
-    )
-    own(storage)
-    staged = Staged(plan_outer(layout.slots, stamp.sections, max_bytes=4096), buffers, {}, {})
-    around = Around()
-    assert Save(storage, replace(stamp, **changes), staged, "a", ("a",), RULES, around).run(), around.told
+from zeroband.offline.opened import open_trained
 
 
 @pytest.fixture

@@ -1,13 +1,26 @@
-"""Small models of the presets' families, with norms that are not ones, as after training."""
+"""Small models with norms that are not ones, as after training, in memory and in checkpoints."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import Any
 
-from zeroband.config.schema import ModelConfig
+import torch
+from tests.unit.checkpoint.saves import RULES, Around, own
+
+from zeroband.checkpoint.layout import plan_outer
+from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.saving import Save, Staged
+from zeroband.checkpoint.storage import Storage
+from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.model import Transformer, init_weights
 from zeroband.offline.directory import TrainedModel
+from zeroband.offline.opened import Corpus
+from zeroband.outer.flat import FlatLayout, digest_of
+
+TINY = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
+CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123")
 
 
 def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> TrainedModel:
@@ -21,3 +34,28 @@ def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> T
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return TrainedModel(config, tokenizer.padded_vocab_size, tokenizer, seq_length, model.state_dict().__getitem__)
+
+
+def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> None:
+    """Commit a checkpoint as a run of DiLoCo would."""
+    layout = FlatLayout.of(trained.empty())
+    flat = torch.cat([trained.read(slot.name).flatten() for slot in layout.slots])
+    buffers = {"params": flat, "momentum": torch.full_like(flat, 3.0)}
+    stamp = Stamp(
+        run_id="demo",
+        session="s1",
+        round=step // 10,
+        inner_step=step,
+        payload={},
+        state=digest_of(*buffers.values()),
+        sections=tuple(buffers),
+        members=("a",),
+        layout=layout.digest(),
+        model={**trained.config.model_dump(mode="json"), "vocab_size": trained.vocab_size},
+        tokenizer=trained.tokenizer.fingerprint,
+        data=CORPUS.to_record(),
+    )
+    own(storage)
+    staged = Staged(plan_outer(layout.slots, stamp.sections, max_bytes=4096), buffers, {}, {})
+    around = Around()
+    assert Save(storage, replace(stamp, **changes), staged, "a", ("a",), RULES, around).run(), around.told
