@@ -33,6 +33,7 @@ from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
+from zeroband.model.weights import start_from
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.optim import InnerOptimizer
@@ -65,6 +66,8 @@ class NodeParts:
     tokenizer: Tokenizer
     loader: Loader
     data_fingerprint: str
+    weights_fingerprint: str
+    """Of the files that the weights came from; empty where they are random."""
     model: Transformer
     inner: InnerOptimizer
     departure: Departure
@@ -102,6 +105,7 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
     parallelize(model, config.train, local)
     model.to_empty(device=local.device)
     init_weights(model, config.run.seed)
+    weights = _weights_to_start_from(config, model, tokenizer, local)
     is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
     inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp)
     return NodeParts(
@@ -112,11 +116,20 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
         tokenizer=tokenizer,
         loader=loader,
         data_fingerprint=tokens.fingerprint,
+        weights_fingerprint=weights,
         model=model,
         inner=inner,
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _weights_to_start_from(config: RunConfig, model: Transformer, tokenizer: Tokenizer, local: LocalMesh) -> str:
+    """Load the weights of `train.init_from`. Returns the fingerprint of their files, empty without any."""
+    if config.train.init_from is None:
+        return ""
+    files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
+    return on_first_rank(local, files.fingerprint)
 
 
 def _log_progress(tokens: int) -> None:
@@ -196,7 +209,11 @@ class RunParts:
 
     def _match_run(self, layout: FlatLayout) -> dict[str, str]:
         shared = {key: str(value) for key, value in shared_items(self._node.config).items()}
-        shared |= {"model (names and shapes)": layout.digest(), "data (tokens)": self._node.data_fingerprint}
+        shared |= {
+            "model (names and shapes)": layout.digest(),
+            "data (tokens)": self._node.data_fingerprint,
+            "train.init_from (weights)": self._node.weights_fingerprint,
+        }
         return self.store.found_or_match(shared, self._token)
 
     def _claim_folder(self, stack: ExitStack) -> None:

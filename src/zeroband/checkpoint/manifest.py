@@ -49,7 +49,7 @@ class Stamp:
     """The [model] section, and `vocab_size`."""
     tokenizer: str
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The [data] section, `seed` of its order, and `fingerprint` of its tokens: what eval and export need."""
+    """The record of `data.corpus.Corpus`: what exporting and evaluating the model takes."""
 
     @property
     def attempt(self) -> str:

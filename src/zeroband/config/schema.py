@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
+from zeroband.config.export import ExportConfig
+from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
-
-NODE_LOCAL: dict[str, Any] = {"scope": "node"}
-"""Marks a field that may differ between the nodes of one run; every other field is compared at join."""
-
-
-Secret = Annotated[SecretStr, Field(min_length=1)]
-"""Never shown; an empty one is most likely a variable that was not set."""
-
-
-class Section(BaseModel):
-    """A strict, frozen part of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -209,6 +189,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     total_steps: PositiveInt = 88_000
     """Inner steps of the whole run."""
+    init_from: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Directory of a Llama in Hugging Face's layout to start from, the same content on every node; [model] describes
+    the same model. None: random weights of run.seed."""
     batch_size: PositiveInt = 512
     """Sequences of one node in one inner step, over all its ranks and micro-batches."""
     micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
@@ -372,6 +355,8 @@ class RunConfig(Section):
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
     observe: ObserveConfig = ObserveConfig()
+    export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """What this node exports at the end of the run. None: nothing."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zeroband.errors import ConfigError
-from zeroband.model.hf import hf_name, is_derived
+from zeroband.model.hf import differences, hf_name, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard
 from zeroband.model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+CONFIG_FILE = "config.json"
+
 _SHOWN_PROBLEMS = 5
+_PIECE_BYTES = 16 << 20
 
 
 class WeightFiles:
@@ -42,6 +46,15 @@ class WeightFiles:
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of a tensor, in the type that the file has."""
         return self._slice(name)[rows]
+
+    def fingerprint(self) -> str:
+        """One value for the bytes of all files; reads them whole."""
+        seen = xxhash.xxh3_128()
+        for file in sorted(set(self._file_of.values())):
+            with (self.folder / file).open("rb") as opened:
+                while piece := opened.read(_PIECE_BYTES):
+                    seen.update(piece)
+        return seen.hexdigest()
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
@@ -73,6 +86,31 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a safetensors file that can be read: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a directory. Raises ConfigError where there is none."""
+    path = folder / CONFIG_FILE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read, so {folder} is no directory of a model: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path}: not the configuration of a model")
+    return cast("dict[str, Any]", record)
+
+
+def start_from(model: Transformer, folder: Path, *, used_ids: int) -> WeightFiles:
+    """Give a model the weights of a directory in Hugging Face's layout. Each rank calls this and reads its rows.
+
+    Raises: ConfigError naming what differs from the model's configuration, or the tensors that do not fit.
+    """
+    found = differences(model_config_of(read_config(folder), str(folder / CONFIG_FILE)), model.config)
+    if found:
+        raise ConfigError(f"train.init_from={str(folder)!r} holds another model: {'; '.join(found)}; set them equal")
+    files = WeightFiles(folder)
+    load_weights(model, files, used_ids=used_ids)
+    return files
 
 
 def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> None:

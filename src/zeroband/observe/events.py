@@ -50,6 +50,9 @@ EVENTS: Mapping[str, EventKind] = {
     "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
     "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
     "sample_written": EventKind("Text was generated.", ("path",)),
+    "model_exported": EventKind(
+        "The trained model lies there as transformers and vLLM load it; parity: with transformers.", ("path", "parity")
+    ),
     "left": EventKind("This node gave its membership back.", ("reason",)),
     "run_finished": EventKind("All inner steps are done.", ("step",)),
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),

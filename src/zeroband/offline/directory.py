@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, index_of
 from zeroband.config.schema import ModelConfig
@@ -56,16 +57,34 @@ class TrainedModel:
         return model.eval()
 
 
+def whole_parameters(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
+    """All parameters of a sharded model by name, float32 on the CPU. Called by all local ranks, between inner steps.
+
+    A rank that does not keep them takes part, one parameter at a time, and gets none.
+    """
+    held: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keeps:
+            held[name] = whole.cpu()
+    return held
+
+
+class FolderInUse(ConfigError):
+    """An export would replace something."""
+
+
 def require_free(out: Path) -> None:
-    """Raise ConfigError where an export must not write: it replaces nothing."""
+    """Raise FolderInUse where an export must not write: it replaces nothing."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and an export replaces nothing; remove it or name another folder")
+        raise FolderInUse(f"{out} is there already, and an export replaces nothing; remove it or name another folder")
 
 
 def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_bytes: int = MAX_FILE_BYTES) -> int:
     """Write the directory under another name beside it, then rename it. Returns its bytes.
 
-    Raises: ConfigError when `out` is there already or cannot be written.
+    Raises: FolderInUse when `out` is there already, ConfigError when it cannot be written.
     """
     require_free(out)
     draft = out.with_name(f"{out.name}.part")

@@ -16,7 +16,7 @@ from zeroband.errors import ZerobandError
 from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint
 from zeroband.offline.directory import DTYPES, require_free, write_directory
 from zeroband.offline.opened import open_trained
-from zeroband.offline.parity import Parity, check_parity
+from zeroband.offline.parity import check_parity, describe
 
 _EXIT_DIFFERS = 1
 
@@ -45,17 +45,3 @@ def main(argv: Sequence[str]) -> int:
     parity = check_parity(opened.model, options.out, options.dtype)
     print(f"parity    {describe(parity)}")
     return 0 if parity is None or parity.is_equal else _EXIT_DIFFERS
-
-
-def describe(parity: Parity | None) -> str:
-    """What the comparison showed, in words."""
-    if parity is None:
-        return "not checked: transformers is not installed (`uv sync --extra hf`)"
-    verdict = "equal" if parity.is_equal else "NOT EQUAL"
-    line = (
-        f"{verdict} to transformers in float32: max |difference| {parity.difference:.2e} over {parity.logits} logits "
-        f"up to {parity.largest:.1f}"
-    )
-    if not parity.texts_differ:
-        return line
-    return f"{line}; the exported tokenizer gives other ids to {', '.join(map(repr, parity.texts_differ))}"

@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from zeroband.checkpoint.layout import step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.schema import DataConfig, ModelConfig
+from zeroband.config.schema import ModelConfig
+from zeroband.data.corpus import Corpus
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.model.hf import hf_name, model_config_of
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import WeightFiles
+from zeroband.model.weights import CONFIG_FILE, WeightFiles, read_config
 from zeroband.observe.log import get_logger
 from zeroband.offline.directory import TrainedModel
 from zeroband.outer.flat import FlatLayout
 
-_CONFIG_FILE = "config.json"
-
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The data of a run, as its checkpoints record it."""
-
-    data: DataConfig
-    seed: int
-    fingerprint: str
-    """Of the tokens."""
-
-    def to_record(self) -> dict[str, Any]:
-        """The `data` of a manifest."""
-        return {**self.data.model_dump(mode="json"), "seed": self.seed, "fingerprint": self.fingerprint}
-
-    @staticmethod
-    def of_record(record: Mapping[str, Any]) -> Corpus:
-        """Raises LookupError or ValueError for what `to_record` did not give."""
-        section = dict(record)
-        seed, fingerprint = section.pop("seed"), section.pop("fingerprint")
-        return Corpus(DataConfig.model_validate(section), seed, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -70,7 +44,7 @@ def open_trained(where: str) -> Opened:
     if "://" in where:
         return _open_run(*_parted(where))
     path = Path(where).expanduser().resolve()
-    if (path / _CONFIG_FILE).is_file():
+    if (path / CONFIG_FILE).is_file():
         return _open_directory(path)
     if not path.is_dir():
         raise ConfigError(f"{where} is no folder; give a checkpoint, the root of a run's checkpoints or an export")
@@ -115,10 +89,10 @@ def _read(checkpoint: Checkpoint) -> Opened:
     try:
         vocab_size = int(described.pop("vocab_size"))
         config, corpus = ModelConfig.model_validate(described), Corpus.of_record(stamp.data)
-    except (LookupError, ValidationError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
     tokenizer = open_tokenizer(corpus.data.tokenizer)
-    if tokenizer.fingerprint != stamp.tokenizer:
+    if tokenizer.fingerprint != corpus.tokenizer_fingerprint:
         raise ConfigError(f"data.tokenizer={corpus.data.tokenizer!r} is not what it was when {what} was saved")
     with torch.device("meta"):
         layout = FlatLayout.of(Transformer(config, vocab_size))
@@ -131,17 +105,16 @@ def _read(checkpoint: Checkpoint) -> Opened:
 
 def _open_directory(folder: Path) -> Opened:
     """A model in Hugging Face's layout, ours or another Llama, its weights mapped."""
-    path = folder / _CONFIG_FILE
+    record, where = read_config(folder), str(folder / CONFIG_FILE)
+    config = model_config_of(record, where)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
         vocab_size, seq_length = int(record["vocab_size"]), int(record["max_position_embeddings"])
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path}: not the configuration of a model: {error!r}") from error
+        raise ConfigError(f"{where}: not the configuration of a model: {error!r}") from error
     files = WeightFiles(folder)
 
     def read(name: str) -> Tensor:
         return files.rows(hf_name(name), slice(None)).float()
 
-    config = model_config_of(record, str(path))
     model = TrainedModel(config, vocab_size, open_tokenizer(str(folder)), seq_length, read)
     return Opened(model, str(folder), None)

@@ -64,6 +64,20 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
     )
 
 
+def describe(parity: Parity | None) -> str:
+    """What the comparison showed, in words."""
+    if parity is None:
+        return "not checked: transformers is not installed (`uv sync --extra hf`)"
+    verdict = "equal" if parity.is_equal else "NOT EQUAL"
+    line = (
+        f"{verdict} to transformers in float32: max |difference| {parity.difference:.2e} over {parity.logits} logits "
+        f"up to {parity.largest:.1f}"
+    )
+    if not parity.texts_differ:
+        return line
+    return f"{line}; the exported tokenizer gives other ids to {', '.join(map(repr, parity.texts_differ))}"
+
+
 def _logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with evaluating(model):
         result = model(ids)

@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 from zeroband.config.schema import ModelConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
-from zeroband.model.weights import INDEX_FILE, WEIGHTS_FILE, WeightFiles, load_weights
+from zeroband.model.hf import hf_config
+from zeroband.model.weights import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    WeightFiles,
+    load_weights,
+    start_from,
+)
 
 VOCAB, USED = 64, 50
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
@@ -93,6 +101,38 @@ def test_tied_head_and_angles_in_the_files_are_left_alone(tmp_path: Path) -> Non
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     load_weights(target, WeightFiles(tmp_path), used_ids=USED)
     assert torch.equal(target.norm.weight, tensors["model.norm.weight"])
+
+
+def test_start_from_compares_the_configurations_first(tmp_path: Path) -> None:
+    write(model_of(1), tmp_path)
+    record = hf_config(SMALL, vocab_size=VOCAB, seq_length=8, end_of_document=0, dtype="float32")
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(record | {"rope_theta": 5e5}))
+    with pytest.raises(
+        ConfigError, match=r"another model: model\.rope_theta is 500000\.0 there and 10000\.0 here; set"
+    ):
+        start_from(model_of(2), tmp_path, used_ids=USED)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(record))
+    target = model_of(2)
+    start_from(target, tmp_path, used_ids=USED)
+    assert torch.equal(target.norm.weight, model_of(1).norm.weight)
+    assert torch.equal(target.embed_tokens.weight, model_of(1).embed_tokens.weight)
+
+
+@pytest.mark.parametrize("content", [None, "[1]", "{"])
+def test_folder_without_a_configuration_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        start_from(model_of(2), tmp_path, used_ids=USED)
+
+
+def test_fingerprint_follows_every_byte_of_every_file(tmp_path: Path) -> None:
+    write(model_of(1), tmp_path, tensors_per_file=8)
+    before = WeightFiles(tmp_path).fingerprint()
+    assert WeightFiles(tmp_path).fingerprint() == before
+    last = max(tmp_path.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1] + b"\x07")
+    assert WeightFiles(tmp_path).fingerprint() != before
 
 
 @pytest.mark.parametrize(

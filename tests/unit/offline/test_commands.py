@@ -81,17 +81,17 @@ def test_eval_takes_the_data_of_another_configuration(
 
 
 @pytest.mark.parametrize(
-    ("data", "flags", "complaint"),
+    ("changes", "flags", "complaint"),
     [
         ({"fingerprint": "other"}, [], "data.source holds another text now than when step 10 of run demo was trained"),
-        ({"hold_out": 0.0}, [], "data.hold_out=0 keeps no sample back"),
+        ({"data": {"hold_out": 0.0}}, [], "data.hold_out=0 keeps no sample back"),
         ({}, ["--data.hold_out=0.2"], "--data.hold_out=0.2 changes a configuration, and none is named"),
         ({}, ["--device", "tpu9"], "--device=tpu9: "),
         ({}, ["@nowhere.toml"], "nowhere.toml"),
     ],
 )
 def test_eval_refuses_what_would_mislead(
-    data: dict[str, Any],
+    changes: dict[str, Any],
     flags: list[str],
     complaint: str,
     trained: TrainedModel,
@@ -99,8 +99,9 @@ def test_eval_refuses_what_would_mislead(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    section = CORPUS.data.model_copy(update={"cache_dir": tmp_path / "cache"})
-    record = replace(CORPUS, data=section, fingerprint=tokens.fingerprint).to_record() | data
+    section = CORPUS.data.model_copy(update={"cache_dir": tmp_path / "cache"} | changes.get("data", {}))
+    record = replace(CORPUS, data=section, fingerprint=tokens.fingerprint).to_record()
+    record |= {key: value for key, value in changes.items() if key != "data"}
     save(open_storage(str(tmp_path / "ck"), "demo", "a"), 10, trained, data=record)
     assert evaluate.main([str(tmp_path / "ck" / "demo"), *flags]) == 2
     assert complaint in capsys.readouterr().err

@@ -13,14 +13,14 @@ from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.saving import Save, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
+from zeroband.data.corpus import Corpus
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.model import Transformer, init_weights
 from zeroband.offline.directory import TrainedModel
-from zeroband.offline.opened import Corpus
 from zeroband.outer.flat import FlatLayout, digest_of
 
 TINY = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
-CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123")
+CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123", "byte/1")
 
 
 def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> TrainedModel:
@@ -52,7 +52,7 @@ def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> 
         members=("a",),
         layout=layout.digest(),
         model={**trained.config.model_dump(mode="json"), "vocab_size": trained.vocab_size},
-        tokenizer=trained.tokenizer.fingerprint,
+        tokenizer="byte",
         data=CORPUS.to_record(),
     )
     own(storage)
