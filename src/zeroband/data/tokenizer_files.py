@@ -50,6 +50,7 @@ def write_byte_tokenizer(folder: Path, *, seq_length: int) -> None:
         "bos_token": END_OF_DOCUMENT_TEXT,
         "eos_token": END_OF_DOCUMENT_TEXT,
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": seq_length,
     }
     _write(folder / _TOKENIZER, tokenizer)

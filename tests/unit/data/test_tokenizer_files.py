@@ -51,6 +51,7 @@ def test_byte_tokenizer_ends_documents_through_transformers(folder: Path) -> Non
         128,
     )
     assert exported.decode([72, 105, 256], skip_special_tokens=True) == "Hi"
+    assert sorted(exported("Hi")) == ["attention_mask", "input_ids"]  # a Llama takes nothing else
 
 
 @pytest.fixture
