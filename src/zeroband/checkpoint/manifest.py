@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import xxhash
@@ -48,7 +48,7 @@ class Stamp:
     model: Mapping[str, Any]
     """The [model] section, and `vocab_size`."""
     tokenizer: str
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    data: Mapping[str, Any]
     """The record of `data.corpus.Corpus`: what exporting and evaluating the model takes."""
 
     @property

@@ -20,7 +20,7 @@ from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.model.hf import hf_config, hf_name
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import INDEX_FILE
+from zeroband.model.weights import CONFIG_FILE, INDEX_FILE
 from zeroband.outer.flat import FlatLayout
 
 ExportDtype = Literal["bfloat16", "float32"]
@@ -96,9 +96,11 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
         described = hf_config(
             model.config, vocab_size=model.vocab_size, seq_length=model.seq_length, end_of_document=end, dtype=dtype
         )
-        _write_json(draft / "config.json", described)
+        _write_json(draft / CONFIG_FILE, described)
         _write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
         model.tokenizer.save(draft, seq_length=model.seq_length)
+        for path in draft.iterdir():  # save_file keeps weights from other users
+            shutil.copymode(draft / CONFIG_FILE, path)
         size = sum(path.stat().st_size for path in draft.iterdir())
         draft.replace(out)
     except OSError as error:

@@ -94,6 +94,7 @@ def test_export_has_every_file_and_its_size(tmp_path: Path) -> None:
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     assert size == sum(files.values())
+    assert len({path.stat().st_mode for path in (tmp_path / "deep" / "out").iterdir()}) == 1
     assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "out"]
 
 
