@@ -29,6 +29,8 @@ _log = get_logger(__name__)
 class LoneEntry:
     """A node that trains alone is in its run at once."""
 
+    run = None
+
     def __init__(self, hooks: SyncHooks) -> None:
         self.hooks = hooks
 
@@ -47,24 +49,24 @@ class Entry:
 
     def __init__(self, run: RunParts, local: LocalMesh, events: EventLog | None, *, patience_s: float) -> None:
         self.hooks: SyncHooks = run.outer
-        self._run = run
+        self.run = run
         self._local = local
         self._events = events
         self._patience_s = patience_s
 
     def assigned(self) -> Sequence[Range]:
         """The samples that this node reads in the next round."""
-        return self.hooks.progress.assigned.get(self._run.mesh.member_id, ())
+        return self.hooks.progress.assigned.get(self.run.mesh.member_id, ())
 
     def enter(self) -> RoundReport:
         """Found the run, or join it where others did. Returns the report of the round that made this node a member."""
-        is_founded = on_first_rank(self._local, lambda: self._run.store.view(FOUNDING_ROUND).committed is not None)
+        is_founded = on_first_rank(self._local, lambda: self.run.store.view(FOUNDING_ROUND).committed is not None)
         was_member = self.hooks.round >= FOUNDING_ROUND  # the store lost its record, and others will bring it back
         if not is_founded and not was_member:
             try:
-                report = self._run.outer.found()
+                report = self.run.outer.found()
             except Fenced as fence:
-                if self._run.mesh.is_fenced:
+                if self.run.mesh.is_fenced:
                     raise
                 _log.info("the others founded the run; joining", extra={"fields": {"why": str(fence)}})
             else:
@@ -75,7 +77,7 @@ class Entry:
     def come_back(self, fence: Fenced) -> RoundReport:
         """Return after the run went on without this node, whether or not it was founded by then."""
         self._emit("fenced", reason=str(fence))
-        self._run.come_back()
+        self.run.come_back()
         return self.enter()
 
     def join(self) -> RoundReport:
@@ -83,13 +85,13 @@ class Entry:
 
         Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
         """
-        self._emit("recovering", round=self._run.outer.round)
-        on_first_rank(self._local, lambda: self._run.fetcher.begin(self._run.outer.sections))
+        self._emit("recovering", round=self.run.outer.round)
+        on_first_rank(self._local, lambda: self.run.fetcher.begin(self.run.outer.sections))
         deadline_s, said = time.monotonic() + self._patience_s, ""
         while True:
             try:
                 self._recover()
-                report = self._run.outer.join()
+                report = self.run.outer.join()
             except RecoveryFailed as error:
                 if not broadcast_json(time.monotonic() < deadline_s, self._local):
                     raise RecoveryFailed(
@@ -100,22 +102,22 @@ class Entry:
                     _log.warning("no state yet", extra={"fields": {"why": said}})
                 time.sleep(_RETRY_S)
                 continue
-            self._emit("joined", member_id=self._run.mesh.member_id, round=report.round)
+            self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
 
     def _recover(self) -> None:
         """Fetch a committed state and take it over. Raises RecoveryFailed."""
         fetched = on_first_rank(self._local, self._fetch)
-        digest = self._run.outer.adopt(fetched["round"], fetched["payload"])
+        digest = self.run.outer.adopt(fetched["round"], fetched["payload"])
         try:
             verify(digest, fetched["state"], f"the state of round {fetched['round']}", self._local)
         except RecoveryFailed:
-            on_first_rank(self._local, self._run.fetcher.distrust_state)
+            on_first_rank(self._local, self.run.fetcher.distrust_state)
             raise
         self._emit("recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"])
 
     def _fetch(self) -> dict[str, Any]:
-        fetched = self._run.fetcher.fetch_state()
+        fetched = self.run.fetcher.fetch_state()
         return {"round": fetched.round, "payload": fetched.payload, "state": fetched.state, "took_s": fetched.took_s}
 
     def _emit(self, kind: str, **fields: object) -> None:

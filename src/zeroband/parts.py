@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zeroband.checkpoint.hub_files import start_from
 from zeroband.checkpoint.serving import StateServer, access_key
 from zeroband.config.load import shared_items
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
@@ -33,7 +34,6 @@ from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import start_from
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.optim import InnerOptimizer

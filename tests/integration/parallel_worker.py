@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeroband.checkpoint.hub_files import start_from
 from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.model import (
@@ -28,7 +29,6 @@ from zeroband.model import (
     init_weights,
     next_token_loss,
 )
-from zeroband.model.weights import start_from
 from zeroband.offline.directory import TrainedModel, whole_parameters, write_directory
 from zeroband.optim import InnerOptimizer
 from zeroband.parallel import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from zeroband.cluster import RedisServer
 from zeroband.config import load_config
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError
+from zeroband.offline import evaluate, export
 from zeroband.parallel import init_local_mesh
 from zeroband.train import train
 
@@ -56,8 +58,9 @@ def records(node: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Node folder of a run with an export."""
-    return run(tmp_path_factory.mktemp("export"), "first", export__dtype="float32")
+    """Node folder of a run with an export and a checkpoint in `ck`."""
+    folder = tmp_path_factory.mktemp("export")
+    return run(folder, "first", export__dtype="float32", ckpt__path=folder / "ck")
 
 
 def test_run_exports_at_its_end_and_says_so(exported: Path) -> None:
@@ -66,6 +69,22 @@ def test_run_exports_at_its_end_and_says_so(exported: Path) -> None:
     assert event["parity"].startswith(("equal to transformers", "not checked: transformers is not installed"))
     logits = llama_logits(exported / "export", torch.randint(257, (1, 16)))
     assert logits.shape == (1, 16, 320) and logits.isfinite().all()
+
+
+def test_checkpoint_of_the_run_is_exported_to_the_same_weights(exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert export.main([str(exported.parents[1] / "ck" / "first"), str(out), "--dtype=float32", "--no-parity"]) == 0
+    assert (out / "model.safetensors").read_bytes() == (exported / "export" / "model.safetensors").read_bytes()
+    assert (out / "config.json").read_text() == (exported / "export" / "config.json").read_text()
+
+
+def test_checkpoint_of_the_run_is_evaluated_on_what_the_run_held_out(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(exported.parents[1] / "ck" / "first"), "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2 of run first" in out
+    assert re.search(r"^loss +5\.\d+ nats", out, flags=re.MULTILINE)  # log(320) = 5.8, two steps before
 
 
 def test_run_starts_from_the_weights_of_an_export(exported: Path, tmp_path: Path) -> None:

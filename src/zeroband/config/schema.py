@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
+from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
@@ -36,7 +37,8 @@ class NodeSection(Section):
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
-    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter."""
+    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter, and 16 more with
+    ckpt.path."""
 
 
 class ModelConfig(Section):
@@ -354,6 +356,7 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
+    ckpt: CkptConfig = CkptConfig()
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""

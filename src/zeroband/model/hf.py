@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and ours: the names of the parameters, and `config.json` in both directions. Touches no file."""
+"""Hugging Face's Llama and ours: what its `config.json` says, in both directions. Touches no file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
 }
 """Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
-
-
-def hf_name(name: str) -> str:
-    """The name that Hugging Face's Llama gives to one of our parameters."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:

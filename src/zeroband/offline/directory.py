@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, index_of
+from zeroband.checkpoint.hub_files import CONFIG_FILE, INDEX_FILE
+from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
 from zeroband.config.schema import ModelConfig
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
-from zeroband.model.hf import hf_config, hf_name
+from zeroband.model.hf import hf_config
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import CONFIG_FILE, INDEX_FILE
 from zeroband.outer.flat import FlatLayout
 
 ExportDtype = Literal["bfloat16", "float32"]
@@ -113,7 +113,7 @@ def _write_weights(folder: Path, model: TrainedModel, dtype: torch.dtype, max_by
     cuts = cut(FlatLayout.of(model.empty()).slots, max_bytes, itemsize=dtype.itemsize)
     names = file_names("model", len(cuts))
     for name, slots in zip(names, cuts, strict=True):
-        tensors = {hf_name(slot.name): model.read(slot.name).to("cpu", dtype).contiguous() for slot in slots}
+        tensors = {hub_name(slot.name): model.read(slot.name).to("cpu", dtype).contiguous() for slot in slots}
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if len(cuts) > 1:
         (folder / INDEX_FILE).write_bytes(index_of(names, cuts, itemsize=dtype.itemsize))

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.layout import step_of
+from zeroband.checkpoint.hub_files import CONFIG_FILE, WeightFiles, read_config
+from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import ModelConfig
 from zeroband.data.corpus import Corpus
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
-from zeroband.model.hf import hf_name, model_config_of
+from zeroband.model.hf import model_config_of
 from zeroband.model.transformer import Transformer
-from zeroband.model.weights import CONFIG_FILE, WeightFiles, read_config
 from zeroband.observe.log import get_logger
 from zeroband.offline.directory import TrainedModel
 from zeroband.outer.flat import FlatLayout
@@ -114,7 +114,7 @@ def _open_directory(folder: Path) -> Opened:
     files = WeightFiles(folder)
 
     def read(name: str) -> Tensor:
-        return files.rows(hf_name(name), slice(None)).float()
+        return files.rows(hub_name(name), slice(None)).float()
 
     model = TrainedModel(config, vocab_size, open_tokenizer(str(folder)), seq_length, read)
     return Opened(model, str(folder), None)

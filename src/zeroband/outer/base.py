@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -111,6 +112,11 @@ class SyncHooks(Protocol):
         """The newest committed round that this node's state holds; -1 before the founding."""
         ...
 
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        """What its verdict recorded: the progress, and the run's session."""
+        ...
+
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Before the inner optimizer step. `tokens`: targets that this node learned from in this step.
 
@@ -199,7 +205,8 @@ class RoundKeeper:
 
         def payload(opening: Opening) -> Mapping[str, Any]:
             progress = Progress.at_start().after(opening, self.parts.shape)
-            return {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+            found = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+            return {**found, "session": uuid.uuid4().hex}
 
         founded = found_run(self.parts.mesh, self.state, payload)
         self.advance(founded.verdict, self.state)
@@ -263,6 +270,7 @@ class RoundKeeper:
             "progress": progress.to_record(),
             "weight": opening.total_weight,
             "state_before": self.state,
+            "session": self.payload["session"],
             **extra(result),
         }
 

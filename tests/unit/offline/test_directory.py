@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tests.unit.offline.llama import llama_logits
 from tests.unit.offline.trained import TINY, trained_of
 
+from zeroband.checkpoint.hub_files import INDEX_FILE
 from zeroband.config import load_config
 from zeroband.config.schema import ModelConfig
 from zeroband.errors import ConfigError
-from zeroband.model.weights import INDEX_FILE
 from zeroband.offline.directory import write_directory
 from zeroband.offline.parity import check_parity
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tests.unit.checkpoint.saves import RULES, Around, own
 
+from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.saving import Save, Staged
@@ -56,6 +57,7 @@ def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> 
         data=CORPUS.to_record(),
     )
     own(storage)
-    staged = Staged(plan_outer(layout.slots, stamp.sections, max_bytes=4096), buffers, {}, {})
+    plan = plan_outer(layout.slots, stamp.sections, max_bytes=4096)
+    staged = Staged(layout.slots, plan, {name: bytes_of(buffer) for name, buffer in buffers.items()}, {}, {})
     around = Around()
     assert Save(storage, replace(stamp, **changes), staged, "a", ("a",), RULES, around).run(), around.told

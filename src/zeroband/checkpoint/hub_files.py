@@ -11,8 +11,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zeroband.checkpoint.layout import hub_name
 from zeroband.errors import ConfigError
-from zeroband.model.hf import differences, hf_name, is_derived, model_config_of
+from zeroband.model.hf import differences, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard
 from zeroband.model.transformer import Transformer
 
@@ -120,7 +121,7 @@ def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> No
     tokenizer: the rest are padding that no id uses, and keep their values.
     Raises: ConfigError naming tensors that are missing, have another shape, or have no place in the model.
     """
-    parameters = {hf_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {hub_name(name): parameter for name, parameter in model.named_parameters()}
     problems = [f"{name} is missing" for name in parameters if name not in files.names]
     problems += [
         f"{name} has no place in this model"

@@ -9,11 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zeroband.config.schema import ModelConfig
-from zeroband.errors import ConfigError
-from zeroband.model import Transformer, init_weights
-from zeroband.model.hf import hf_config
-from zeroband.model.weights import (
+from zeroband.checkpoint.hub_files import (
     CONFIG_FILE,
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -21,6 +17,10 @@ from zeroband.model.weights import (
     load_weights,
     start_from,
 )
+from zeroband.config.schema import ModelConfig
+from zeroband.errors import ConfigError
+from zeroband.model import Transformer, init_weights
+from zeroband.model.hf import hf_config
 
 VOCAB, USED = 64, 50
 SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
