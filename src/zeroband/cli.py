@@ -31,6 +31,9 @@ _COMMANDS = {
     "doctor": _Command("zeroband.doctor.command", "whether this machine can take part, and what its links carry"),
     "plan": _Command("zeroband.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
     "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
+    "export": _Command("zeroband.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
+    "eval": _Command("zeroband.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
+    "sample": _Command("zeroband.offline.sample", "CKPT --prompt TEXT: text from a trained model"),
     "config": _Command("zeroband.cli", "@file.toml --flags ...: the configuration that `train` would run with"),
 }
 

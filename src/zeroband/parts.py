@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zeroband.checkpoint.hub_files import start_from
 from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
@@ -71,6 +72,8 @@ class NodeParts:
     tokenizer: Tokenizer
     loader: Loader
     data_fingerprint: str
+    weights_fingerprint: str
+    """Of the files that the weights came from; empty where they are random."""
     model: Transformer
     inner: InnerOptimizer
     departure: Departure
@@ -108,6 +111,7 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
     parallelize(model, config.train, local)
     model.to_empty(device=local.device)
     init_weights(model, config.run.seed)
+    weights = _weights_to_start_from(config, model, tokenizer, local)
     is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
     inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp)
     return NodeParts(
@@ -118,11 +122,20 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
         tokenizer=tokenizer,
         loader=loader,
         data_fingerprint=tokens.fingerprint,
+        weights_fingerprint=weights,
         model=model,
         inner=inner,
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _weights_to_start_from(config: RunConfig, model: Transformer, tokenizer: Tokenizer, local: LocalMesh) -> str:
+    """Load the weights of `train.init_from`. Returns the fingerprint of their files, empty without any."""
+    if config.train.init_from is None:
+        return ""
+    files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
+    return on_first_rank(local, files.fingerprint)
 
 
 def _log_progress(tokens: int) -> None:
@@ -203,7 +216,11 @@ class RunParts:
 
     def _match_run(self, layout: FlatLayout) -> dict[str, str]:
         shared = {key: str(value) for key, value in shared_items(self._node.config).items()}
-        shared |= {"model (names and shapes)": layout.digest(), "data (tokens)": self._node.data_fingerprint}
+        shared |= {
+            "model (names and shapes)": layout.digest(),
+            "data (tokens)": self._node.data_fingerprint,
+            "train.init_from (weights)": self._node.weights_fingerprint,
+        }
         return self.store.found_or_match(shared, self._token)
 
     def _claim_folder(self, stack: ExitStack) -> None:

@@ -186,6 +186,9 @@ class Report:
     def sampled(self, path: Path) -> None:
         self.events.emit("sample_written", path=str(path))
 
+    def exported(self, path: Path, parity: str) -> None:
+        self.events.emit("model_exported", path=str(path), parity=parity)
+
     def finished(self) -> None:
         self.events.emit("run_finished", step=self._node.config.train.total_steps)
 

@@ -23,6 +23,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.config.schema import DilocoConfig, RunConfig
+from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
@@ -241,6 +242,8 @@ class Snapshots:
     def _stamp(self, report: RoundReport | None) -> Stamp:
         config, hooks = self._node.config, self._hooks
         members = [self._node.node_id] if report is None else [m.rpartition("#")[0] for m in report.members]
+        tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
+        corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
         return Stamp(
             run_id=config.run.id,
             session=hooks.payload["session"],
@@ -253,6 +256,7 @@ class Snapshots:
             layout=self._layout_digest,
             model={**config.model.model_dump(mode="json"), "vocab_size": self._node.tokenizer.padded_vocab_size},
             tokenizer=config.data.tokenizer,
+            data=corpus.to_record(),
         )
 
     def _node_state(self, randoms: list[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.export import ExportConfig
 from zeroband.elastic.departure import Departure
 from zeroband.entry import Entry, LoneEntry
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
@@ -33,6 +34,8 @@ from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
+from zeroband.offline.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
+from zeroband.offline.parity import check_parity, describe
 from zeroband.outer.alone import Alone
 from zeroband.outer.base import RoundReport
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
@@ -41,6 +44,7 @@ from zeroband.report import Committed, Learned, Report
 from zeroband.snapshots import NoSnapshots, Snapshots
 
 SAMPLE_FILE = "sample.txt"
+EXPORT_DIR = "export"
 _EXIT_FAILED = 1
 _EXIT_CODES: dict[type[ZerobandError], int] = {RunOver: 0, Leaving: 0, ConfigError: 2}
 _FIRST_RANK_SPEAKS_S = 10.0
@@ -122,6 +126,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
             report.sampled(node.node_dir / SAMPLE_FILE)
     if report is not None:
         report.finished()
+    if config.export is not None:
+        write_export(node, config.export, report)
 
 
 def leave_if_asked(node: NodeParts, round: int) -> None:
@@ -240,6 +246,22 @@ def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
     generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
     if node.local.rank == 0:
         (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()), encoding="utf-8")
+
+
+def write_export(node: NodeParts, settings: ExportConfig, report: Report | None) -> None:
+    """Write the trained model as a directory; 4 bytes of memory for each parameter, and 8 more to compare it."""
+    out = settings.path or node.node_dir / EXPORT_DIR
+    held = whole_parameters(node.model, keeps=report is not None)
+    if report is None:
+        return
+    vocab_size, seq_length = node.tokenizer.padded_vocab_size, node.config.data.seq_length
+    trained = TrainedModel(node.config.model, vocab_size, node.tokenizer, seq_length, held.__getitem__)
+    try:
+        write_directory(trained, out, settings.dtype)
+    except FolderInUse as error:
+        _log.warning("not exported", extra={"fields": {"why": str(error)}})
+        return
+    report.exported(out, describe(check_parity(trained, out, settings.dtype)))
 
 
 def die_with_launcher() -> None:

@@ -16,7 +16,7 @@ LAYERS = (
     {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
-    {"fetcher", "plane_parts"},
+    {"fetcher", "offline", "plane_parts"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeroband.checkpoint.hub_files import start_from
 from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
+from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.model import (
     IGNORE_INDEX,
     Transformer,
@@ -26,6 +29,7 @@ from zeroband.model import (
     init_weights,
     next_token_loss,
 )
+from zeroband.offline.directory import TrainedModel, whole_parameters, write_directory
 from zeroband.optim import InnerOptimizer
 from zeroband.parallel import (
     LocalMesh,
@@ -47,14 +51,16 @@ class Scenario:
     micro_bs: int = BATCH
     train: tuple[tuple[str, Any], ...] = ()
     tied: bool = False
+    comes_back: bool = False
+    """Its weights are written to a directory and read from it."""
 
 
 SCENARIOS = {
     "plain": Scenario(),
     "micro_batches": Scenario(micro_bs=1),
     "recompute": Scenario(train=(("activation_checkpointing", True),)),
-    "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),)),
-    "tied": Scenario(tied=True),
+    "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),), comes_back=True),
+    "tied": Scenario(tied=True, comes_back=True),
     "bfloat16": Scenario(train=(("dtype", "bfloat16"),)),
 }
 
@@ -86,9 +92,25 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor().detach().clone()
 
 
-def run_scenario(scenario: Scenario, mesh: LocalMesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def imported(held: dict[str, Tensor], config: ModelConfig, out: Path, mesh: LocalMesh) -> dict[str, Tensor]:
+    """What rank 0 wrote as a directory, read back by all ranks into another sharded model."""
+    folder = Path(broadcast_json(tempfile.mkdtemp(dir=out), mesh)) / "model"
+    if mesh.rank == 0:
+        trained = TrainedModel(config, VOCAB, ByteTokenizer(), LENGTH, held.__getitem__)
+        write_directory(trained, folder, "float32", max_bytes=4000)
+    barrier(mesh)
     with torch.device("meta"):
-        model = Transformer(ModelConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied), VOCAB)
+        model = Transformer(config, VOCAB)
+    parallelize(model, TrainConfig(dtype="float32"), mesh)
+    model.to_empty(device=mesh.device)
+    start_from(model, folder, used_ids=VOCAB)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = ModelConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied)
+    with torch.device("meta"):
+        model = Transformer(config, VOCAB)
     parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
     model.to_empty(device=mesh.device)
     init_weights(model, seed=3)
@@ -103,6 +125,10 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh) -> tuple[dict[str, Any], d
     backward(model, mesh, scenario.micro_bs, STEPS)
     tensors |= {f"gradient/{name}": whole(p.grad) for name, p in model.named_parameters()}
     tensors |= {f"final/{name}": whole(p) for name, p in model.named_parameters()}
+    held = whole_parameters(model, keeps=mesh.rank == 0)
+    tensors |= {f"export/{name}": value for name, value in held.items()}
+    if scenario.comes_back:
+        tensors |= {f"import/{name}": value for name, value in imported(held, config, out, mesh).items()}
     tokens, targets, document_ids = batch_of(STEPS + 1)
     with evaluating(model):
         held_out = next_token_loss(model(tokens, document_ids), targets).cross_entropy.item()
@@ -127,7 +153,7 @@ def main() -> None:
     mesh = init_local_mesh()
     seen: dict[str, Any] = {"decisions": decisions(mesh)}
     for name, scenario in SCENARIOS.items():
-        seen[name], tensors = run_scenario(scenario, mesh)
+        seen[name], tensors = run_scenario(scenario, mesh, out)
         if mesh.rank == 0:
             save_file(tensors, out / f"{name}.safetensors")
     (out / f"rank{mesh.rank}.json").write_text(json.dumps(seen))

@@ -50,6 +50,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return launch(tmp_path_factory.mktemp("two"), ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])
 
 
+@pytest.mark.parametrize("scenario", ["tied", "kept_gathered"])
+def test_weights_leave_two_ranks_for_a_directory_and_come_back_bit_for_bit(two: Run, scenario: str) -> None:
+    final = two.tensors(scenario, "final")
+    assert len(final) >= 20
+    for kind in ("export", "import"):
+        held = two.tensors(scenario, kind)
+        assert held.keys() == final.keys()
+        assert all(torch.equal(value, final[name]) for name, value in held.items())
+
+
 @pytest.mark.parametrize("scenario", FLOAT32)
 def test_two_ranks_learn_what_one_learns_within_float32_rounding(one: Run, two: Run, scenario: str) -> None:
     ours, reference = two.seen()[scenario], one.seen()[scenario]

@@ -17,6 +17,9 @@ from zeroband import __version__, cli
         ("simulate", "zeroband.cluster"),
         ("demo", "zeroband.demo"),
         ("status", "zeroband.observe.status"),
+        ("export", "zeroband.offline.export"),
+        ("eval", "zeroband.offline.evaluate"),
+        ("sample", "zeroband.offline.sample"),
     ],
 )
 def test_command_hands_all_that_follows_it_to_its_part(

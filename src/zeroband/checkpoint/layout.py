@@ -122,27 +122,38 @@ def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int
 
     The first section holds the parameters.
     """
-    cuts = _cut(slots, max_bytes)
+    cuts = cut(slots, max_bytes)
     files: list[OuterFile] = []
     indices: dict[str, bytes] = {}
     for section in sections:
         stem = "model" if section == sections[0] else section
-        names = [f"{stem}.safetensors"]
+        names = file_names(stem, len(cuts))
         if len(cuts) > 1:
-            names = [f"{stem}-{number:05d}-of-{len(cuts):05d}.safetensors" for number in range(1, len(cuts) + 1)]
-            weights = {hub_name(slot.name): name for name, cut in zip(names, cuts, strict=True) for slot in cut}
-            total = 4 * sum(numel_of(slot) for slot in slots)
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            indices[f"outer/{stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+            indices[f"outer/{stem}.safetensors.index.json"] = index_of(names, cuts)
         files += [OuterFile(f"outer/{name}", section, cut) for name, cut in zip(names, cuts, strict=True)]
     return OuterPlan(tuple(files), indices)
 
 
-def _cut(slots: Sequence[Slot], max_bytes: int) -> list[tuple[Slot, ...]]:
+def file_names(stem: str, n: int) -> list[str]:
+    """Names of the n files that a set of tensors is cut into."""
+    if n == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
+
+
+def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: int = 4) -> bytes:
+    """The small file that says which tensor is in which file."""
+    weights = {hub_name(slot.name): name for name, held in zip(names, cuts, strict=True) for slot in held}
+    total = itemsize * sum(numel_of(slot) for held in cuts for slot in held)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
+
+
+def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
+    """Slots of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
     cuts: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
-        slot_bytes = 4 * numel_of(slot)
+        slot_bytes = itemsize * numel_of(slot)
         if cuts[-1] and size + slot_bytes > max_bytes:
             cuts.append([])
             size = 0

@@ -78,11 +78,21 @@ class Checkpoint:
                 f"{self.folder} holds the outer state of another algorithm: {', '.join(stamp.sections)}; "
                 f"needed: {', '.join(buffers)}"
             )
+        self._read_sections(slots, buffers)
+
+    def read_parameters(self, slots: Sequence[Slot], buffer: Tensor) -> None:
+        """Fill a flat buffer, (n,) float32 on CPU, with the parameters alone, whatever the outer algorithm was."""
+        self._read_sections(slots, {self.manifest.stamp.sections[0]: buffer})
+
+    def _read_sections(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
+        sections = self.manifest.stamp.sections
         targets = {hub_name(slot.name): slot for slot in slots}
         work: list[Callable[[], set[tuple[str, str]]]] = []
         for path, file in self.manifest.files.items():
             if path.startswith("outer/"):
-                section = _section_of(path, stamp.sections)
+                section = _section_of(path, sections)
+                if section not in buffers:
+                    continue
                 read = partial(self._read_tensors, path, file, targets, section, buffers[section])
                 if not path.endswith(".safetensors"):
                     read = partial(self._hash, path, file)
@@ -90,7 +100,7 @@ class Checkpoint:
         with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="checkpoint-read") as pool:
             done = [pool.submit(read) for read in work]
             found = set[tuple[str, str]]().union(*(reading.result() for reading in done))
-        missing = sorted({(section, name) for section in stamp.sections for name in targets} - found)
+        missing = sorted({(section, name) for section in buffers for name in targets} - found)
         if missing:
             section, name = missing[0]
             raise CheckpointDamaged(f"{self.folder}/outer lacks {len(missing)} tensors, {name} of {section} first")

@@ -48,6 +48,8 @@ class Stamp:
     model: Mapping[str, Any]
     """The [model] section, and `vocab_size`."""
     tokenizer: str
+    data: Mapping[str, Any]
+    """The record of `data.corpus.Corpus`: what exporting and evaluating the model takes."""
 
     @property
     def attempt(self) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from zeroband.config.ckpt import CkptConfig
+from zeroband.config.export import ExportConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -190,6 +191,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     total_steps: PositiveInt = 88_000
     """Inner steps of the whole run."""
+    init_from: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Directory of a Llama in Hugging Face's layout to start from, the same content on every node; [model] describes
+    the same model. None: random weights of run.seed."""
     batch_size: PositiveInt = 512
     """Sequences of one node in one inner step, over all its ranks and micro-batches."""
     micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
@@ -354,6 +358,8 @@ class RunConfig(Section):
     fault: FaultConfig = FaultConfig()
     ckpt: CkptConfig = CkptConfig()
     observe: ObserveConfig = ObserveConfig()
+    export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """What this node exports at the end of the run. None: nothing."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
 

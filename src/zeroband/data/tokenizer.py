@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
 from zeroband.errors import ConfigError
 
 Ids = npt.NDArray[np.uint32]
@@ -32,6 +34,14 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special ids, padding of the vocabulary and broken characters do not raise."""
+        ...
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        """Length in UTF-8 of the text that ids stand for; special ids count nothing."""
+        ...
+
+    def save(self, folder: Path, *, seq_length: int) -> None:
+        """Write files from which transformers' AutoTokenizer gives the same ids for a text. Raises: OSError."""
         ...
 
     def encode(self, text: str | bytes) -> Ids:
@@ -58,6 +68,12 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return sum(i < 256 for i in ids)
+
+    def save(self, folder: Path, *, seq_length: int) -> None:
+        write_byte_tokenizer(folder, seq_length=seq_length)
+
 
 class _Backend(Protocol):
     """The part of transformers' PreTrainedTokenizerBase that is used here."""
@@ -67,6 +83,7 @@ class _Backend(Protocol):
     def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]: ...
     def decode(self, token_ids: list[int], **options: Any) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
+    def save_pretrained(self, save_directory: str) -> object: ...
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -98,6 +115,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        """A character that the ends of `ids` cut counts three bytes: it is decoded as U+FFFD."""
+        return len(self.decode(ids).encode())
+
+    def save(self, folder: Path, *, seq_length: int) -> None:
+        self._backend.save_pretrained(str(folder))
+        match_training(folder, seq_length=seq_length)
 
 
 def open_tokenizer(name: str) -> Tokenizer:

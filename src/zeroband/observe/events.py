@@ -72,6 +72,9 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "checkpoints_removed": EventKind("Older checkpoints were removed, as ckpt.keep_last says.", ("steps",)),
     "sample_written": EventKind("Text was generated.", ("path",)),
+    "model_exported": EventKind(
+        "The trained model lies there as transformers and vLLM load it; parity: with transformers.", ("path", "parity")
+    ),
     "left": EventKind("This node gave its membership back.", ("reason",)),
     "run_finished": EventKind("All inner steps are done.", ("step",)),
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),

@@ -53,6 +53,7 @@ def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1")
         layout=layout().digest(),
         model={"d_model": 4, "vocab_size": 7},
         tokenizer="byte",
+        data={"seed": 0},
     )
 
 

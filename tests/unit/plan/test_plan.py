@@ -11,11 +11,15 @@ from zeroband.plan.advice import OuterKnobs, advise
 from zeroband.plan.command import main
 from zeroband.plan.forecast import CODECS_OF, Forecast, Job, Link, Relay, forecasts
 from zeroband.plan.units import parse_count, parse_positive, parse_rate, parse_whole
+from zeroband.plane.shape import CROWDED, MESSAGE_S
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
 JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
-MESSAGES_S = 3 * 3 * 2e-4
-"""Of 4 nodes, all to all."""
+MESSAGES_S = 6 * MESSAGE_S
+"""Two to each of three others."""
+
+SENDS_S = 24.576 * CROWDED
+"""One and a half times 16.384 MB at a MB/s, all-to-all."""
 
 
 def of(method: str, values: str, job: Job = JOB, link: Link = LINK) -> Forecast:
@@ -63,7 +67,7 @@ def test_number_that_is_not_positive_is_refused(text: str) -> None:
 def test_ddp_sends_all_values_every_step_and_waits_for_them() -> None:
     found = of("ddp", "fp32")
     assert found.sent_bytes == found.received_bytes == 2 * 3 / 4 * 4 * 4096e3
-    assert found.transfer_s == pytest.approx(24.576 + 0.05 + MESSAGES_S)
+    assert found.transfer_s == pytest.approx(SENDS_S + 0.05 + MESSAGES_S)
     assert found.compute_utilisation == pytest.approx(0.5 / (0.5 + found.transfer_s))
     assert found.payload_ratio(JOB.params) == 0.5
 
@@ -71,8 +75,8 @@ def test_ddp_sends_all_values_every_step_and_waits_for_them() -> None:
 def test_diloco_sends_as_much_once_a_round() -> None:
     found = of("diloco", "fp32")
     assert found.sent_per_step == of("ddp", "fp32").sent_per_step / 20
-    assert found.compute_utilisation == pytest.approx(10 / (10 + 24.576 + 0.05 + MESSAGES_S))
-    assert found.faster_link(0.5) == pytest.approx((24.576 + 0.05 + MESSAGES_S) / 10)
+    assert found.compute_utilisation == pytest.approx(10 / (10 + SENDS_S + 0.05 + MESSAGES_S))
+    assert found.faster_link(0.5) == pytest.approx((SENDS_S + 0.05 + MESSAGES_S) / 10)
     assert found.faster_link(0.1) == 1.0
 
 
@@ -89,7 +93,7 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
     part = 1.5 * (1024_000 + 4 * 4000)
     assert found.peak_bytes == part
     assert found.sent_bytes == 4 * part
-    part_s = part / 1e6 + 0.05 + MESSAGES_S
+    part_s = CROWDED * part / 1e6 + 0.05 + MESSAGES_S
     assert found.waits_s == pytest.approx(4 * (part_s - 1.0))
     assert of("streaming", "int8", Job(4096e3, 4, 2.0, 20, fragments=4, overlap=2)).waits_s == 0
     assert of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0)).waits_s == pytest.approx(4 * part_s)
@@ -98,7 +102,7 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
 
 
 def test_eager_waits_only_for_what_exceeds_its_round() -> None:
-    transfer_s = 1.5 * 4160 / 1e3 + 0.05 + MESSAGES_S
+    transfer_s = CROWDED * 1.5 * 4160 / 1e3 + 0.05 + MESSAGES_S
     assert of("eager", "int8").transfer_s == pytest.approx(transfer_s)
     assert of("eager", "int8").compute_utilisation == 1.0
     short = of("eager", "int8", Job(4096e3, 4, 0.5, 10, fragments=5))
@@ -116,7 +120,7 @@ def test_demo_and_sparseloco_send_their_payload_to_all_or_once(
     for found in (demo, sparse):
         assert (found.sent_bytes, found.received_bytes) == (sent * found.payload_bytes, received * found.payload_bytes)
         took_s = max(found.sent_bytes / 1e6, found.received_bytes / 2e6)
-        assert found.transfer_s == pytest.approx(took_s + ways * 0.05 + 3 * 2e-4)
+        assert found.transfer_s == pytest.approx(took_s + ways * 0.05 + 3 * MESSAGE_S)
     assert demo.payload_ratio(job.params) == pytest.approx(1260, rel=0.01)
     assert sparse.payload_ratio(job.params) == pytest.approx(30 * 16 * 4096 / (64 * 14 + 4), rel=0.01)
 

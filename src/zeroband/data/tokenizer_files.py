@@ -1,0 +1,90 @@
+"""A tokenizer as the files that transformers' AutoTokenizer loads, giving the ids that training saw. Plain JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+END_OF_DOCUMENT_TEXT = "<|endoftext|>"
+"""How the byte tokenizer's end of a document is written out; training never takes it from text."""
+
+_N_BYTES = 256
+_TOKENIZER, _SETTINGS, _SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+def write_byte_tokenizer(folder: Path, *, seq_length: int) -> None:
+    """Bytes of UTF-8 as ids 0..255 and the end of a document as 256, in the format of the tokenizers library.
+
+    A byte-level BPE without merges: its pre-tokenizer writes each byte as one printable character, and the vocabulary
+    gives that character the byte's value.
+    """
+    characters = _characters_of_bytes()
+    end = {"id": _N_BYTES, "content": END_OF_DOCUMENT_TEXT, "special": True, "normalized": False}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {character: byte for byte, character in enumerate(characters)},
+        "merges": [],
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | plain],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_DOCUMENT_TEXT,
+        "eos_token": END_OF_DOCUMENT_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": seq_length,
+    }
+    _write(folder / _TOKENIZER, tokenizer)
+    _write(folder / _SETTINGS, settings)
+
+
+def match_training(folder: Path, *, seq_length: int) -> None:
+    """Change the files of a saved tokenizer so that it gives the ids of a text alone, as training saw them.
+
+    Many add a begin-of-sequence token, which a model trained here has never seen. What every document followed in
+    training is the end-of-sequence token, so that becomes the begin-of-sequence token, and nothing is added.
+    """
+    path = folder / _TOKENIZER
+    if path.exists():
+        _write(path, _read(path) | {"post_processor": None})
+    settings = _read(folder / _SETTINGS)
+    end = settings["eos_token"]
+    trained = {"bos_token": end, "add_bos_token": False, "add_eos_token": False, "model_max_length": seq_length}
+    _write(folder / _SETTINGS, settings | trained)
+    special = folder / _SPECIAL  # written by transformers 4
+    if special.exists():
+        _write(special, _read(special) | {"bos_token": end})
+
+
+def _characters_of_bytes() -> list[str]:
+    """The character of each byte in the byte-level alphabet: itself where Latin-1 prints it, else one from 256 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_N_BYTES) if byte not in printed]
+    return [chr(byte if byte in printed else _N_BYTES + others.index(byte)) for byte in range(_N_BYTES)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Hugging Face's Llama and ours: what its `config.json` says, in both directions. Touches no file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroband.config.schema import ModelConfig
+from zeroband.errors import ConfigError
+
+_FAMILIES = ("llama", "mistral")
+_SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+}
+"""Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
+
+
+def is_derived(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor of a Hugging Face checkpoint follows from others and need not be read: tied heads, angles."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def hf_config(
+    config: ModelConfig, *, vocab_size: int, seq_length: int, end_of_document: int, dtype: str
+) -> dict[str, Any]:
+    """What to write as `config.json` so that transformers and vLLM build this model.
+
+    `rope_theta` and `torch_dtype` carry the names that old and new versions of both read. In training every document
+    follows an end-of-document token, so that token is the begin-of-sequence token too.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.ff_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.d_model // config.n_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": seq_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def model_config_of(record: Mapping[str, Any], where: str) -> ModelConfig:
+    """Our configuration of the model that a `config.json` describes; `where` names the file in messages.
+
+    Raises: ConfigError naming the key where the model is not one that ours can be.
+    """
+    if record.get("model_type") not in _FAMILIES:
+        raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(_FAMILIES)}")
+    for key, same in _SAME_ARITHMETIC.items():
+        if key in record and record[key] not in same:
+            raise ConfigError(f"{where}: {key}={record[key]!r}, which this model does not have; needed: {same[0]!r}")
+    try:
+        config = ModelConfig(
+            d_model=record["hidden_size"],
+            n_layers=record["num_hidden_layers"],
+            n_heads=record["num_attention_heads"],
+            n_kv_heads=record.get("num_key_value_heads"),
+            d_ff=record["intermediate_size"],
+            rope_theta=_rope_theta(record, where),
+            norm_eps=record.get("rms_norm_eps", 1e-6),  # transformers' default
+            tie_embeddings=record.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{where}: no key {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {error.errors()[0]['msg']}") from None
+    head_size = record.get("head_dim") or config.d_model // config.n_heads
+    if head_size != config.d_model // config.n_heads:
+        raise ConfigError(
+            f"{where}: head_dim={head_size}, which this model does not have; needed: hidden_size / num_attention_heads "
+            f"= {config.d_model // config.n_heads}"
+        )
+    return config
+
+
+def _rope_theta(record: Mapping[str, Any], where: str) -> float:
+    """Base of the rotary embedding; since transformers 5 it lies in `rope_parameters`."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope: Mapping[str, Any] = record.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(f"{where}: {key} of type {kind!r}, which this model does not have; needed: 'default'")
+        if "rope_theta" in rope:
+            return rope["rope_theta"]
+    return record.get("rope_theta", 10_000.0)
+
+
+def differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """What differs between two models, a phrase for each key; a default equals the value that it stands for."""
+    wanted, held = _resolved(there), _resolved(here)
+    return [f"{key} is {wanted[key]!r} there and {held[key]!r} here" for key in wanted if wanted[key] != held[key]]
+
+
+def _resolved(config: ModelConfig) -> dict[str, Any]:
+    named = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ff_width}
+    return {f"model.{key}": value for key, value in named.items()}
