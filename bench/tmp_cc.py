@@ -257,7 +257,7 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
             native_ways = [f"native/int8/{streams}/sealed/{form}" for form in forms for streams in (4, 8, 16)]
             ways = native_ways
             taken = measure(world, numel, ways, repeats=3, host=wan.address, prefix=wan.prefix)
-        gloo_s = min(one.median_s for way, one in taken.items() )
+        gloo_s = min(one.median_s for way, one in taken.items())
         for way, one in taken.items():
             size = 4 * numel if way.startswith("gloo") else CODECS["int8"].encoded_size(numel)
             mbit = 2 * (world - 1) / world * size * 8 / one.median_s / 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,11 +144,12 @@ def rules_of(config: RunConfig) -> Rules:
 class RunParts:
     """A node's place in a run of several: owns the membership, the shared memory and the state server.
 
-    Made by all local ranks together; `close()` gives everything back.
+    Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
     """
 
-    def __init__(self, node: NodeParts) -> None:
+    def __init__(self, node: NodeParts, on_event: Callable[..., object]) -> None:
         config, local = node.config, node.local
+        self._on_event = on_event
         assert config.store.url is not None and config.outer is not None
         self._node = node
         self._store_url = config.store.url.get_secret_value()
@@ -217,7 +218,15 @@ class RunParts:
             launcher_pid=os.getppid(),
             shm_dir=self._folder,
         )
-        run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall, self._plane.inbox)
+        run = RunAccess(
+            store=self.store,
+            store_url=self._store_url,
+            run_id=config.run.id,
+            shared=self._shared,
+            on_stall=self._record_stall,
+            inbox=self._plane.inbox,
+            on_event=self._on_event,
+        )
         return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
 
     def _record_stall(self, reason: str, view: View) -> None:

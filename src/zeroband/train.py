@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.departure import Departure
+from zeroband.elastic.member import say_nothing
 from zeroband.entry import Entry, LoneEntry
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
@@ -105,11 +106,11 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     enter(entry, report)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
-        leave_if_asked(node, entry.hooks.round)
+        leave_if_asked(node, report, entry.hooks.round)
         try:
             train_round(node, entry, report)
         except Fenced as fence:
-            leave_if_asked(node, entry.hooks.round)
+            leave_if_asked(node, report, entry.hooks.round)
             node.inner.zero_grad()
             enter(entry, report, fence)
     if config.observe.sample_prompt is not None:
@@ -120,9 +121,11 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
         report.finished()
 
 
-def leave_if_asked(node: NodeParts, round: int) -> None:
+def leave_if_asked(node: NodeParts, report: Report | None, round: int) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here."""
     if broadcast_json(node.departure.is_asked, node.local):
+        if report is not None and not node.departure.is_hurried:
+            report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
 
@@ -131,9 +134,9 @@ def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Ent
     """The way into the run that the configuration asks for."""
     if node.config.outer is None:
         return LoneEntry(Alone(shape_of(node.config)))
-    run = RunParts(node)
-    stack.callback(run.close)
     events = report.events if report is not None else None
+    run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
+    stack.callback(run.close)
     return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
 
 
@@ -200,7 +203,7 @@ def forward_backward(node: NodeParts, is_time_over: Callable[[], bool]) -> Passe
         (loss.objective * scale).backward()
         cross_entropy += loss.cross_entropy
     total = cross_entropy.cpu()
-    ends_round = node.departure.is_asked or is_time_over()
+    ends_round = node.departure.is_hurried or is_time_over()
     agreed = torch.stack([total, torch.tensor(float(ends_round))])  # one exchange for both
     dist.all_reduce(agreed, group=node.local.control)
     return Passed(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
@@ -235,7 +238,7 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 
 def _leave_on_signal(departure: Departure, number: int, _frame: FrameType | None) -> None:
     """The first signal asks to leave; without work to hand over, and at the second one, the node ends at once."""
-    if departure.is_asked:
+    if departure.is_hurried:
         raise SystemExit(128 + signal.SIGTERM)
     departure.ask(time.monotonic())
     if not departure.holds_work:

@@ -20,7 +20,7 @@ LAYERS = (
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},
-    {"chaos", "cli", "demo", "doctor"},
+    {"chaos", "cli", "ctl", "demo", "doctor"},
 )
 """From the bottom: files and folders directly below the package."""
 

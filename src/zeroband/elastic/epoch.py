@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeroband.elastic.orders import Orders
 from zeroband.plane.topology import steady_order, steady_rates
 
 FOUNDING_ROUND = 0
@@ -63,6 +64,10 @@ class Opening:
     """Of each member, to size its shard by; nearly as in its `Ready`, so that noise changes nothing."""
     order: tuple[int, ...] = ()
     """Of the members in a ring, by their places."""
+    orders: int = 0
+    """Version of the operators' orders that it was proposed under."""
+    rollback: int | None = None
+    """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
 
     @property
     def id(self) -> str:
@@ -139,6 +144,7 @@ class View:
     """False: the store has no record of this run, because it is new or because the store lost it."""
     is_settling: bool = False
     """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
+    orders: Orders = field(default_factory=Orders)
 
     def are_cut(self, one: str, other: str) -> bool:
         """Whether two members, which both reach the store, do not reach one another."""
@@ -208,6 +214,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
     current = view.opening
     if current is not None and current.round == round and view.can_finish(current):
         return current
+    if view.orders.is_paused:
+        return Wait("the run is paused; `zeroband ctl resume` lets it go on")
     expected = view.committed.members if view.committed is not None else ()
     missing = tuple(m for m in expected if m in view.alive and m not in view.ready)
     is_last = all(ready.wants == 0 for ready in view.ready.values())
@@ -232,6 +240,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         disputes=_disputes(view, round),
         rates=steady_rates([r.rate for r in ready], current.rates if keeps_groups and current else ()),
         order=steady_order(members, [r.links for r in ready], current.order if keeps_groups and current else ()),
+        orders=view.orders.version,
+        rollback=view.orders.rollback if round > FOUNDING_ROUND else None,
     )
 
 

@@ -32,7 +32,7 @@ end
 VIEW = (
     _CLOCK
     + """
--- KEYS: opening committed leases clock peers run ready   ARGV: prefix silence_ms
+-- KEYS: opening committed leases clock peers run ready orders   ARGV: prefix silence_ms
 local opening, votes, failed = redis.call('GET', KEYS[1]), {}, false
 if opening then
   local id = redis.call('HGET', KEYS[4], 'opening')
@@ -42,15 +42,16 @@ end
 local at = reading(KEYS[4], tonumber(ARGV[2]))
 return {opening, redis.call('GET', KEYS[2]), redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. at, '+inf'),
         redis.call('HGETALL', KEYS[7]), votes, failed, redis.call('HGETALL', KEYS[5]),
-        redis.call('EXISTS', KEYS[6]), is_settling(KEYS[4]) and 1 or 0}
+        redis.call('EXISTS', KEYS[6]), is_settling(KEYS[4]) and 1 or 0, redis.call('HGETALL', KEYS[8])}
 """
 )
 
 OPEN = (
     _CLOCK
     + """
--- KEYS: opening committed clock   ARGV: current round record id ttl
+-- KEYS: opening committed clock orders   ARGV: current round record id ttl orders
 local committed = redis.call('GET', KEYS[2])
+if (redis.call('HGET', KEYS[4], 'version') or '0') ~= ARGV[6] then return 0 end
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or is_settling(KEYS[3]) then return 0 end
 if committed and cjson.decode(committed)['opening']['round'] >= tonumber(ARGV[2]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[5])
@@ -62,7 +63,7 @@ return 1
 COMMIT = (
     _CLOCK
     + """
--- KEYS: opening committed history failed leases peers clock ready votes
+-- KEYS: opening committed history failed leases peers clock ready votes orders
 -- ARGV: opening round record ttl keep silence_ms spent_ttl
 local committed = redis.call('GET', KEYS[2])
 if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[7]) then return 0 end
@@ -75,6 +76,11 @@ redis.call('EXPIRE', KEYS[3], ARGV[4])
 redis.call('EXPIRE', KEYS[8], ARGV[7])
 redis.call('EXPIRE', KEYS[9], ARGV[7])
 local listed, opening = {}, cjson.decode(ARGV[1])
+local rollback = redis.call('HGET', KEYS[10], 'rollback')
+if rollback and tonumber(rollback) == opening['rollback'] then -- this round did it
+  redis.call('HDEL', KEYS[10], 'rollback')
+  redis.call('HSET', KEYS[10], 'version', redis.call('HGET', KEYS[10], 'version') + 1)
+end
 for _, member in ipairs(opening['members']) do listed[member] = true end
 for _, member in ipairs(opening['late']) do listed[member] = true end
 local at = reading(KEYS[7], tonumber(ARGV[6]))
@@ -166,8 +172,8 @@ return {}
 RESTORE = (
     _CLOCK
     + """
--- KEYS: opening committed history clock run ready votes
--- ARGV: ttl lease_ms keep opening id committed member ready vote round_ttl field value ...
+-- KEYS: opening committed history clock run ready votes orders
+-- ARGV: ttl lease_ms keep opening id committed member ready vote round_ttl orders field value ...
 -- Members tell what they remember; the highest committed round and the newest opening win.
 local changed = redis.call('EXISTS', KEYS[5]) == 0
 local ours = ARGV[6] ~= '' and cjson.decode(ARGV[6])['opening']
@@ -188,7 +194,14 @@ if ARGV[4] ~= '' and (not current or cjson.decode(current)['version'] < cjson.de
   redis.call('HSET', KEYS[4], 'opening', ARGV[5])
   changed = true
 end
-for i = 11, #ARGV, 2 do redis.call('HSETNX', KEYS[5], ARGV[i], ARGV[i + 1]) end
+local orders = cjson.decode(ARGV[11])
+if tonumber(redis.call('HGET', KEYS[8], 'version') or '0') < tonumber(orders['version']) then
+  redis.call('DEL', KEYS[8])
+  for field, value in pairs(orders) do redis.call('HSET', KEYS[8], field, value) end
+  redis.call('EXPIRE', KEYS[8], ARGV[1])
+  changed = true
+end
+for i = 12, #ARGV, 2 do redis.call('HSETNX', KEYS[5], ARGV[i], ARGV[i + 1]) end
 redis.call('EXPIRE', KEYS[5], ARGV[1])
 if ARGV[8] ~= '' then
   redis.call('HSETNX', KEYS[6], ARGV[7], ARGV[8])
@@ -203,6 +216,15 @@ redis.call('EXPIRE', KEYS[4], ARGV[1])
 return changed and 1 or 0
 """
 )
+
+ORDER = """
+-- KEYS: orders   ARGV: version ttl field value ...   only on the orders that were looked at
+if (redis.call('HGET', KEYS[1], 'version') or '0') ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
 
 ADD_ONCE = """
 -- KEYS: counter sign   ARGV: amount ttl

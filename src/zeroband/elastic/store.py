@@ -29,6 +29,7 @@ from zeroband.elastic.epoch import (
     to_json,
     verdict_from,
 )
+from zeroband.elastic.orders import Orders
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
@@ -67,6 +68,7 @@ class Keys:
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.orders = f"{self.prefix}:orders"  # hash: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
 
     def ready(self, round: int) -> str:
@@ -97,6 +99,7 @@ class Recollection:
     """The last that it announced."""
     vote: tuple[Opening, str] | None = None
     """The last that it gave."""
+    orders: Orders = field(default_factory=Orders)
 
 
 class Store:
@@ -129,8 +132,8 @@ class Store:
         self._fail, self._renew, self._end_lease = (
             register(script) for script in (scripts.FAIL, scripts.RENEW, scripts.END_LEASE)
         )
-        self._found, self._restore, self._add_once = (
-            register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ADD_ONCE)
+        self._found, self._restore, self._order, self._add_once = (
+            register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ORDER, scripts.ADD_ONCE)
         )
 
     @property
@@ -195,11 +198,12 @@ class Store:
             "" if ready is None else to_json(ready),
             "" if vote is None else vote[1],
             ROUND_TTL_S,
+            json.dumps(known.orders.to_fields()),
             *(part for item in known.run.items() for part in item),
         ]
         ready_key = keys.ready(0 if ready is None else ready.round)
         vote_key = keys.run if vote is None else keys.votes(vote[0])
-        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key]
+        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
         return bool(self._call(lambda: self._restore(keys=names, args=args)))
 
     # -- leases -------------------------------------------------------------------------------------------------
@@ -228,7 +232,8 @@ class Store:
         """All that the rules need for `round`, read at one instant."""
         keys = self.keys
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling = self._call(
+        names.append(keys.orders)
+        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling, orders = self._call(
             lambda: self._view(keys=names, args=[keys.prefix, self._silence_ms])
         )
         return View(
@@ -241,6 +246,7 @@ class Store:
             peers=_peers(peers),
             is_known=bool(is_known),
             is_settling=bool(is_settling),
+            orders=Orders.from_fields(_pairs(orders)),
         )
 
     def announce_ready(self, member_id: str, ready: Ready) -> None:
@@ -263,7 +269,8 @@ class Store:
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
         """Make this the opening that follows the current one. False: another proposal was first."""
         args = ["" if current is None else to_json(current), opening.round, to_json(opening), opening.id, RUN_TTL_S]
-        keys = [self.keys.opening, self.keys.committed, self.keys.clock]
+        args.append(opening.orders)
+        keys = [self.keys.opening, self.keys.committed, self.keys.clock, self.keys.orders]
         return bool(self._call(lambda: self._open(keys=keys, args=args)))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -277,13 +284,22 @@ class Store:
         args = [to_json(opening), verdict.round, to_json(verdict), RUN_TTL_S, HISTORY_LENGTH]
         args += [self._silence_ms, SPENT_TTL_S]
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes(opening)]
+        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders]
         return bool(self._call(lambda: self._commit(keys=names, args=args)))
 
     def history(self) -> list[Verdict]:
         """The newest committed rounds, oldest first."""
         raw = cast("list[bytes]", self._call(lambda: self._redis.lrange(self.keys.history, 0, -1)))
         return [verdict_from(json.loads(record)) for record in reversed(raw)]
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        """Change what operators want of the run, by a rule that is asked again when another was faster. Its result."""
+        while True:
+            orders = Orders.from_fields(_pairs_of(self._call(lambda: self._redis.hgetall(self.keys.orders))))
+            changed = change(orders)
+            args = [orders.version, RUN_TTL_S, *(part for item in changed.to_fields().items() for part in item)]
+            if changed == orders or self._call(lambda: self._order(keys=[self.keys.orders], args=args)):  # noqa: B023
+                return changed
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 
@@ -317,6 +333,10 @@ def _text(value: bytes | str) -> str:
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:
     return {_text(k): _text(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _pairs_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {_text(k): _text(v) for k, v in fields.items()}
 
 
 def _peers(flat: list[bytes]) -> dict[str, Peer]:

@@ -44,6 +44,9 @@ EVENTS: Mapping[str, EventKind] = {
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),
+    "paused": EventKind("The run stands still before this round, as an operator ordered.", ("round",)),
+    "resumed": EventKind("It goes on.", ("round", "paused_s")),
+    "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),

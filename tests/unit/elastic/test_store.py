@@ -14,6 +14,7 @@ import redis
 
 from zeroband.cluster import RedisServer
 from zeroband.elastic.epoch import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.orders import Orders, drain, go_on, pause, roll_back
 from zeroband.elastic.store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Recollection, Store, token_digest
 from zeroband.errors import JoinRefused, StoreLost
 
@@ -632,3 +633,60 @@ def test_call_waits_for_a_server_that_restarts() -> None:
         server.start()
         looking.join(timeout=30)
         assert [view.alive for view in seen] == [frozenset()], "the server came back empty"
+
+
+# -- orders of an operator ---------------------------------------------------------------------------------------------
+
+
+def test_opening_under_other_orders_is_refused(store: Store) -> None:
+    """Who has not seen an order may not begin a round without it."""
+    assert store.give_orders(pause).version == 1
+    assert not store.propose_opening(an_opening(A), current=None)
+    assert store.propose_opening(replace(an_opening(A), orders=1), current=None)
+
+
+def test_orders_of_two_operators_at_once_are_both_given(open_store: Callable[..., Store]) -> None:
+    stores = [open_store() for _ in range(2)]
+    start = threading.Barrier(2)
+
+    def give(operator: int) -> None:
+        for number in range(20):
+            member = f"{operator}.{number}"
+            start.wait()
+            stores[operator].give_orders(lambda given: drain(given, "n", dict.fromkeys([*given.leaving, member], "n")))  # noqa: B023
+
+    threads = [threading.Thread(target=give, args=(operator,)) for operator in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(set(stores[0].view(0).orders.leaving)) == 40
+
+
+def test_rollback_is_done_once_its_round_is_committed(store: Store) -> None:
+    commit(store, an_opening(A))
+    ordered = store.give_orders(lambda given: roll_back(pause(given), 40, [40]))
+    commit(store, replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40))
+    assert store.view(2).orders == Orders(ordered.version + 1, is_paused=True)
+
+
+def test_rollback_ordered_while_another_is_on_its_way_stays(store: Store) -> None:
+    commit(store, an_opening(A))
+    ordered = store.give_orders(lambda given: roll_back(given, 40, [40]))
+    opening = replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40)
+    assert open_next(store, opening)
+    later = store.give_orders(lambda given: roll_back(given, 20, [20]))
+    assert store.propose_verdict(a_verdict(opening))
+    assert store.view(2).orders == later
+
+
+def test_orders_that_the_store_lost_are_brought_back_and_newer_ones_stay(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    given = store.give_orders(pause)
+    redis_client.flushall()
+    assert store.restore(Recollection(A, SHARED, orders=given))
+    assert store.view(0).orders == given
+    newer = store.give_orders(go_on)
+    store.restore(Recollection(A, SHARED, orders=given))
+    assert store.view(0).orders == newer
