@@ -143,8 +143,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """Digest of the outer state; local rank 0 only, empty on the others."""
         ...
 
-    def found(self) -> RoundReport:
-        """Start the run together with the other founders (round 0). Raises Fenced if it started without this node."""
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
+
+        With the initial state, or with one that was adopted before.
+        """
         ...
 
     def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
@@ -193,17 +196,22 @@ class RoundKeeper:
         if self.parts.mesh.local.rank == 0:
             self.parts.mesh.board.advance()
 
-    def found(self) -> RoundReport:
-        """Agree with the other founders on the initial state. Raises Fenced if the run started without this node."""
-        self._announce(FOUNDING_ROUND, 0, passes_faults=False)
+    def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
+        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
 
-        def payload(opening: Opening) -> Mapping[str, Any]:
-            progress = Progress.at_start().after(opening, self.parts.shape)
-            return {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
+        """
+        self._announce(round, 0, passes_faults=False)
 
-        founded = found_run(self.parts.mesh, self.state, payload)
+        founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
         return self.report(founded, apply_s=0.0)
+
+    def describe_beginning(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
+        """What a verdict says that begins a line of rounds with the state that this node holds."""
+        after_round = self.round if self.round >= FOUNDING_ROUND else None
+        progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
+        return {"progress": progress.to_record(), "weight": 0, "state_before": self.state, **extra}
 
     def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
         faults, leaves = self.parts.faults, self.parts.departure.is_asked

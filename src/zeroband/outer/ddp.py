@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
@@ -51,8 +52,8 @@ class Ddp:
     def state(self) -> str:
         return self._keeper.state
 
-    def found(self) -> RoundReport:
-        return self._keeper.found()
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, {"grad_norm": 0.0, "updates_before": self._parts.inner.update_count})
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._keeper.count(tokens)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Verdict
+from zeroband.elastic.epoch import Opening, Verdict
 from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
 from zeroband.errors import Fenced, PeerLost
 from zeroband.faults import FaultPoints
@@ -113,14 +113,16 @@ class _Costs:
         return Committed(verdict, result, self.wait_s, self.transfer_s, *moved, tuple(self.failures))
 
 
-def found_run(mesh: ElasticDeviceMesh, state: str, payload: Callable[[Opening], Mapping[str, Any]]) -> Committed:
-    """Start the run: nothing is reduced, the founders vote for the state that all of them hold.
+def found_run(
+    mesh: ElasticDeviceMesh, round: int, state: str, payload: Callable[[Opening], Mapping[str, Any]]
+) -> Committed:
+    """Start the run, or start it again: nothing is reduced, the founders vote for the state that all of them hold.
 
     Raises Fenced where the others founded it.
     """
     costs, started_at_s = _Costs(), time.monotonic()
     while True:
-        opening = mesh.await_turn(FOUNDING_ROUND, is_member=False)
+        opening = mesh.await_turn(round, is_member=False)
         if isinstance(opening, Verdict):
             raise Fenced(f"{len(opening.members)} others founded the run")
         try:

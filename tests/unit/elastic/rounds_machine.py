@@ -326,7 +326,11 @@ class Run:
     def vote(self, node: Node, digest: str) -> None:
         assert node.opening is not None
         node.member.vote(node.opening, digest)
-        progress = node.progress.after(node.opening, SHAPE)
+        begins = node.opening.round == FOUNDING_ROUND
+        progress = node.progress
+        progress = (
+            progress.begin(node.opening, SHAPE, after_round=None) if begins else progress.after(node.opening, SHAPE)
+        )
         node.payload = {"progress": progress.to_record(), "state_before": node.state, "digest": digest}
         node.turn("committing")
 
