@@ -9,7 +9,9 @@ ZerobandError
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── HandshakeFailed    the other end of a connection is no node of this run
 ├── RunOver            the run that this node wanted to join is complete
-└── RecoveryFailed     no member could give this node a state that verifies
+├── RecoveryFailed     no member could give this node a state that verifies
+├── CheckpointFailed   a checkpoint could not be written: the one before stays, the run goes on
+└── CheckpointDamaged  a file of a checkpoint is not what its manifest says: an older one is taken
 """
 
 from __future__ import annotations
@@ -66,3 +68,11 @@ class RunOver(ZerobandError):
 
 class RecoveryFailed(ZerobandError):
     """No member could give this node a state that verifies."""
+
+
+class CheckpointFailed(ZerobandError):
+    """A checkpoint could not be written: its folder is another run's, or the storage refused it for too long."""
+
+
+class CheckpointDamaged(ZerobandError):
+    """A checkpoint, or one file of it, is missing, cut off or changed; the message says which and why."""

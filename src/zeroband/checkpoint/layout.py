@@ -1,0 +1,196 @@
+"""What a checkpoint consists of: names of its files, the share of each writer, headers of safetensors. Pure.
+
+<path>/<run.id>/owner.json, latest
+<path>/<run.id>/step_00000123/manifest.json                         last; without it the rest does not count
+                              outer/model.safetensors               outer parameters, Hugging Face Llama names
+                              outer/momentum.safetensors, ...       one for each other section of the outer state
+                              nodes/<node id>/inner.safetensors     its inner optimizer
+                              nodes/<node id>/state.json            its counters and random states
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+MANIFEST, LATEST, OWNER = "manifest.json", "latest", "owner.json"
+TEMPORARY = ".tmp"
+PARTS = "parts"
+MAX_FILE_BYTES = 5_000_000_000
+"""Larger sections are cut into several files with an index, as Hugging Face does."""
+
+_STEP = re.compile(r"^step_(\d{8,})$")
+_HEADER_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+MAX_HEADER_BYTES = 100 << 20
+"""safetensors' own bound."""
+
+
+class Slot(Protocol):
+    """Where one tensor lies in a flat float32 buffer, in elements; as in outer.flat."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def start(self) -> int: ...
+
+
+def numel_of(slot: Slot) -> int:
+    """Elements of a slot."""
+    return math.prod(slot.shape)
+
+
+def folder_of(step: int) -> str:
+    """Folder of the checkpoint at an inner step."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The inner step of a folder that is no longer, or never was, a temporary one."""
+    match = _STEP.match(name)
+    return int(match[1]) if match else None
+
+
+def hub_name(name: str) -> str:
+    """Name of a parameter in Hugging Face's Llama checkpoints."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+@dataclass(frozen=True)
+class OuterFile:
+    """A file of the outer state: a header, and one range of one section's flat buffer."""
+
+    path: str
+    section: str
+    slots: tuple[Slot, ...]
+    """Neighbours in the flat buffer, without gaps."""
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1].start + numel_of(self.slots[-1])
+
+    @property
+    def data_bytes(self) -> int:
+        return 4 * (self.stop - self.start)
+
+    def header(self) -> bytes:
+        return safetensors_header([(hub_name(slot.name), slot.shape) for slot in self.slots])
+
+
+@dataclass(frozen=True)
+class OuterPlan:
+    """All files of the outer state; the same on every node of a run."""
+
+    files: tuple[OuterFile, ...]
+    indices: Mapping[str, bytes]
+    """Small files that say which tensor is in which file, for sections that are cut."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (*(file.path for file in self.files), *self.indices)
+
+    def share(self, members: Sequence[str]) -> dict[str, tuple[OuterFile, ...]]:
+        """Deal the files out: the largest first, each to the member with the least bytes so far."""
+        held: dict[str, list[OuterFile]] = {member: [] for member in members}
+        for file in sorted(self.files, key=lambda file: (-file.data_bytes, file.path)):
+            least = min(members, key=lambda member: (sum(f.data_bytes for f in held[member]), members.index(member)))
+            held[least].append(file)
+        return {member: tuple(files) for member, files in held.items()}
+
+
+def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int = MAX_FILE_BYTES) -> OuterPlan:
+    """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
+
+    The first section holds the parameters.
+    """
+    cuts = _cut(slots, max_bytes)
+    files: list[OuterFile] = []
+    indices: dict[str, bytes] = {}
+    for section in sections:
+        stem = "model" if section == sections[0] else section
+        names = [f"{stem}.safetensors"]
+        if len(cuts) > 1:
+            names = [f"{stem}-{number:05d}-of-{len(cuts):05d}.safetensors" for number in range(1, len(cuts) + 1)]
+            weights = {hub_name(slot.name): name for name, cut in zip(names, cuts, strict=True) for slot in cut}
+            total = 4 * sum(numel_of(slot) for slot in slots)
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            indices[f"outer/{stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        files += [OuterFile(f"outer/{name}", section, cut) for name, cut in zip(names, cuts, strict=True)]
+    return OuterPlan(tuple(files), indices)
+
+
+def _cut(slots: Sequence[Slot], max_bytes: int) -> list[tuple[Slot, ...]]:
+    cuts: list[list[Slot]] = [[]]
+    size = 0
+    for slot in slots:
+        slot_bytes = 4 * numel_of(slot)
+        if cuts[-1] and size + slot_bytes > max_bytes:
+            cuts.append([])
+            size = 0
+        cuts[-1].append(slot)
+        size += slot_bytes
+    return [tuple(cut) for cut in cuts]
+
+
+def safetensors_header(tensors: Iterable[tuple[str, Sequence[int]]]) -> bytes:
+    """What stands in front of float32 tensors that follow one another in this order.
+
+    Source: the safetensors format, 8 bytes of length (little endian), JSON, blanks up to a multiple of 8.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in tensors:
+        size = 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_HEADER_LENGTH_BYTES, "little") + text
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    """In bytes."""
+
+
+def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]:
+    """The float32 tensors of a file, in the order of their data, which they fill without gaps.
+
+    `text`: the header without its length. Raises ValueError for anything else.
+    """
+    try:
+        entries = cast("dict[str, dict[str, Any]]", json.loads(text))
+        entries.pop("__metadata__", None)
+        spans = [(*map(int, e["data_offsets"]), name, tuple(map(int, e["shape"]))) for name, e in entries.items()]
+        dtypes = {entry["dtype"] for entry in entries.values()}
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is no safetensors header: {error!r:.100}") from error
+    if dtypes - {"F32"}:
+        raise ValueError(f"it holds {', '.join(sorted(map(str, dtypes)))}, not float32 alone")
+    tensors: list[StoredTensor] = []
+    at = 0
+    for start, stop, name, shape in sorted(spans):
+        if start != at or stop - start != 4 * math.prod(shape):
+            raise ValueError(f"its tensor {name} does not begin or end where it should")
+        tensors.append(StoredTensor(name, shape, stop - start))
+        at = stop
+    if at != data_bytes:
+        raise ValueError(f"its tensors take {at} bytes, it has {data_bytes}")
+    return tensors

@@ -1,0 +1,284 @@
+"""Loading a checkpoint: what does not verify is skipped, with the file and the reason; the newest that does is taken.
+
+Files are hashed while they are read, straight into the flat buffers of the outer state. Any thread; no torch groups.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import xxhash
+from torch import Tensor
+
+from zeroband.checkpoint.chunks import bytes_of
+from zeroband.checkpoint.inner_state import load_inner, read_header
+from zeroband.checkpoint.layout import LATEST, MANIFEST, Slot, folder_of, hub_name, numel_of, step_of
+from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
+from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
+from zeroband.errors import CheckpointDamaged, RecoveryFailed
+from zeroband.observe.log import get_logger
+
+_PIECE_BYTES = 16 << 20
+_FILES_AT_ONCE = 4
+_RETRY_S = (0.2, 1.0, 5.0)
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that was there and could not be taken."""
+
+    step: int
+    reason: str
+    """Names the file."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint. Every read verifies the file that it reads, and raises CheckpointDamaged naming it."""
+
+    storage: Storage
+    manifest: Manifest
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.manifest.stamp.inner_step)
+
+    def require_sizes(self) -> None:
+        """Every file is there and has its size; cheap."""
+        found = self.storage.sizes(self.folder)
+        for path, file in self.manifest.files.items():
+            if found.get(path) != file.size:
+                seen = "is missing" if path not in found else f"has {found[path]} bytes"
+                raise CheckpointDamaged(f"{self.folder}/{path} {seen}, the manifest says {file.size} bytes")
+
+    def verify(self) -> None:
+        """Read every file and compare its hash."""
+        self.require_sizes()
+        for path, file in self.manifest.files.items():
+            self._reading(path, partial(self._hash, path, file))
+
+    def read_outer(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
+        """Fill the sections' flat buffers, each (n,) float32 on CPU, as `slots` lay them out."""
+        stamp = self.manifest.stamp
+        if set(buffers) != set(stamp.sections):
+            raise CheckpointDamaged(
+                f"{self.folder} holds the outer state of another algorithm: {', '.join(stamp.sections)}; "
+                f"needed: {', '.join(buffers)}"
+            )
+        targets = {hub_name(slot.name): slot for slot in slots}
+        work: list[Callable[[], set[tuple[str, str]]]] = []
+        for path, file in self.manifest.files.items():
+            if path.startswith("outer/"):
+                section = _section_of(path, stamp.sections)
+                read = partial(self._read_tensors, path, file, targets, section, buffers[section])
+                if not path.endswith(".safetensors"):
+                    read = partial(self._hash, path, file)
+                work.append(partial(self._reading, path, read))
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="checkpoint-read") as pool:
+            done = [pool.submit(read) for read in work]
+            found = set[tuple[str, str]]().union(*(reading.result() for reading in done))
+        missing = sorted({(section, name) for section in stamp.sections for name in targets} - found)
+        if missing:
+            section, name = missing[0]
+            raise CheckpointDamaged(f"{self.folder}/outer lacks {len(missing)} tensors, {name} of {section} first")
+
+    def _read_tensors(
+        self, path: str, file: StoredFile, targets: Mapping[str, Slot], section: str, buffer: Tensor
+    ) -> set[tuple[str, str]]:
+        """Fill the section's buffer from one file; what it held, as (section, tensor)."""
+        seen, found = xxhash.xxh3_128(), set[tuple[str, str]]()
+        with self.storage.open(f"{self.folder}/{path}") as opened:
+            spans: list[tuple[int, int]] = []
+            for tensor in read_header(opened, file.size, seen):
+                slot = targets.get(tensor.name)
+                if slot is None or tuple(slot.shape) != tensor.shape:
+                    raise CheckpointDamaged(f"its tensor {tensor.name} {list(tensor.shape)} is not one of this model")
+                found.add((section, tensor.name))
+                spans.append((slot.start, slot.start + numel_of(slot)))
+            for start, stop in _join(spans):
+                for piece in _pieces(bytes_of(buffer[start:stop])):
+                    read_exactly(opened, [piece])
+                    seen.update(piece)
+        _require_hash(seen, file)
+        return found
+
+    def node_state(self, node_id: str) -> dict[str, Any] | None:
+        """What a node recorded of itself, counters and random states; None where it was not in this checkpoint."""
+        path = f"nodes/{node_id}/state.json"
+        if path not in self.manifest.files:
+            return None
+        return self._reading(path, partial(self._read_json, path, self.manifest.files[path]))
+
+    def read_inner(self, node_id: str, tensors: Mapping[str, Tensor]) -> bool:
+        """Fill a node's inner optimizer: `buffer.parameter` by name, DTensors of any mesh too.
+
+        Returns whether that node was in this checkpoint.
+        """
+        path = f"nodes/{node_id}/inner.safetensors"
+        if path not in self.manifest.files:
+            return False
+        opened = partial(self.storage.open, f"{self.folder}/{path}")
+        self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path]))
+        return True
+
+    def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
+        data = self.storage.read(f"{self.folder}/{path}")
+        _require_hash(xxhash.xxh3_128(data), file)
+        return cast("dict[str, Any]", json.loads(data))
+
+    def _hash(self, path: str, file: StoredFile) -> set[tuple[str, str]]:
+        """Compare the hash of a file; it holds no tensor."""
+        seen, left, piece = xxhash.xxh3_128(), file.size, bytearray(min(_PIECE_BYTES, file.size))
+        with self.storage.open(f"{self.folder}/{path}") as opened:
+            while left:
+                part = memoryview(piece)[: min(left, len(piece))]
+                read_exactly(opened, [part])
+                seen.update(part)
+                left -= len(part)
+            if opened.read(1):
+                raise CheckpointDamaged(f"it has more than {file.size} bytes")
+        _require_hash(seen, file)
+        return set()
+
+    def _reading(self, path: str, read: Callable[[], T]) -> T:
+        """Read a file, again where the storage stumbles; name it in whatever goes wrong with it."""
+        for pause_s in (*_RETRY_S, None):
+            try:
+                return read()
+            except FileNotFoundError as error:
+                raise CheckpointDamaged(f"{self.folder}/{path} is missing") from error
+            except (CheckpointDamaged, EOFError) as error:
+                raise CheckpointDamaged(f"{self.folder}/{path}: {error}") from error
+            except OSError as error:
+                if pause_s is None:
+                    raise CheckpointDamaged(f"{self.folder}/{path}: {reason_of(error)}") from error
+                time.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+
+def _require_hash(seen: xxhash.xxh3_128, file: StoredFile) -> None:
+    if seen.hexdigest() != file.hash:
+        raise CheckpointDamaged(f"it has hash {seen.hexdigest()}, the manifest says {file.hash}")
+
+
+def _section_of(path: str, sections: Sequence[str]) -> str:
+    """The section of a file of the outer state."""
+    name = path.removeprefix("outer/")
+    stems = {section: "model" if section == sections[0] else section for section in sections}
+    for section, stem in stems.items():
+        if name.startswith((f"{stem}.safetensors", f"{stem}-")):
+            return section
+    raise CheckpointDamaged(f"{path} belongs to none of {', '.join(sections)}")
+
+
+def _join(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Spans in order, neighbours made one, so that they are read in one piece."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    yield from joined
+
+
+def _pieces(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield view[start : start + _PIECE_BYTES]
+
+
+def open_checkpoint(storage: Storage, step: int) -> Checkpoint:
+    """A committed checkpoint by its step. Raises CheckpointDamaged, which is also what a half-written one is."""
+    path = f"{folder_of(step)}/{MANIFEST}"
+    try:
+        manifest = parse_manifest(storage.read(path))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path} is missing: it was never finished") from error
+    except (CheckpointDamaged, OSError) as error:
+        why = str(error) if not isinstance(error, OSError) else reason_of(error)
+        raise CheckpointDamaged(f"{path}: {why}") from error
+    if manifest.stamp.inner_step != step:
+        raise CheckpointDamaged(f"{path} is of step {manifest.stamp.inner_step}")
+    return Checkpoint(storage, manifest)
+
+
+def steps_in_order(storage: Storage) -> list[int]:
+    """Steps that look like checkpoints, in the order in which to try them.
+
+    First that which `latest` names, then older ones, the newest first. Newer ones come last: they were committed a
+    moment before the run died, or were left behind by a rollback.
+    """
+    steps = sorted((step for name in storage.names() if (step := step_of(name)) is not None), reverse=True)
+    try:
+        latest = step_of(storage.read(LATEST).decode().strip())
+    except (FileNotFoundError, UnicodeDecodeError):
+        latest = None
+    if latest is None:
+        return steps
+    return [step for step in steps if step <= latest] + [step for step in reversed(steps) if step > latest]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint whose outer state lies in the buffers now."""
+
+    checkpoint: Checkpoint
+    rejected: tuple[Rejected, ...] = field(default=())
+    """Those that were tried before."""
+
+
+def restore(
+    storage: Storage,
+    slots: Sequence[Slot],
+    buffers: Mapping[str, Tensor],
+    *,
+    step: int | None = None,
+    also: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> Restored | None:
+    """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
+
+    Verified are the outer state, by hash of each file and by digest of the whole, what `also` reads, and of everything
+    else the sizes. None where there is no checkpoint at all. Raises RecoveryFailed where there are some and none
+    verifies: the buffers are then spoilt, and starting afresh is for the user to decide.
+    """
+    try:
+        steps = [step] if step is not None else steps_in_order(storage)
+    except OSError as error:
+        raise RecoveryFailed(f"cannot look for checkpoints in {storage.url}: {reason_of(error)}") from error
+    rejected: list[Rejected] = []
+    for candidate in steps:
+        try:
+            checkpoint = open_checkpoint(storage, candidate)
+            checkpoint.require_sizes()
+            checkpoint.read_outer(slots, buffers)
+            _require_digest(checkpoint, buffers)
+            also(checkpoint)
+        except CheckpointDamaged as error:
+            rejected.append(Rejected(candidate, str(error)))
+            _log.error("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
+            continue
+        return Restored(checkpoint, tuple(rejected))
+    if not rejected:
+        return None
+    reasons = "; ".join(one.reason for one in rejected)
+    there = f"; there are steps {sorted(steps_in_order(storage))}" if step is not None else ""
+    raise RecoveryFailed(f"no checkpoint in {storage.url} can be taken: {reasons}{there}")
+
+
+def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
+    stamp = checkpoint.manifest.stamp
+    seen = xxhash.xxh3_128()
+    for section in stamp.sections:
+        seen.update(bytes_of(buffers[section]))
+    if stamp.state and seen.hexdigest() != stamp.state:
+        raise CheckpointDamaged(f"{checkpoint.folder}/outer has digest {seen.hexdigest()}, it was {stamp.state}")

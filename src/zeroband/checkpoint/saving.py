@@ -1,0 +1,307 @@
+"""Saving one checkpoint: this node's share of the files, then, on the first member, the commit. Runs in the writer.
+
+Members write side by side: each its share of the outer state and its own state, then a record of sizes and hashes. The
+first of them waits for the others' records, writes what a lost one left, then the manifest; renaming the folder commits
+(on stores without renames the manifest itself does, which appears whole or not at all). Then `latest`, then clean-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+import xxhash
+from torch import Tensor
+
+from zeroband.checkpoint.chunks import bytes_of
+from zeroband.checkpoint.inner_state import save_inner
+from zeroband.checkpoint.layout import LATEST, MANIFEST, PARTS, TEMPORARY, OuterFile, OuterPlan, folder_of
+from zeroband.checkpoint.loading import open_checkpoint
+from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
+from zeroband.checkpoint.owner import require
+from zeroband.checkpoint.retention import clean_up, remove_checkpoint
+from zeroband.checkpoint.storage import Data, Storage, reason_of
+from zeroband.errors import CheckpointDamaged, CheckpointFailed
+
+POINTS = ("staged", "mid_write", "share_written", "before_manifest", "before_rename", "renamed", "latest", "clean_up")
+"""Named places of a save, in its order, where tests kill the writer."""
+
+_PIECE_BYTES = 16 << 20
+_LONGEST_PAUSE_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """How a save behaves, of the run's configuration."""
+
+    keep_last: int
+    keep_every: int | None
+    peer_wait_s: float
+    """Longest wait of the first member for the others' records."""
+    retry_s: float
+    """Longest time for which one file is tried again."""
+    files_at_once: int = 2
+
+
+class Surroundings(Protocol):
+    """What a save needs of its process: time, a place to report to, and points where a test may end it."""
+
+    def now_s(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Report an event of the save. Any thread."""
+        ...
+
+    def count(self, written_bytes: int) -> None:
+        """So many bytes more were handed to the storage. Any thread."""
+        ...
+
+    def at(self, point: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The copies that a save reads. Nobody writes to them until it is over."""
+
+    plan: OuterPlan
+    outer: Mapping[str, Tensor]
+    """Flat buffers of the outer state by section, (n,) float32 on CPU."""
+    inner: Mapping[str, Tensor]
+    """Tensors of the node's inner optimizer by name; none where the outer state holds them."""
+    node_state: Mapping[str, Any]
+    """Counters and random states; JSON."""
+
+
+class Save:
+    """One checkpoint as this node writes it.
+
+    `members`: the node ids that share the work, sorted; this one among them.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        stamp: Stamp,
+        staged: Staged,
+        node_id: str,
+        members: Sequence[str],
+        rules: SaveRules,
+        around: Surroundings,
+    ) -> None:
+        self._storage = storage
+        self._stamp = stamp
+        self._staged = staged
+        self._node_id = node_id
+        self._members = tuple(members)
+        self._rules = rules
+        self._around = around
+        self._final = folder_of(stamp.inner_step)
+        self._folder = f"{self._final}{TEMPORARY}" if storage.renames else self._final
+        self._files: dict[str, StoredFile] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node commits."""
+        return self._members[0] == self._node_id
+
+    def run(self) -> bool:
+        """Write and, on the first member, commit. Returns whether it worked; what did not is told, never raised."""
+        try:
+            self._run()
+        except CheckpointFailed as error:
+            self._give_up(str(error))
+            return False
+        return True
+
+    def _run(self) -> None:
+        from_s = self._around.now_s()
+        self._around.at("staged")
+        self._retry("owner.json", partial(require, self._storage, self._stamp.session))
+        if self._retry(MANIFEST, self._is_done):
+            return
+        self._write_share(self._staged.plan.share(self._members)[self._node_id])
+        self._write_node()
+        self._around.at("share_written")
+        stored = sum(file.size for file in self._files.values())
+        if not self.is_first:
+            self._write_part(self._files)
+            self._around.tell("checkpoint_share_written", **self._place(), bytes=stored, took_s=self._since(from_s))
+            return
+        self._gather()
+        self._commit()
+        total = sum(file.size for file in self._files.values())
+        self._around.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
+        self._tidy()
+
+    def _place(self) -> dict[str, Any]:
+        return {"round": self._stamp.round, "step": self._stamp.inner_step}
+
+    def _since(self, from_s: float) -> float:
+        return round(self._around.now_s() - from_s, 3)
+
+    def _is_done(self) -> bool:
+        """Whether this very save is committed; another one in its place is uncommitted where folders do not rename."""
+        try:
+            found = open_checkpoint(self._storage, self._stamp.inner_step)
+        except CheckpointDamaged:
+            return False
+        if found.manifest.stamp.attempt == self._stamp.attempt:
+            return True
+        if not self._storage.renames:
+            self._storage.remove(f"{self._final}/{MANIFEST}")
+        return False
+
+    def _write_share(self, files: Sequence[OuterFile]) -> None:
+        if self.is_first:
+            for path, data in self._staged.plan.indices.items():
+                self._write(path, lambda data=data: iter((data,)))
+        with ThreadPoolExecutor(self._rules.files_at_once, thread_name_prefix="checkpoint-write") as pool:
+            for done in [pool.submit(self._write, file.path, partial(self._pieces, file)) for file in files]:
+                done.result()
+
+    def _pieces(self, file: OuterFile) -> Iterator[Data]:
+        yield file.header()
+        data = bytes_of(self._staged.outer[file.section][file.start : file.stop])
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
+            self._around.at("mid_write")
+
+    def _write_node(self) -> None:
+        folder = f"nodes/{self._node_id}"
+        state = json.dumps(self._staged.node_state, sort_keys=True).encode()
+        self._write(f"{folder}/state.json", lambda: iter((state,)))
+        if self._staged.inner:
+            path = f"{folder}/inner.safetensors"
+            self._retry(path, lambda: save_inner(self._staged.inner, partial(self._store, path)))
+
+    def _write(self, path: str, pieces: Callable[[], Iterable[Data]]) -> None:
+        self._retry(path, lambda: self._store(path, pieces()))
+
+    def _store(self, path: str, pieces: Iterable[Data]) -> None:
+        """Write a file of the checkpoint, and note its size and hash."""
+        seen, size = xxhash.xxh3_128(), 0
+
+        def passing() -> Iterator[Data]:
+            nonlocal size
+            for piece in pieces:
+                seen.update(piece)
+                yield piece
+                size += memoryview(piece).nbytes
+                self._around.count(memoryview(piece).nbytes)
+
+        self._storage.write(f"{self._folder}/{path}", passing())
+        self._files[path] = StoredFile(size, seen.hexdigest())
+
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
+        """Try again with growing pauses. Raises CheckpointFailed when the patience is over."""
+        from_s, pause_s = self._around.now_s(), 0.5
+        while True:
+            try:
+                return action()
+            except OSError as error:
+                reason = f"{self._storage.url}/{self._folder}/{what}: {reason_of(error)}"
+                if self._around.now_s() - from_s + pause_s > self._rules.retry_s:
+                    raise CheckpointFailed(reason) from error
+                self._around.tell("checkpoint_retrying", **self._place(), reason=reason)
+            self._around.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    # -- between the members -------------------------------------------------------------------------------------------
+
+    def _part_path(self, node_id: str) -> str:
+        return f"{self._folder}/{PARTS}/{self._stamp.attempt}-{node_id}.json"
+
+    def _write_part(self, files: Mapping[str, StoredFile]) -> None:
+        record = json.dumps({path: asdict(file) for path, file in files.items()}, sort_keys=True).encode()
+        self._retry(PARTS, lambda: self._storage.write(self._part_path(self._node_id), (record,)))
+
+    def leave_out(self) -> None:
+        """Tell the first member not to wait for this node, which does not take part. Any thread; never raises."""
+        if not self.is_first:
+            with contextlib.suppress(OSError):
+                self._storage.write(self._part_path(self._node_id), (b"{}",))
+
+    def _gather(self) -> None:
+        """Take over the others' records; write oneself what is missing when the wait is over."""
+        missing = set(self._members) - {self._node_id}
+        until_s = self._around.now_s() + self._rules.peer_wait_s
+        while missing:
+            for member in sorted(missing):
+                files = self._read_part(member)
+                if files is not None:
+                    self._files |= files
+                    missing.remove(member)
+            if missing and self._around.now_s() >= until_s:
+                self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing))
+                break
+            if missing:
+                self._around.sleep(min(1.0, self._rules.peer_wait_s / 4))
+        self._write_share([file for file in self._staged.plan.files if file.path not in self._files])
+
+    def _read_part(self, member: str) -> dict[str, StoredFile] | None:
+        """A member's record; None while there is none that makes sense."""
+        try:
+            record = cast("dict[str, Any]", json.loads(self._storage.read(self._part_path(member))))
+            files = {path: StoredFile(int(file["size"]), str(file["hash"])) for path, file in record.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        ours = {file.path for file in self._staged.plan.share(self._members)[member]}
+        return {path: file for path, file in files.items() if path in ours or path.startswith(f"nodes/{member}/")}
+
+    # -- the commit ----------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        self._retry(PARTS, lambda: self._storage.remove(f"{self._folder}/{PARTS}"))
+        self._require_stored()
+        self._retry("owner.json", partial(require, self._storage, self._stamp.session))
+        self._around.at("before_manifest")
+        manifest = Manifest(self._stamp, self._files).to_json()
+        self._retry(MANIFEST, lambda: self._storage.write(f"{self._folder}/{MANIFEST}", (manifest,)))
+        self._around.at("before_rename")
+        if self._storage.renames:
+            self._retry(self._final, self._rename)
+        self._around.at("renamed")
+        self._retry(LATEST, lambda: self._storage.write(LATEST, (f"{self._final}\n".encode(),)))
+        self._around.at("latest")
+
+    def _require_stored(self) -> None:
+        """What the storage lists is what was written."""
+        found = self._retry("its files", lambda: self._storage.sizes(self._folder))
+        for path, file in self._files.items():
+            if found.get(path) != file.size:
+                raise CheckpointFailed(
+                    f"{self._folder}/{path} was written with {file.size} bytes, has {found.get(path, 0)}"
+                )
+
+    def _rename(self) -> None:
+        if self._final in self._storage.names():  # of a save before a rollback
+            remove_checkpoint(self._storage, self._stamp.inner_step)
+        self._storage.rename(self._folder, self._final)
+
+    def _tidy(self) -> None:
+        """Clean up; a failure is told and tried again after the next checkpoint."""
+        keep_last, keep_every = self._rules.keep_last, self._rules.keep_every
+        step = self._stamp.inner_step
+        try:
+            removed = clean_up(self._storage, step, keep_last=keep_last, keep_every=keep_every, at=self._around.at)
+        except OSError as error:
+            self._around.tell("checkpoint_retrying", **self._place(), reason=f"clean-up: {reason_of(error)}")
+            return
+        if removed:
+            self._around.tell("checkpoints_removed", steps=removed)
+
+    def _give_up(self, reason: str) -> None:
+        self._around.tell("checkpoint_failed", **self._place(), reason=reason)
+        self.leave_out()
+        if self.is_first and self._storage.renames:  # give back the space that it took
+            with contextlib.suppress(OSError):
+                self._storage.remove(self._folder)

@@ -1,0 +1,122 @@
+"""Small checkpoints for tests: a model of a few tensors, saved by the library without a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroband.checkpoint.inner_state import views_of
+from zeroband.checkpoint.layout import plan_outer
+from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.owner import Owner, claim
+from zeroband.checkpoint.saving import Save, SaveRules, Staged
+from zeroband.checkpoint.storage import Storage
+from zeroband.outer.flat import FlatLayout, Slot, digest_of
+
+SHAPES = {
+    "embed_tokens.weight": (7, 4),
+    "layers.0.mlp.up_proj.weight": (5, 4),
+    "lm_head.weight": (7, 4),
+    "norm.weight": (4,),
+}
+SECTIONS = ("params", "momentum")
+RULES = SaveRules(keep_last=2, keep_every=None, peer_wait_s=0.0, retry_s=0.0)
+
+
+def layout() -> FlatLayout:
+    slots: list[Slot] = []
+    for name, shape in sorted(SHAPES.items()):
+        slots.append(Slot(name, shape, slots[-1].start + slots[-1].numel if slots else 0))
+    return FlatLayout(tuple(slots))
+
+
+def buffers_of(seed: int, names: Sequence[str] = SECTIONS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(layout().numel, generator=generator) for name in names}
+
+
+def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1") -> Stamp:
+    return Stamp(
+        run_id="run",
+        session=session,
+        round=step // 10,
+        inner_step=step,
+        payload={"progress": {"inner_step": step}, "weight": 3},
+        state=digest_of(*buffers_of(step).values()),
+        sections=SECTIONS,
+        members=tuple(members),
+        layout=layout().digest(),
+        model={"d_model": 4, "vocab_size": 7},
+        tokenizer="byte",
+    )
+
+
+def staged_of(step: int, node_id: str, *, max_bytes: int = 1 << 30) -> Staged:
+    moments = buffers_of(step + 1000, ("exp_avg", "exp_avg_sq"))
+    plan = plan_outer(layout().slots, SECTIONS, max_bytes=max_bytes)
+    return Staged(plan, buffers_of(step), views_of(layout().slots, moments), {"node": node_id, "step": step})
+
+
+@dataclass
+class Around:
+    """The surroundings of a save in a test: a clock that sleeping moves, and what was told."""
+
+    on_point: Callable[[str], None] = lambda point: None
+    clock_s: float = 0.0
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    on_sleep: Callable[[], None] = lambda: None
+
+    def now_s(self) -> float:
+        return self.clock_s
+
+    def sleep(self, seconds: float) -> None:
+        self.clock_s += seconds
+        self.on_sleep()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append((kind, fields))
+
+    def count(self, written_bytes: int) -> None: ...
+
+    def at(self, point: str) -> None:
+        self.on_point(point)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.told]
+
+
+def own(storage: Storage, session: str = "s1", *, takes_over: bool = False) -> None:
+    claim(storage, Owner("run", session, layout().digest()), takes_over=takes_over)
+
+
+def save_of(
+    storage: Storage,
+    step: int,
+    around: Around,
+    *,
+    node_id: str = "a",
+    members: Sequence[str] = ("a",),
+    rules: SaveRules = RULES,
+    max_bytes: int = 1 << 30,
+    **stamp: Any,
+) -> Save:
+    stamped = replace(stamp_of(step, members=members), **stamp)
+    return Save(storage, stamped, staged_of(step, node_id, max_bytes=max_bytes), node_id, members, rules, around)
+
+
+def saved(storage: Storage, *steps: int, **options: Any) -> None:
+    """Commit checkpoints of these steps."""
+    own(storage)
+    for step in steps:
+        around = Around()
+        assert save_of(storage, step, around, **options).run(), around.told
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

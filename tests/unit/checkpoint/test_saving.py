@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, files_of, layout, own, save_of, saved
+
+from zeroband.checkpoint.loading import open_checkpoint, restore
+from zeroband.checkpoint.saving import POINTS
+from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
+from zeroband.errors import RecoveryFailed
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "run", "a")
+
+
+def restored_step(storage: Storage) -> int | None:
+    """The step that a restore takes; its state must be that step's in every bit."""
+    buffers = {name: torch.zeros(layout().numel) for name in ("params", "momentum")}
+    found = restore(storage, layout().slots, buffers)
+    if found is None:
+        return None
+    step = found.checkpoint.manifest.stamp.inner_step
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
+    assert found.rejected == ()
+    return step
+
+
+def test_checkpoint_consists_of_files_that_hugging_face_names(storage: LocalStorage, tmp_path: Path) -> None:
+    saved(storage, 10)
+    assert files_of(tmp_path / "run") == [
+        "latest",
+        "owner.json",
+        "step_00000010/manifest.json",
+        "step_00000010/nodes/a/inner.safetensors",
+        "step_00000010/nodes/a/state.json",
+        "step_00000010/outer/model.safetensors",
+        "step_00000010/outer/momentum.safetensors",
+    ]
+    tensors = load_file(tmp_path / "run/step_00000010/outer/model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name if name == "lm_head.weight" else f"model.{name}": shape for name, shape in SHAPES.items()
+    }
+    flat = torch.cat([tensors[name].reshape(-1) for name in sorted(tensors, key=lambda n: n.removeprefix("model."))])
+    assert torch.equal(flat, buffers_of(10)["params"])
+
+
+def test_large_sections_are_cut_with_an_index(storage: LocalStorage, tmp_path: Path) -> None:
+    saved(storage, 10, max_bytes=200)
+    outer = tmp_path / "run/step_00000010/outer"
+    index = json.loads((outer / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * layout().numel
+    assert set(index["weight_map"].values()) == {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
+    for name, file in index["weight_map"].items():
+        assert name in load_file(outer / file)
+    assert restored_step(storage) == 10
+
+
+def test_restore_without_any_checkpoint_gives_none(storage: LocalStorage) -> None:
+    assert restored_step(storage) is None
+    own(storage)
+    assert restored_step(storage) is None
+
+
+# -- killed at every named point --------------------------------------------------------------------------------------
+
+
+def killed_at(point: str, save: Callable[[Around], Any]) -> None:
+    """Run a save in a process that SIGKILLs itself at the named point."""
+
+    def strike(reached: str) -> None:
+        if reached == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        save(Around(on_point=strike))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_writer_killed_at_a_point_leaves_the_old_or_the_new_state(storage: LocalStorage, point: str) -> None:
+    saved(storage, 10, 20)
+    killed_at(point, lambda around: save_of(storage, 30, around).run())
+    assert restored_step(storage) == (30 if point in ("latest", "clean_up") else 20)
+    saved(storage, 30)  # the run came back and trains on
+    saved(storage, 40)
+    assert restored_step(storage) == 40
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000030", "step_00000040"]
+
+
+def test_first_save_killed_before_latest_is_found(storage: LocalStorage) -> None:
+    own(storage)
+    killed_at("renamed", lambda around: save_of(storage, 10, around).run())
+    assert restored_step(storage) == 10
+
+
+def test_step_that_is_saved_anew_after_a_rollback_replaces_the_old_one(storage: LocalStorage) -> None:
+    saved(storage, 10, 20)
+    assert save_of(storage, 20, Around(), payload={"other": 1}).run()
+    assert open_checkpoint(storage, 20).manifest.stamp.payload == {"other": 1}
+    assert restored_step(storage) == 20
+
+
+# -- kept and removed -------------------------------------------------------------------------------------------------
+
+
+def test_clean_up_keeps_the_last_and_every_nth_round(storage: LocalStorage) -> None:
+    rules = SaveRules(keep_last=2, keep_every=3, peer_wait_s=0, retry_s=0)
+    saved(storage, *range(10, 90, 10), rules=rules)  # rounds 1 to 8
+    kept = [name for name in storage.names() if name.startswith("step")]
+    assert kept == [f"step_{step:08d}" for step in (30, 60, 70, 80)]
+
+
+def test_clean_up_removes_what_dead_saves_left(storage: LocalStorage) -> None:
+    saved(storage, 10)
+    killed_at("before_manifest", lambda around: save_of(storage, 20, around).run())
+    assert "step_00000020.tmp" in storage.names()
+    saved(storage, 30)
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000010", "step_00000030"]
+
+
+# -- several nodes ----------------------------------------------------------------------------------------------------
+
+
+def test_members_share_the_work_and_the_first_one_commits(storage: LocalStorage) -> None:
+    own(storage)
+    second = Around()
+    assert save_of(storage, 10, second, node_id="b", members=("a", "b")).run()
+    assert second.kinds == ["checkpoint_share_written"]
+    assert restored_step(storage) is None
+    first = Around()
+    assert save_of(storage, 10, first, members=("a", "b")).run()
+    assert first.kinds == ["checkpoint_committed"]
+    manifest = open_checkpoint(storage, 10).manifest
+    assert manifest.nodes == ("a", "b") and restored_step(storage) == 10
+
+
+def test_first_member_waits_for_the_others(storage: LocalStorage) -> None:
+    own(storage)
+    rules = SaveRules(2, None, peer_wait_s=60.0, retry_s=0.0)
+    waiting = Around()
+    sleeps = iter([lambda: None, lambda: save_of(storage, 10, Around(), node_id="b", members=("a", "b")).run()])
+    waiting.on_sleep = lambda: next(sleeps)()
+    assert save_of(storage, 10, waiting, members=("a", "b"), rules=rules).run()
+    assert waiting.kinds == ["checkpoint_committed"]
+    assert open_checkpoint(storage, 10).manifest.nodes == ("a", "b")
+
+
+def test_first_member_writes_what_a_dead_one_left(storage: LocalStorage) -> None:
+    own(storage)
+    killed_at("share_written", lambda around: save_of(storage, 10, around, node_id="b", members=("a", "b")).run())
+    first = Around()
+    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
+    assert save_of(storage, 10, first, members=("a", "b"), rules=rules).run()
+    assert first.told[0] == ("checkpoint_without", {"round": 1, "step": 10, "nodes": ["b"]})
+    assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
+
+
+def test_member_that_does_not_take_part_is_not_awaited(storage: LocalStorage) -> None:
+    own(storage)
+    save_of(storage, 10, Around(), node_id="b", members=("a", "b")).leave_out()
+    first = Around(on_sleep=lambda: pytest.fail("waited"))
+    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
+    assert save_of(storage, 10, first, members=("a", "b"), rules=rules).run()
+    assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
+
+
+def test_records_of_an_earlier_attempt_do_not_count(storage: LocalStorage) -> None:
+    own(storage)
+    assert save_of(storage, 10, Around(), node_id="b", members=("a", "b"), payload={"old": 1}).run()
+    first = Around()
+    assert save_of(storage, 10, first, members=("a", "b")).run()
+    assert first.kinds == ["checkpoint_without", "checkpoint_committed"]
+
+
+# -- storage that fails -----------------------------------------------------------------------------------------------
+
+
+class Failing(LocalStorage):
+    """Refuses to write for a while."""
+
+    def __init__(self, root: Path, error: OSError, times: int, match: str = "") -> None:
+        super().__init__(root, "a")
+        self.error, self.times, self.match = error, times, match
+
+    def write(self, path: str, pieces: Iterable[Data]) -> None:
+        if self.match in path and self.times > 0:
+            self.times -= 1
+            raise self.error
+        super().write(path, pieces)
+
+
+@pytest.mark.parametrize("match", ["model.safetensors", "inner", "manifest", "latest"])
+def test_storage_that_fails_for_a_while_is_tried_again(storage: LocalStorage, tmp_path: Path, match: str) -> None:
+    saved(storage, 10)
+    failing = Failing(tmp_path / "run", OSError(errno.ESTALE, "Stale file handle"), 3, match)
+    around = Around()
+    assert save_of(failing, 20, around, rules=SaveRules(2, None, 0.0, retry_s=60.0)).run()
+    assert around.kinds == ["checkpoint_retrying"] * 3 + ["checkpoint_committed"]
+    assert "the network mount is stale" in around.told[0][1]["reason"]
+    assert restored_step(storage) == 20
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota is used up"),
+        (PermissionError("An error occurred (ExpiredToken) when calling"), "credentials are refused or expired"),
+    ],
+)
+def test_storage_that_goes_on_failing_keeps_the_previous_checkpoint(
+    storage: LocalStorage, tmp_path: Path, error: OSError, words: str
+) -> None:
+    saved(storage, 10)
+    around = Around()
+    failing = Failing(tmp_path / "run", error, 10**6, "step")
+    assert not save_of(failing, 20, around, rules=SaveRules(2, None, 0.0, retry_s=60.0)).run()
+    assert around.kinds[-1] == "checkpoint_failed" and words in around.told[-1][1]["reason"]
+    assert restored_step(storage) == 10
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000010"]
+
+
+def test_folder_that_vanished_is_reported_and_not_made_anew(storage: LocalStorage, tmp_path: Path) -> None:
+    saved(storage, 10)
+    (tmp_path / "run").rename(tmp_path / "away")
+    around = Around()
+    assert not save_of(storage, 20, around).run()
+    assert "its mount has vanished" in around.told[-1][1]["reason"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_that_was_taken_over_saves_no_more(storage: LocalStorage) -> None:
+    saved(storage, 10)
+    own(storage, "s2", takes_over=True)
+    around = Around()
+    assert not save_of(storage, 20, around).run()
+    assert "taken over by another run" in around.told[-1][1]["reason"]
+    assert save_of(storage, 20, Around(), session="s2").run()
+
+
+# -- stores without renames -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["mid_write", "before_manifest", "renamed", "clean_up"])
+def test_object_store_holds_the_old_or_the_new_state_when_a_save_dies(point: str, tmp_path: Path) -> None:
+    class Died(BaseException):
+        pass
+
+    def strike(reached: str) -> None:
+        if reached == point:
+            raise Died
+
+    storage = open_storage(f"memory://{tmp_path.name}", "run", "a")
+    saved(storage, 10, 20)
+    with pytest.raises(Died):
+        save_of(storage, 30, Around(on_point=strike)).run()
+    assert restored_step(storage) == (30 if point == "clean_up" else 20)
+    saved(storage, 30, 40)
+    assert restored_step(storage) == 40
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000030", "step_00000040"]
+
+
+def test_restore_of_a_step_that_is_not_there_names_those_that_are(storage: LocalStorage) -> None:
+    saved(storage, 10, 20)
+    with pytest.raises(RecoveryFailed, match=r"step_00000015/manifest.json is missing.*there are steps \[10, 20\]"):
+        restore(storage, layout().slots, buffers_of(0), step=15)
