@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeroband.elastic.beginning import Beginning, begins_with
+from zeroband.elastic.disputes import disputes, outvoted
 from zeroband.elastic.orders import Orders
 from zeroband.plane.topology import steady_order, steady_rates
 
@@ -145,6 +147,8 @@ class View:
     is_settling: bool = False
     """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
     orders: Orders = field(default_factory=Orders)
+    beginning: Beginning | None = None
+    """The newest agreement to begin again on a checkpoint."""
 
     def are_cut(self, one: str, other: str) -> bool:
         """Whether two members, which both reach the store, do not reach one another."""
@@ -222,7 +226,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
     if missing and not (patience.stragglers_are_late and not is_last):
         return Wait(f"{len(missing)} of {len(expected)} members have not reached round {round}", missing)
     members = _that_can_reduce(view, round, expected)
-    if round == FOUNDING_ROUND and len(members) < rules.start_nodes and not patience.start_is_over:
+    is_founding = round == FOUNDING_ROUND or begins_with(view, round)
+    if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
@@ -237,11 +242,11 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         steps=tuple(r.steps for r in ready),
         wants=tuple(r.wants for r in ready),
         late=_late(view, missing),
-        disputes=_disputes(view, round),
+        disputes=disputes(view, round),
         rates=steady_rates([r.rate for r in ready], current.rates if keeps_groups and current else ()),
         order=steady_order(members, [r.links for r in ready], current.order if keeps_groups and current else ()),
         orders=view.orders.version,
-        rollback=view.orders.rollback if round > FOUNDING_ROUND else None,
+        rollback=None if is_founding else view.orders.rollback,
     )
 
 
@@ -260,8 +265,8 @@ def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
 
 def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
     """Of those at the boundary, the members that can bring the round to its end together, in the order of their ids."""
-    outvoted = _outvoted(view, round)
-    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in outvoted}
+    wrong = outvoted(view, round)
+    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in wrong}
     return _connected(view, _same_state(states, expected), expected)
 
 
@@ -296,35 +301,6 @@ def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) 
             return (member not in expected, ready.wants == 0, cuts[member], -ready.weight, member)
 
         left.remove(max((m for m in left if cuts[m]), key=blame))
-
-
-def _is_disputed(view: View, round: int) -> bool:
-    current = view.opening
-    if current is None or current.round != round:
-        return False
-    return len({view.votes[m] for m in current.members if m in view.votes}) > 1
-
-
-def _disputes(view: View, round: int) -> int:
-    current = view.opening
-    return current.disputes + _is_disputed(view, round) if current is not None and current.round == round else 0
-
-
-def _outvoted(view: View, round: int) -> frozenset[str]:
-    """Members whose result differed from that of the most, when this happened for the second time in one round."""
-    current = view.opening
-    if current is None or current.disputes == 0 or not _is_disputed(view, round):
-        return frozenset()
-    by_digest: dict[str, list[str]] = {}
-    for member in current.members:
-        if member in view.votes:
-            by_digest.setdefault(view.votes[member], []).append(member)
-
-    def trust(group: list[str]) -> tuple[int, int]:
-        return (len(group), sum(view.ready[m].wants > 0 for m in group if m in view.ready))
-
-    believed = max(by_digest.values(), key=trust)  # of two as large, who stays; then the one of the first member
-    return frozenset(m for group in by_digest.values() if group is not believed for m in group)
 
 
 def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Verdict | Wait | None:

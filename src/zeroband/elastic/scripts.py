@@ -23,6 +23,15 @@ local function holds(leases, member, at)
   local ends = tonumber(redis.call('ZSCORE', leases, member))
   return ends and ends > at
 end
+local function wake(leases, clock, ends, silence) -- who held a lease when a silence began gets a fresh one
+  local now, pulse = time_ms(), tonumber(redis.call('HGET', clock, 'pulse'))
+  if not is_silent(pulse, now, silence) then return end
+  local dead = redis.call('ZRANGEBYSCORE', leases, '-inf', pulse)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. pulse, '+inf')) do
+    redis.call('ZADD', leases, ends, member)
+  end
+  for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end -- also by a clock that was set back
+end
 local function is_settling(clock)
   local settled, now = tonumber(redis.call('HGET', clock, 'settled')), time_ms()
   return settled and now < settled
@@ -32,7 +41,7 @@ end
 VIEW = (
     _CLOCK
     + """
--- KEYS: opening committed leases clock peers run ready orders   ARGV: prefix silence_ms
+-- KEYS: opening committed leases clock peers run ready orders beginning   ARGV: prefix silence_ms
 local opening, votes, failed = redis.call('GET', KEYS[1]), {}, false
 if opening then
   local id = redis.call('HGET', KEYS[4], 'opening')
@@ -42,7 +51,8 @@ end
 local at = reading(KEYS[4], tonumber(ARGV[2]))
 return {opening, redis.call('GET', KEYS[2]), redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. at, '+inf'),
         redis.call('HGETALL', KEYS[7]), votes, failed, redis.call('HGETALL', KEYS[5]),
-        redis.call('EXISTS', KEYS[6]), is_settling(KEYS[4]) and 1 or 0, redis.call('HGETALL', KEYS[8])}
+        redis.call('EXISTS', KEYS[6]), is_settling(KEYS[4]) and 1 or 0, redis.call('HGETALL', KEYS[8]),
+        redis.call('GET', KEYS[9])}
 """
 )
 
@@ -56,6 +66,19 @@ if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or is_settling(KEYS[3]) then re
 if committed and cjson.decode(committed)['opening']['round'] >= tonumber(ARGV[2]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[5])
 redis.call('HSET', KEYS[3], 'opening', ARGV[4])
+return 1
+"""
+)
+
+BEGIN = (
+    _CLOCK
+    + """
+-- KEYS: beginning opening committed clock   ARGV: current opening committed_round record ttl
+local committed = redis.call('GET', KEYS[3])
+local round = committed and cjson.decode(committed)['opening']['round'] or -1
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
+if round ~= tonumber(ARGV[3]) or is_settling(KEYS[4]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5])
 return 1
 """
 )
@@ -108,15 +131,9 @@ RENEW = (
     + """
 -- KEYS: leases clock peers opening run   ARGV: member lease_ms silence_ms first peer ttl
 -- A lease that ran out is taken again only by a member of the current opening: no verdict is newer than that.
-local now, pulse = time_ms(), tonumber(redis.call('HGET', KEYS[2], 'pulse'))
+local now = time_ms()
 local ends = now + tonumber(ARGV[2])
-if is_silent(pulse, now, tonumber(ARGV[3])) then
-  local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', pulse)
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. pulse, '+inf')) do
-    redis.call('ZADD', KEYS[1], ends, member)
-  end
-  for _, member in ipairs(dead) do redis.call('ZADD', KEYS[1], 0, member) end -- also by a clock that was set back
-end
+wake(KEYS[1], KEYS[2], ends, tonumber(ARGV[3]))
 if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) then
   local opening = redis.call('GET', KEYS[4])
   local listed = not opening
@@ -168,6 +185,20 @@ for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 return {}
 """
+
+CLEAR = (
+    _CLOCK
+    + """
+-- KEYS: run leases clock   ARGV: lease_ms silence_ms
+-- Forgets what the nodes of a run shared, once none of them holds a lease: those that resume it may differ from them.
+local now = time_ms()
+wake(KEYS[2], KEYS[3], now + tonumber(ARGV[1]), tonumber(ARGV[2]))
+redis.call('HSET', KEYS[3], 'pulse', now) -- or the clock of the leases would stand still
+if #redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now, '+inf') > 0 then return 0 end
+redis.call('DEL', KEYS[1])
+return 1
+"""
+)
 
 RESTORE = (
     _CLOCK

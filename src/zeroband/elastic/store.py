@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from zeroband.elastic import scripts
+from zeroband.elastic.beginning import Beginning, beginning_from
 from zeroband.elastic.connection import connect, forget_connections, is_refusal, is_temporary
 from zeroband.elastic.epoch import (
     Opening,
@@ -68,6 +69,7 @@ class Keys:
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.beginning = f"{self.prefix}:beginning"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # hash: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
 
@@ -135,6 +137,7 @@ class Store:
         self._found, self._restore, self._order, self._add_once = (
             register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ORDER, scripts.ADD_ONCE)
         )
+        self._begin, self._clear = register(scripts.BEGIN), register(scripts.CLEAR)
 
     @property
     def _silence_ms(self) -> int:
@@ -186,6 +189,27 @@ class Store:
             raise JoinRefused(key, theirs, ours) if key != "run.token" else JoinRefused(key, "another", "this one")
         return record
 
+    def forget_dead_run(self) -> bool:
+        """Have nodes that differ from those of a dead run go on with it; its rounds stay. False: it may still live.
+
+        A lease that held when the store was last spoken to counts for another one from the first call on, so ask again
+        during that time.
+        """
+        keys = [self.keys.run, self.keys.leases, self.keys.clock]
+        return bool(self._call(lambda: self._clear(keys=keys, args=[self._lease_ms, self._silence_ms])))
+
+    def propose_beginning(self, beginning: Beginning, view: View) -> bool:
+        """Agree on a checkpoint to begin again with. False: something has changed since this view."""
+        keys = [self.keys.beginning, self.keys.opening, self.keys.committed, self.keys.clock]
+        before, opening, committed = view.beginning, view.opening, view.committed
+        args: list[str | int] = [
+            "" if before is None else before.to_json(),
+            "" if opening is None else to_json(opening),
+            -1 if committed is None else committed.round,
+            *(beginning.to_json(), RUN_TTL_S),
+        ]
+        return bool(self._call(lambda: self._begin(keys=keys, args=args)))
+
     def restore(self, known: Recollection) -> bool:
         """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
         keys = self.keys
@@ -232,8 +256,8 @@ class Store:
         """All that the rules need for `round`, read at one instant."""
         keys = self.keys
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names.append(keys.orders)
-        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling, orders = self._call(
+        names += [keys.orders, keys.beginning]
+        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling, orders, beginning = self._call(
             lambda: self._view(keys=names, args=[keys.prefix, self._silence_ms])
         )
         return View(
@@ -247,6 +271,7 @@ class Store:
             is_known=bool(is_known),
             is_settling=bool(is_settling),
             orders=Orders.from_fields(_pairs(orders)),
+            beginning=beginning_from(json.loads(beginning)) if beginning else None,
         )
 
     def announce_ready(self, member_id: str, ready: Ready) -> None:

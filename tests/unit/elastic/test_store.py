@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from zeroband.cluster import RedisServer
+from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.epoch import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.orders import Orders, drain, go_on, pause, roll_back
 from zeroband.elastic.store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Recollection, Store, token_digest
@@ -690,3 +691,68 @@ def test_orders_that_the_store_lost_are_brought_back_and_newer_ones_stay(
     newer = store.give_orders(go_on)
     store.restore(Recollection(A, SHARED, orders=given))
     assert store.view(0).orders == newer
+
+
+# -- a run that begins again -------------------------------------------------------------------------------------------
+
+
+def a_beginning(member: str = A, **fields: Any) -> Beginning:
+    return Beginning(**{"round": 7, "step": 40, "state": "s", "member": member, **fields})
+
+
+def test_store_agrees_on_one_of_many_beginnings(open_store: Callable[..., Store]) -> None:
+    racers = 4
+    stores = [open_store() for _ in range(racers)]
+    views = [store.view(0) for store in stores]
+    start = threading.Barrier(racers)
+    agreed: list[int] = []
+
+    def race(racer: int) -> None:
+        start.wait()
+        if stores[racer].propose_beginning(a_beginning(f"racer#{racer}", step=racer), views[racer]):
+            agreed.append(racer)
+
+    threads = [threading.Thread(target=race, args=(racer,)) for racer in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(agreed) == 1
+    assert stores[0].view(0).beginning == a_beginning(f"racer#{agreed[0]}", step=agreed[0])
+
+
+def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> None:
+    opening = an_opening(A)
+    assert open_next(store, opening)
+    before = store.view(0)
+    assert store.propose_verdict(a_verdict(opening))
+    assert not store.propose_beginning(a_beginning(), before)
+    after = store.view(0)
+    assert open_next(store, an_opening(A, version=2, round=1))
+    assert not store.propose_beginning(a_beginning(), after)
+    assert store.propose_beginning(a_beginning(), store.view(0))
+
+
+def test_what_the_nodes_of_a_run_shared_is_forgotten_once_all_are_dead(store: Store, redis_client: redis.Redis) -> None:
+    store.found_or_match(SHARED, None)
+    hold(store, A)
+    commit(store, an_opening(A))
+    assert not store.forget_dead_run()
+    let_pass(redis_client, store, 10_000, is_silent=False)
+    assert store.forget_dead_run()
+    assert store.found_or_match({"model.d_model": "512"}, None)["model.d_model"] == "512"
+    assert store.view(0).committed == a_verdict(an_opening(A))
+
+
+def test_run_that_was_silent_as_a_whole_is_not_taken_for_dead_before_a_lease_has_passed(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    store.found_or_match(SHARED, None)
+    hold(store, A)
+    let_pass(redis_client, store, 10_000, is_silent=True)
+    assert not store.forget_dead_run()
+    assert renew(store, A)
+    let_pass(redis_client, store, 4_000, is_silent=False)
+    assert not store.forget_dead_run()
+    let_pass(redis_client, store, 4_000, is_silent=False)
+    assert store.forget_dead_run()
