@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,9 +22,10 @@ from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
+from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
-from zeroband.parallel import LocalMesh, broadcast_json
+from zeroband.parallel import LocalMesh, barrier, broadcast_json
 
 _log = get_logger(__name__)
 
@@ -96,6 +98,8 @@ class OuterParts:
     faults: FaultPoints
     fetch_entry: Callable[[int], FetchedRound]
     """Has the journal's entry of a round fetched from the others, its result written to the result buffer."""
+    memory: NodeMemory | None = None
+    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 
 
 class SyncHooks(Protocol):
@@ -150,8 +154,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
-        """Take the state that a joiner wrote into the section buffers; returns its digest."""
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        """Take the state that was written into the section buffers; returns its digest.
+
+        `sections`: write these into them first; local rank 0 has them for all.
+        """
         ...
 
     def replay(self, entry: JournalEntry) -> str:
@@ -173,11 +180,13 @@ class OuterAlgorithm(SyncHooks, Protocol):
 class RoundKeeper:
     """The bookkeeping of rounds that the algorithms share by composition.
 
-    `replay`: the algorithm's, for rounds that were committed while this node was late or joining.
+    `sections`: of the outer state. `replay`: the algorithm's, for rounds that were committed while this node was late
+    or joining.
     """
 
-    def __init__(self, parts: OuterParts, replay: Callable[[JournalEntry], str]) -> None:
+    def __init__(self, parts: OuterParts, sections: tuple[str, ...], replay: Callable[[JournalEntry], str]) -> None:
         self.parts = parts
+        self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()
         self.payload: Mapping[str, Any] = {}
@@ -188,6 +197,20 @@ class RoundKeeper:
         self._tokens = 0
         self._steps = 0
         self._is_left_out = False
+
+    @contextmanager
+    def changing_state(self, sections: Mapping[str, Tensor] | None = None) -> Generator[None]:
+        """While the sections are written to; ends with `settle`. `sections`: what is copied into them, if anything is.
+
+        Local rank 0 holds the lock, and the others may write when they have passed.
+        """
+        with self.state_lock:
+            if self.parts.memory is not None:
+                self.parts.memory.spoil()
+            for name, section in (sections or {}).items():
+                self.parts.buffers[name].copy_(section)
+            barrier(self.parts.mesh.local)
+            yield
 
     def count(self, tokens: int) -> None:
         """Add an inner step to the round in progress, and show the guardian that this node trains."""
@@ -303,6 +326,8 @@ class RoundKeeper:
         self.payload = payload
         self.progress = Progress.from_record(payload["progress"])
         self.state = state
+        if self.parts.memory is not None:
+            self.parts.memory.stamp(self._sections, round, payload, state)
 
     def record(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""

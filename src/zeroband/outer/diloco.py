@@ -39,7 +39,7 @@ class DiLoCo:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._optimizer = build_outer_optimizer(config.optimizer)
-        self._keeper = RoundKeeper(parts, self.replay)
+        self._keeper = RoundKeeper(parts, self.sections, self.replay)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._keeper.state = self._digest()
@@ -97,8 +97,7 @@ class DiLoCo:
         barrier(self._local)
         committed = self._keeper.commit(weighted=weighted, is_joining=is_joining)
         started_at_s = time.monotonic()
-        with self._keeper.state_lock:
-            barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
+        with self._keeper.changing_state():
             self._apply(committed.result, committed.verdict.payload)
             self._keeper.advance(committed.verdict, self._digest())
         self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
@@ -126,8 +125,9 @@ class DiLoCo:
         barrier(self._local)
         return digest_of(self._buffers[PARAMS], self._buffers[MOMENTUM]) if self._local.rank == 0 else ""
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
-        self._keeper.settle(round, payload, self._digest())
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._keeper.changing_state(sections):
+            self._keeper.settle(round, payload, self._digest())
         self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
@@ -135,8 +135,7 @@ class DiLoCo:
     def replay(self, entry: JournalEntry) -> str:
         if self._local.rank == 0:
             self._buffers[RESULT].copy_(entry.result)
-        with self._keeper.state_lock:
-            barrier(self._local)
+        with self._keeper.changing_state():
             self._apply(self._buffers[RESULT], entry.payload)
             self._keeper.settle(entry.round, entry.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
