@@ -35,6 +35,7 @@ from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.alone import Alone
+from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
 from zeroband.report import Learned, Report
@@ -113,6 +114,9 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
             leave_if_asked(node, report, entry.hooks.round)
             node.inner.zero_grad()
             enter(entry, report, fence)
+        except RolledBack as order:
+            node.inner.zero_grad()
+            enter(entry, report, order)
     if config.observe.sample_prompt is not None:
         write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
         if report is not None:
@@ -136,17 +140,17 @@ def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Ent
         return LoneEntry(Alone(shape_of(node.config)))
     events = report.events if report is not None else None
     run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
-    stack.callback(run.close)
+    stack.push(run.leave)
     return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
 
 
-def enter(entry: Entry | LoneEntry, report: Report | None, fence: Fenced | None = None) -> None:
-    """Become a member, again and again if the run goes on without this node meanwhile."""
+def enter(entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None) -> None:
+    """Become a member, again and again if the run goes on, or back, without this node meanwhile."""
     while True:
         try:
-            joined = entry.enter() if fence is None else entry.come_back(fence)
-        except Fenced as again:
-            fence = again
+            joined = entry.enter() if why is None else entry.come_back(why)
+        except (Fenced, RolledBack) as again:
+            why = again
             continue
         if report is not None and joined is not None:
             report.entered(joined)

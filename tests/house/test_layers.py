@@ -16,7 +16,7 @@ LAYERS = (
     {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
-    {"fetcher", "plane_parts"},
+    {"fetcher", "plane_parts", "restorer"},
     {"parts"},
     {"entry", "report"},
     {"cluster", "train"},

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
+from zeroband.config.ckpt import CkptConfig
+from zeroband.config.resume import ResumeConfig
+from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
-
-NODE_LOCAL: dict[str, Any] = {"scope": "node"}
-"""Marks a field that may differ between the nodes of one run; every other field is compared at join."""
-
-
-Secret = Annotated[SecretStr, Field(min_length=1)]
-"""Never shown; an empty one is most likely a variable that was not set."""
-
-
-class Section(BaseModel):
-    """A strict, frozen part of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -56,7 +37,8 @@ class NodeSection(Section):
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
-    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter."""
+    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter, and 16 more with
+    ckpt.path."""
 
 
 class ModelConfig(Section):
@@ -371,6 +353,9 @@ class RunConfig(Section):
     store: StoreConfig = StoreConfig()
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
+    ckpt: CkptConfig = CkptConfig()
+    resume: ResumeConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Go on from a checkpoint when no node holds the run any more; `--resume` alone: from the newest. None: never."""
     observe: ObserveConfig = ObserveConfig()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""

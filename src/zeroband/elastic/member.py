@@ -29,7 +29,7 @@ from zeroband.elastic.epoch import (
 )
 from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.memory import Memory
-from zeroband.elastic.orders import Orders
+from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
 from zeroband.observe.log import get_logger
@@ -242,6 +242,14 @@ class Member:
     def report_failure(self, opening: Opening, reason: str) -> None:
         self._memory.failed(opening, reason)
         self.store.report_failure(opening, f"{self.member_id}: {reason}")
+
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        """Take the order back for everybody, and have the round opened again without it."""
+        step = opening.rollback
+        assert step is not None
+        self.store.give_orders(lambda given: give_up_rollback(given, step))
+        self._on_event("rollback_refused", round=opening.round, step=step, reason=reason)
+        self.report_failure(opening, reason)
 
     def record_stall(self, round: int, reason: str) -> None:
         """Have what led to a failed transfer kept for a person to read; nobody waits for it."""

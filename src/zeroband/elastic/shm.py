@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from zeroband.errors import ConfigError
@@ -110,3 +110,13 @@ def remove_abandoned(folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
     return True
+
+
+def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
+    """This process's launcher, told from every other one; empty where it restarts nobody. `left`: any more."""
+    most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if most == 0 or (left and done >= most):
+        return ""
+    pid = os.getppid()
+    started = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]  # in clock ticks
+    return f"{pid}:{started}"

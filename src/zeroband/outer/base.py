@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
+from zeroband.outer.rollback import RolledBack, StagedState, describe_return
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
 
@@ -98,6 +99,8 @@ class OuterParts:
     faults: FaultPoints
     fetch_entry: Callable[[int], FetchedRound]
     """Has the journal's entry of a round fetched from the others, its result written to the result buffer."""
+    stage: Callable[[int], StagedState]
+    """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 
@@ -236,6 +239,13 @@ class RoundKeeper:
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
         return {"progress": progress.to_record(), "weight": 0, "state_before": self.state, **extra}
 
+    def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
+        """Stage the checkpoint that an opening names; its digest, and what the verdict will say."""
+        assert opening.rollback is not None
+        staged = self.parts.stage(opening.rollback)
+        before = {"state_before": self.state}
+        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
+
     def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
         faults, leaves = self.parts.faults, self.parts.departure.is_asked
         if passes_faults:
@@ -274,8 +284,9 @@ class RoundKeeper:
             self._announce(round, weight, passes_faults=not is_joining)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
             try:
+                describe = partial(self._describe, extra)
                 outcome = commit_round(
-                    parts.mesh, parts.buffers, await_turn, partial(self._describe, extra), parts.faults
+                    parts.mesh, parts.buffers, await_turn, describe, self._vote_to_go_back, parts.faults
                 )
             except Fenced as fence:
                 if not is_joining or parts.mesh.is_fenced:
@@ -283,8 +294,20 @@ class RoundKeeper:
                 _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
                 continue
             if isinstance(outcome, Committed):
+                if outcome.verdict.opening.rollback is not None:
+                    raise self._rolled_back(outcome)
                 return outcome
             self._catch_up(outcome.round, is_joining=is_joining)
+
+    def _rolled_back(self, committed: Committed) -> RolledBack:
+        verdict, payload = committed.verdict, committed.verdict.payload
+        progress, step = Progress.from_record(payload["progress"]), verdict.opening.rollback
+        assert step is not None
+        report = replace(self.report(committed, apply_s=0.0), progress=progress, state=verdict.digest)
+        self.parts.journal.cut(verdict.round)
+        self._tokens = self._steps = 0
+        self.parts.pace.begin(time.monotonic())
+        return RolledBack(step, report, payload)
 
     def _describe(
         self, extra: Callable[[Tensor], Mapping[str, Any]], opening: Opening, result: Tensor

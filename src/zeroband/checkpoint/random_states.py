@@ -1,0 +1,42 @@
+"""Torch's random states of the local ranks, so that a resumed node draws the numbers that it would have drawn.
+
+Nothing else in a trainer draws numbers that training depends on: the order of the data is a function of the seed.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroband.parallel import LocalMesh
+
+
+def gather_random_states(local: LocalMesh) -> list[str]:
+    """The state of each local rank, in their order, on all of them. Called by all local ranks."""
+    own = torch.cat(_states(local.device))
+    states = [torch.empty_like(own) for _ in range(local.world_size)]
+    dist.all_gather(states, own, group=local.control)
+    return [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
+
+
+def set_random_state(states: list[str], local: LocalMesh) -> bool:
+    """Take this rank's state of those that were gathered; whether it fits the ranks and the devices of then."""
+    if len(states) != local.world_size:
+        return False
+    state = torch.frombuffer(bytearray(base64.b64decode(states[local.rank])), dtype=torch.uint8)
+    lengths = [part.numel() for part in _states(local.device)]
+    if sum(lengths) != state.numel():
+        return False
+    cpu, *gpu = state.split(lengths)
+    torch.set_rng_state(cpu)
+    if gpu:
+        torch.cuda.set_rng_state(gpu[0], local.device)
+    return True
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    """Each (n,) uint8 on CPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

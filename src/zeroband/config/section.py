@@ -1,0 +1,20 @@
+"""What all sections of the configuration share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+NODE_LOCAL: dict[str, Any] = {"scope": "node"}
+"""Marks a field that may differ between the nodes of one run; every other field is compared at join."""
+
+
+Secret = Annotated[SecretStr, Field(min_length=1)]
+"""Never shown; an empty one is most likely a variable that was not set."""
+
+
+class Section(BaseModel):
+    """A strict, frozen part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
