@@ -34,6 +34,8 @@ _log = get_logger(__name__)
 class LoneEntry:
     """A node that trains alone is in its run at once."""
 
+    run = None
+
     def __init__(self, hooks: SyncHooks) -> None:
         self.hooks = hooks
 

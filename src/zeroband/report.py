@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,15 @@ class Learned:
     lr: float
     grad_norm: float
     data_s: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The run after its newest committed round."""
+
+    progress: Progress
+    is_now: bool
+    """Whether that round ended with the step that is reported."""
 
 
 class Report:
@@ -90,8 +100,15 @@ class Report:
         self._tokens_since_round = self._steps_since_round = 0
         self._step_from_s = time.monotonic()
 
-    def stepped(self, step: int, learned: Learned, synced: RoundReport | None, committed: Progress) -> None:
-        """Inner step `step` (counted from 1) is done. `committed`: the run after its newest round, that of `synced`."""
+    def stepped(
+        self,
+        step: int,
+        learned: Learned,
+        synced: RoundReport | None,
+        committed: Committed,
+        checkpoints: Mapping[str, MetricValue | None],
+    ) -> None:
+        """Inner step `step` (counted from 1) is done."""
         now_s = time.monotonic()
         step_s, self._step_from_s = now_s - self._step_from_s, now_s
         self._tokens_since_round += learned.tokens
@@ -102,7 +119,7 @@ class Report:
             "train/perplexity": perplexity(learned.loss),
             "train/lr": learned.lr,
             "train/grad_norm": learned.grad_norm,
-            "train/tokens": committed.tokens + (0 if synced else self._tokens_since_round),
+            "train/tokens": committed.progress.tokens + (0 if committed.is_now else self._tokens_since_round),
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
             "train/data_s": learned.data_s,
@@ -110,9 +127,12 @@ class Report:
             "data/pass": self._node.loader.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
+            **checkpoints,
         }
+        if committed.is_now:
+            self._tokens_since_round = 0
         if synced is not None:
-            values |= self._round_values(synced) | _ledger_values(committed.ledger)
+            values |= self._round_values(synced) | _ledger_values(committed.progress.ledger)
             self._round_event(synced)
         self._metrics.record(step, values)
         if step % self._node.config.observe.log_every_steps == 0 or synced is not None:
@@ -120,7 +140,7 @@ class Report:
 
     def _round_values(self, round: RoundReport) -> dict[str, MetricValue | None]:
         nodes = len(round.members)
-        steps, self._steps_since_round, self._tokens_since_round = self._steps_since_round, 0, 0
+        steps, self._steps_since_round = self._steps_since_round, 0
         return {
             "outer/round": round.round,
             "outer/epoch": round.epoch,

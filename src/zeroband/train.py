@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,12 @@ from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.alone import Alone
+from zeroband.outer.base import RoundReport
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
-from zeroband.report import Learned, Report
+from zeroband.report import Committed, Learned, Report
+from zeroband.snapshots import NoSnapshots, Snapshots
 
 SAMPLE_FILE = "sample.txt"
 _EXIT_FAILED = 1
@@ -104,16 +106,18 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     entry = build_entry(node, report, stack)
-    enter(entry, report)
+    joined = enter(entry, report)
+    snapshots = build_snapshots(node, entry, report, stack)
+    snapshots.take_if_due(joined)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
         leave_if_asked(node, report, entry.hooks.round)
         try:
-            train_round(node, entry, report)
+            train_round(node, entry, snapshots, report)
         except Fenced as fence:
             leave_if_asked(node, report, entry.hooks.round)
             node.inner.zero_grad()
-            enter(entry, report, fence)
+            snapshots.take_if_due(enter(entry, report, fence))
         except RolledBack as order:
             node.inner.zero_grad()
             enter(entry, report, order)
@@ -144,8 +148,29 @@ def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Ent
     return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
 
 
-def enter(entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None) -> None:
-    """Become a member, again and again if the run goes on, or back, without this node meanwhile."""
+def build_snapshots(
+    node: NodeParts, entry: Entry | LoneEntry, report: Report | None, stack: ExitStack
+) -> Snapshots | NoSnapshots:
+    """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
+    if node.config.ckpt.path is None:
+        return NoSnapshots()
+    events, is_sequel = report.events if report is not None else None, entry.hooks.progress.follows is not None
+    snapshots = Snapshots(node, entry.run, entry.hooks, events, takes_over=is_sequel)
+
+    def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        snapshots.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
+
+    stack.push(close)
+    return snapshots
+
+
+def enter(
+    entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None
+) -> RoundReport | None:
+    """Become a member, again and again if the run goes on, or back, without this node meanwhile.
+
+    Returns the report of the round that it became a member with.
+    """
     while True:
         try:
             joined = entry.enter() if why is None else entry.come_back(why)
@@ -154,10 +179,12 @@ def enter(entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledB
             continue
         if report is not None and joined is not None:
             report.entered(joined)
-        return
+        return joined
 
 
-def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None) -> None:
+def train_round(
+    node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+) -> None:
     """The inner steps from one boundary to the next, and the outer step that ends them."""
     hooks, inner, before = entry.hooks, node.inner, entry.hooks.progress
     node.loader.assign(entry.assigned())
@@ -175,9 +202,12 @@ def train_round(node: NodeParts, entry: Entry | LoneEntry, report: Report | None
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
         synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
         step += 1
+        committed = Committed(hooks.progress, is_now=hooks.progress is not before)
+        if committed.is_now:
+            snapshots.take_if_due(synced)
         if report is not None:
-            committed = before if synced is None else hooks.progress
-            report.stepped(step, Learned(passed.loss, passed.tokens, lr, norm, passed.data_s), synced, committed)
+            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s)
+            report.stepped(step, learned, synced, committed, snapshots.measured())
 
 
 @dataclass(frozen=True)

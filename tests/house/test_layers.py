@@ -18,7 +18,7 @@ LAYERS = (
     {"checkpoint", "outer"},
     {"fetcher", "plane_parts", "restorer"},
     {"parts"},
-    {"entry", "report"},
+    {"entry", "report", "snapshots"},
     {"cluster", "train"},
     {"chaos", "cli", "ctl", "demo", "doctor"},
 )
@@ -121,7 +121,9 @@ def test_constants_of_modules_touch_no_device_environment_or_thread(modules: Map
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["zeroband.config", "zeroband.cli", "zeroband.cluster", "zeroband.demo"])
+@pytest.mark.parametrize(
+    "name", ["zeroband.config", "zeroband.cli", "zeroband.cluster", "zeroband.demo", "zeroband.checkpoint.writer"]
+)
 def test_start_of_a_command_loads_no_torch(name: str, root: Path) -> None:
     probe = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=root / "src", capture_output=True, text=True, timeout=60)

@@ -1,1 +1,1 @@
-"""Snapshots of the committed state and where they go; here: to a joining node."""
+"""Snapshots of the committed state and where they go: to a joining node, and to durable checkpoints."""

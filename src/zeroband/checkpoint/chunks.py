@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor
 from typing_extensions import Buffer
 
 from zeroband.errors import RecoveryFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK_BYTES = 8 << 20
 """Large enough that a request's round trip does not count, small enough to be lost without regret."""

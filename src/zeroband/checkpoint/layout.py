@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: names of its files, the share of each writer, headers of safetensors. Pure.
+"""What a checkpoint consists of: the names of its files, and the share of each writer. Pure.
 
 <path>/<run.id>/owner.json, latest
 <path>/<run.id>/step_00000123/manifest.json                         last; without it the rest does not count
@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol
+
+from zeroband.checkpoint.headers import safetensors_header
 
 MANIFEST, LATEST, OWNER = "manifest.json", "latest", "owner.json"
 TEMPORARY = ".tmp"
@@ -24,10 +26,6 @@ MAX_FILE_BYTES = 5_000_000_000
 """Larger sections are cut into several files with an index, as Hugging Face does."""
 
 _STEP = re.compile(r"^step_(\d{8,})$")
-_HEADER_LENGTH_BYTES = 8
-_ALIGNMENT = 8
-MAX_HEADER_BYTES = 100 << 20
-"""safetensors' own bound."""
 
 
 class Slot(Protocol):
@@ -41,6 +39,15 @@ class Slot(Protocol):
 
     @property
     def start(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PlainSlot:
+    """A slot that came as JSON."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
 
 
 def numel_of(slot: Slot) -> int:
@@ -144,53 +151,6 @@ def _cut(slots: Sequence[Slot], max_bytes: int) -> list[tuple[Slot, ...]]:
     return [tuple(cut) for cut in cuts]
 
 
-def safetensors_header(tensors: Iterable[tuple[str, Sequence[int]]]) -> bytes:
-    """What stands in front of float32 tensors that follow one another in this order.
-
-    Source: the safetensors format, 8 bytes of length (little endian), JSON, blanks up to a multiple of 8.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in tensors:
-        size = 4 * math.prod(shape)
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_HEADER_LENGTH_BYTES, "little") + text
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a safetensors file."""
-
-    name: str
-    shape: tuple[int, ...]
-    size: int
-    """In bytes."""
-
-
-def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]:
-    """The float32 tensors of a file, in the order of their data, which they fill without gaps.
-
-    `text`: the header without its length. Raises ValueError for anything else.
-    """
-    try:
-        entries = cast("dict[str, dict[str, Any]]", json.loads(text))
-        entries.pop("__metadata__", None)
-        spans = [(*map(int, e["data_offsets"]), name, tuple(map(int, e["shape"]))) for name, e in entries.items()]
-        dtypes = {entry["dtype"] for entry in entries.values()}
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is no safetensors header: {error!r:.100}") from error
-    if dtypes - {"F32"}:
-        raise ValueError(f"it holds {', '.join(sorted(map(str, dtypes)))}, not float32 alone")
-    tensors: list[StoredTensor] = []
-    at = 0
-    for start, stop, name, shape in sorted(spans):
-        if start != at or stop - start != 4 * math.prod(shape):
-            raise ValueError(f"its tensor {name} does not begin or end where it should")
-        tensors.append(StoredTensor(name, shape, stop - start))
-        at = stop
-    if at != data_bytes:
-        raise ValueError(f"its tensors take {at} bytes, it has {data_bytes}")
-    return tensors
+def inner_header(slots: Sequence[Slot], buffers: Sequence[str]) -> bytes:
+    """What stands in front of the flat buffers of an inner optimizer, whose tensors are `buffer.parameter`."""
+    return safetensors_header([(f"{buffer}.{slot.name}", slot.shape) for buffer in buffers for slot in slots])

@@ -1,6 +1,7 @@
 """Loading a checkpoint: what does not verify is skipped, with the file and the reason; the newest that does is taken.
 
-Files are hashed while they are read, straight into the flat buffers of the outer state. Any thread; no torch groups.
+Files are hashed while they are read, straight into the flat buffers of the outer state. Any thread; no torch groups,
+and torch itself only where tensors are read.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import xxhash
-from torch import Tensor
 
 from zeroband.checkpoint.chunks import bytes_of
-from zeroband.checkpoint.inner_state import load_inner, read_header
+from zeroband.checkpoint.headers import read_header
 from zeroband.checkpoint.layout import LATEST, MANIFEST, Slot, folder_of, hub_name, numel_of, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PIECE_BYTES = 16 << 20
 _FILES_AT_ONCE = 4
@@ -127,6 +130,8 @@ class Checkpoint:
         path = f"nodes/{node_id}/inner.safetensors"
         if path not in self.manifest.files:
             return False
+        from zeroband.checkpoint.inner_state import load_inner  # the writer, which verifies, does without torch
+
         opened = partial(self.storage.open, f"{self.folder}/{path}")
         self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path]))
         return True

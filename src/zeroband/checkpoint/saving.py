@@ -16,11 +16,18 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import xxhash
-from torch import Tensor
 
-from zeroband.checkpoint.chunks import bytes_of
-from zeroband.checkpoint.inner_state import save_inner
-from zeroband.checkpoint.layout import LATEST, MANIFEST, PARTS, TEMPORARY, OuterFile, OuterPlan, folder_of
+from zeroband.checkpoint.layout import (
+    LATEST,
+    MANIFEST,
+    PARTS,
+    TEMPORARY,
+    OuterFile,
+    OuterPlan,
+    Slot,
+    folder_of,
+    inner_header,
+)
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
 from zeroband.checkpoint.owner import require
@@ -72,11 +79,12 @@ class Surroundings(Protocol):
 class Staged:
     """The copies that a save reads. Nobody writes to them until it is over."""
 
+    slots: Sequence[Slot]
     plan: OuterPlan
-    outer: Mapping[str, Tensor]
-    """Flat buffers of the outer state by section, (n,) float32 on CPU."""
-    inner: Mapping[str, Tensor]
-    """Tensors of the node's inner optimizer by name; none where the outer state holds them."""
+    outer: Mapping[str, memoryview]
+    """The bytes of the flat float32 buffers of the outer state, by section."""
+    inner: Mapping[str, memoryview]
+    """Of the node's inner optimizer; none where the outer state holds them."""
     node_state: Mapping[str, Any]
     """Counters and random states; JSON."""
 
@@ -170,18 +178,21 @@ class Save:
 
     def _pieces(self, file: OuterFile) -> Iterator[Data]:
         yield file.header()
-        data = bytes_of(self._staged.outer[file.section][file.start : file.stop])
-        for start in range(0, len(data), _PIECE_BYTES):
-            yield data[start : start + _PIECE_BYTES]
+        for piece in _cut(self._staged.outer[file.section][4 * file.start : 4 * file.stop]):
+            yield piece
             self._around.at("mid_write")
+
+    def _inner_pieces(self) -> Iterator[Data]:
+        yield inner_header(self._staged.slots, tuple(self._staged.inner))
+        for buffer in self._staged.inner.values():
+            yield from _cut(buffer)
 
     def _write_node(self) -> None:
         folder = f"nodes/{self._node_id}"
         state = json.dumps(self._staged.node_state, sort_keys=True).encode()
         self._write(f"{folder}/state.json", lambda: iter((state,)))
         if self._staged.inner:
-            path = f"{folder}/inner.safetensors"
-            self._retry(path, lambda: save_inner(self._staged.inner, partial(self._store, path)))
+            self._write(f"{folder}/inner.safetensors", self._inner_pieces)
 
     def _write(self, path: str, pieces: Callable[[], Iterable[Data]]) -> None:
         self._retry(path, lambda: self._store(path, pieces()))
@@ -305,3 +316,8 @@ class Save:
         if self.is_first and self._storage.renames:  # give back the space that it took
             with contextlib.suppress(OSError):
                 self._storage.remove(self._folder)
+
+
+def _cut(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]

@@ -10,6 +10,8 @@ _STEPS_BETWEEN = 500
 
 
 class CkptConfig(Section):
+    """Checkpoints on disk or in an object store."""
+
     path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Folder or fsspec URL (`s3://BUCKET/...`) for checkpoints, written below `<path>/<run.id>/`. None: none are."""
     every_rounds: PositiveInt | None = None

@@ -65,6 +65,28 @@ EVENTS: Mapping[str, EventKind] = {
     ),
     "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
     "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
+    "checkpoint_staged": EventKind(
+        "The state after this round was copied; a writer makes it durable.", ("round", "step", "bytes")
+    ),
+    "checkpoint_skipped": EventKind(
+        "A checkpoint fell due while the one before was still being written.", ("round", "step"), logging.WARNING
+    ),
+    "checkpoint_share_written": EventKind(
+        "This node's share of a checkpoint is written; another one commits it.", ("round", "step", "bytes", "took_s")
+    ),
+    "checkpoint_without": EventKind(
+        "These nodes did not write their shares in time; this node wrote them.", ("round", "nodes"), logging.WARNING
+    ),
+    "checkpoint_committed": EventKind("A checkpoint is complete and durable.", ("round", "step", "bytes", "took_s")),
+    "checkpoint_retrying": EventKind(
+        "The storage failed; it is tried again.", ("round", "step", "reason"), logging.WARNING
+    ),
+    "checkpoint_failed": EventKind(
+        "A checkpoint could not be written; the one before stays, the run goes on.",
+        ("round", "step", "reason"),
+        logging.ERROR,
+    ),
+    "checkpoints_removed": EventKind("Older checkpoints were removed, as ckpt.keep_last says.", ("steps",)),
     "sample_written": EventKind("Text was generated.", ("path",)),
     "left": EventKind("This node gave its membership back.", ("reason",)),
     "run_finished": EventKind("All inner steps are done.", ("step",)),

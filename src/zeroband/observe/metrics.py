@@ -75,6 +75,12 @@ METRICS: Mapping[str, Metric] = {
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
     ),
+    "ckpt/stall_s": Metric("s", "Time that this step waited for the copy of the state that a checkpoint is made from."),
+    "ckpt/durable_step": Metric("index", "Inner step of the newest checkpoint that this node has completed."),
+    "ckpt/backlog_bytes": Metric(
+        "bytes", "Staged and not yet written by this node; an upper bound where nodes share the work."
+    ),
+    "ckpt/write_bytes_per_s": Metric("bytes/s", "Rate at which the writer hands the newest checkpoint to the storage."),
     "node/rss_bytes": Metric("bytes", "Memory of local rank 0 in RAM, shared pages included."),
     "node/gpu_peak_bytes": Metric("bytes", "Most memory that torch allocated on the GPU of local rank 0."),
 }

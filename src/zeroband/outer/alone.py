@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.outer.base import RoundReport
@@ -10,15 +14,16 @@ MEMBER_ID = "alone"
 
 
 class Alone:
-    """The whole run is one round."""
+    """A round is one inner step, as with DDP."""
 
     def __init__(self, shape: RunShape) -> None:
         self._shape = shape
+        self._session = uuid.uuid4().hex
         self._tokens = self._steps = self._round = 0
-        self._progress = Progress.at_start().after(self._opening(0, wanted=shape.total_steps), shape)
+        self._progress = Progress.at_start().begin(self._opening(0), shape, after_round=None)
 
-    def _opening(self, round: int, wanted: int) -> Opening:
-        lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (wanted,))
+    def _opening(self, round: int) -> Opening:
+        lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (1,))
         return Opening(round + 1, 1, round, *lists)
 
     @property
@@ -28,6 +33,10 @@ class Alone:
     @property
     def round(self) -> int:
         return self._round
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        return {"progress": self._progress.to_record(), "session": self._session}
 
     def is_time_over(self, steps: int) -> bool:
         return False
@@ -39,6 +48,7 @@ class Alone:
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
         self._steps += 1
         if ends_round:
-            self._round = 1
-            self._progress = self._progress.after(self._opening(self._round, wanted=0), self._shape)
+            self._round += 1
+            self._progress = self._progress.after(self._opening(self._round), self._shape)
+            self._tokens = self._steps = 0
         return None

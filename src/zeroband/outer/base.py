@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -116,6 +117,11 @@ class SyncHooks(Protocol):
     @property
     def round(self) -> int:
         """The newest committed round that this node's state holds; -1 before the founding."""
+        ...
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        """What its verdict recorded: the progress, and the run's session."""
         ...
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
@@ -237,13 +243,14 @@ class RoundKeeper:
         """What a verdict says that begins a line of rounds with the state that this node holds."""
         after_round = self.round if self.round >= FOUNDING_ROUND else None
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
-        return {"progress": progress.to_record(), "weight": 0, "state_before": self.state, **extra}
+        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
         """Stage the checkpoint that an opening names; its digest, and what the verdict will say."""
         assert opening.rollback is not None
         staged = self.parts.stage(opening.rollback)
-        before = {"state_before": self.state}
+        before = {"state_before": self.state, "session": self.payload["session"]}
         return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
 
     def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
@@ -317,6 +324,7 @@ class RoundKeeper:
             "progress": progress.to_record(),
             "weight": opening.total_weight,
             "state_before": self.state,
+            "session": self.payload["session"],
             **extra(result),
         }
 

@@ -49,6 +49,10 @@ class Ddp:
         return self._keeper.progress
 
     @property
+    def payload(self) -> Mapping[str, Any]:
+        return self._keeper.payload
+
+    @property
     def state(self) -> str:
         return self._keeper.state
 

@@ -53,6 +53,10 @@ class DiLoCo:
         return self._keeper.progress
 
     @property
+    def payload(self) -> Mapping[str, Any]:
+        return self._keeper.payload
+
+    @property
     def state(self) -> str:
         return self._keeper.state
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.inner_state import views_of
+from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.owner import Owner, claim
@@ -59,7 +59,9 @@ def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1")
 def staged_of(step: int, node_id: str, *, max_bytes: int = 1 << 30) -> Staged:
     moments = buffers_of(step + 1000, ("exp_avg", "exp_avg_sq"))
     plan = plan_outer(layout().slots, SECTIONS, max_bytes=max_bytes)
-    return Staged(plan, buffers_of(step), views_of(layout().slots, moments), {"node": node_id, "step": step})
+    outer = {name: bytes_of(buffer) for name, buffer in buffers_of(step).items()}
+    inner = {name: bytes_of(buffer) for name, buffer in moments.items()}
+    return Staged(layout().slots, plan, outer, inner, {"node": node_id, "step": step})
 
 
 @dataclass

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.checkpoint.saves import SECTIONS, Around, buffers_of, files_of, layout, own, save_of, saved, stamp_of
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, restore, steps_in_order
@@ -211,3 +213,24 @@ def test_folder_of_another_user_is_a_configuration_error(tmp_path: Path) -> None
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="permission denied"):
         own(LocalStorage(tmp_path / "run", "a"))
+
+
+# -- the inner optimizer, through torch.distributed.checkpoint --------------------------------------------------------
+
+
+def test_torchs_own_reader_loads_the_inner_optimizer(good: Path) -> None:
+    moments = {name: torch.zeros(layout().numel) for name in ("exp_avg", "exp_avg_sq")}
+    reader = HuggingFaceStorageReader(str(good / "step_00000010/nodes/a"))
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(views_of(layout().slots, moments), storage_reader=reader, no_dist=True)
+    assert all(torch.equal(moments[name], saved) for name, saved in buffers_of(1010, tuple(moments)).items())
+
+
+def test_inner_optimizer_of_another_shape_is_refused(good: Path) -> None:
+    checkpoint = open_checkpoint(LocalStorage(good, "a"), 10)
+    with pytest.raises(
+        CheckpointDamaged, match=r"nodes/a/inner\.safetensors: it does not fit: .*exp_avg\.norm\.weight"
+    ):
+        checkpoint.read_inner("a", {"exp_avg.norm.weight": torch.zeros(5)})
+    with pytest.raises(CheckpointDamaged, match=r"does not fit: .*exp_avg\.strange"):
+        checkpoint.read_inner("a", {"exp_avg.strange": torch.zeros(4)})

@@ -1,0 +1,152 @@
+"""The trainer's end of the writer: starts it, gives it orders, hears how they go. Local rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroband.checkpoint.writer import IDLE, PROGRESS, SaveOrder, WriterSpec
+from zeroband.observe.log import get_logger
+
+LOG_FILE = "checkpoint_writer.log"
+"""What the writer prints, in the node's folder of the run directory."""
+
+_SAY_S = 10.0
+
+_log = get_logger(__name__)
+
+
+class WriterProcess:
+    """One writer at a time, in a session of its own; one that died is replaced with the next order.
+
+    `on_event`: is given the events of a save, from the thread that listens. Owns the process and that thread.
+    """
+
+    def __init__(
+        self,
+        spec: WriterSpec,
+        descriptors: tuple[int, ...],
+        log: Path,
+        on_event: Callable[[str, Mapping[str, Any]], None],
+    ) -> None:
+        self._spec = spec
+        self._descriptors = descriptors
+        self._log_path = log
+        self._on_event = on_event
+        self._changed = threading.Condition()
+        self._order: SaveOrder | None = None
+        self._written_bytes = 0
+        self.bytes_per_s: int | None = None
+        """Of the save in hand, over its last second; then of the whole save."""
+        self._process = self._start()
+        self._listen_to(self._process)
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Start a writer; the caller makes it the current one."""
+        with self._log_path.open("a", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zeroband.checkpoint.writer"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=self._descriptors,
+                start_new_session=True,
+                text=True,
+            )
+        self._say(process, self._spec.to_json())
+        return process
+
+    def _listen_to(self, process: subprocess.Popen[str]) -> None:
+        threading.Thread(target=self._listen, args=(process,), name="checkpoint-answers", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in hand, so that the staging buffers must stay as they are."""
+        with self._changed:
+            return self._order is not None
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the save in hand, handed to the storage so far."""
+        return self._written_bytes
+
+    def give(self, order: SaveOrder) -> None:
+        """Have a checkpoint written; the writer must be free, unless the node is left out of it."""
+        if self._process.poll() is not None:
+            with self._changed:
+                self._process = self._start()
+            self._listen_to(self._process)
+        if not order.is_left_out:
+            with self._changed:
+                assert self._order is None, "one checkpoint at a time"
+                self._order, self._written_bytes = order, 0
+        self._say(self._process, order.to_json())
+        if self._process.poll() is not None:
+            self._died(self._process)
+
+    def await_free(self) -> None:
+        """Wait until no save is in hand; the writer's own time-outs bound it. Says so while it lasts."""
+        from_s = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._order is None, timeout=_SAY_S):
+                waited_s = round(time.monotonic() - from_s)
+                fields = {"waited_s": waited_s, "written_bytes": self._written_bytes}
+                _log.info("waiting for the checkpoint to be written", extra={"fields": fields})
+
+    def close(self, *, waits: bool) -> None:
+        """Let the writer end after the save in hand; `waits`: until then."""
+        if waits:
+            self.await_free()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        if waits:
+            self._process.wait()
+
+    def _say(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died: the thread that listens says so
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            message: dict[str, Any] = json.loads(line)
+            kind = message.pop("kind")
+            if kind == IDLE:
+                self._free(process)
+            elif kind == PROGRESS:
+                self._written_bytes, self.bytes_per_s = message["written_bytes"], message["bytes_per_s"]
+            else:
+                self._on_event(kind, message)
+        process.wait()
+        self._died(process)
+
+    def _died(self, process: subprocess.Popen[str]) -> None:
+        """Say what became of the save that a writer had in hand; the first call counts."""
+        order = self._free(process)
+        if order is not None:
+            place = {"round": order.stamp.round, "step": order.stamp.inner_step}
+            reason = f"its writer ended ({process.returncode}); see {self._log_path}"
+            self._on_event("checkpoint_failed", {**place, "reason": reason})
+
+    def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:
+        """The save that this writer had in hand, which it has no longer."""
+        with self._changed:
+            if process is not self._process:
+                return None
+            order, self._order = self._order, None
+            self._changed.notify_all()
+            return order

@@ -1,0 +1,294 @@
+"""Snapshots: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
+
+The trainer waits for that copy alone. One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroband.checkpoint.layout import MAX_FILE_BYTES
+from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.owner import Owner, claim
+from zeroband.checkpoint.random_states import gather_random_states
+from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.storage import open_storage
+from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
+from zeroband.config.schema import DilocoConfig, RunConfig
+from zeroband.elastic.groups import lane_bounds
+from zeroband.elastic.mesh import on_first_rank
+from zeroband.elastic.shm import NodeFolder
+from zeroband.observe.events import EventLog
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import MetricValue
+from zeroband.outer.base import RoundReport, SyncHooks
+from zeroband.outer.ddp import Ddp
+from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
+from zeroband.parallel import LocalMesh, barrier, broadcast_json
+from zeroband.parts import NodeParts, RunParts
+
+_LOCK_FILE = "checkpoint_writer.lock"
+_STAGED = "staged-"
+_PARAMS = "params"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_log = get_logger(__name__)
+
+
+class Staging:
+    """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together.
+
+    On a GPU they are pinned, and filled on a stream of their own.
+    """
+
+    def __init__(self, node: NodeParts, run: RunParts | None, stack: ExitStack) -> None:
+        config, self._local = node.config, node.local
+        self._node = node
+        self._run = run
+        self.layout = FlatLayout.of(node.model)
+        self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
+        self.outer: tuple[str, ...] = (_PARAMS,) if run is None else run.outer.sections
+        self.inner: tuple[str, ...] = () if run is not None and isinstance(run.outer, Ddp) else _MOMENTS
+        folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+        if run is None:
+            on_first_rank(self._local, lambda: _claim(config, node.node_id, stack))
+        self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
+        self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
+        self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
+        for name in self.names:  # touch the pages now rather than in the first copy
+            self._part(self.buffers[f"{_STAGED}{name}"]).zero_()
+        self._stream = _pin([self.buffers[f"{_STAGED}{name}"] for name in self.names], self._local, stack)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.outer, *self.inner)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all staged buffers."""
+        return 4 * self.layout.numel * len(self.names)
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        """What this rank copies of a buffer that all ranks see."""
+        start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
+        return buffer[start:stop]
+
+    def copy(self) -> None:
+        """Copy this rank's part; when all ranks have returned, the copy is whole."""
+        if self._run is not None:
+            for name in self.outer:
+                self._part(self.buffers[f"{_STAGED}{name}"]).copy_(self._part(self._run.buffers[name]))
+        shards: dict[str, dict[str, Tensor]] = {}
+        if self._run is None:
+            shards[_PARAMS] = parameter_shards(self._node.model)
+        if self.inner:
+            moments = self._node.inner.moments()
+            for number, name in enumerate(_MOMENTS):
+                shards[name] = {parameter: pair[number] for parameter, pair in moments.items()}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._local.device))
+            with torch.cuda.stream(self._stream):
+                self._store(shards)
+            self._stream.synchronize()
+        else:
+            self._store(shards)
+        barrier(self._local)
+
+    def _store(self, shards: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, tensors in shards.items():
+            for parameter, part in self._shards.parts(self.buffers[f"{_STAGED}{name}"], tensors):
+                part.copy_(tensors[parameter].detach().reshape(-1), non_blocking=True)
+
+
+def _claim(config: RunConfig, node_id: str, stack: ExitStack) -> None:
+    """The node's folder in shared memory, for a node that has no place in a run."""
+    stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
+
+
+def _pin(buffers: Sequence[Tensor], local: LocalMesh, stack: ExitStack) -> torch.cuda.Stream | None:
+    """Pin the buffers for copies from this rank's GPU; the stream for those, or None where there is no GPU."""
+    if local.device.type != "cuda":
+        return None
+    runtime: Any = torch.cuda.cudart()
+    for buffer in buffers:
+        code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel() * buffer.element_size(), 0))
+        if code:
+            _log.warning("staging buffers are not pinned, so copies are slower", extra={"fields": {"cuda_error": code}})
+            break
+        stack.callback(runtime.cudaHostUnregister, buffer.data_ptr())
+    return torch.cuda.Stream(local.device)
+
+
+class NoSnapshots:
+    """Nothing is saved."""
+
+    def take_if_due(self, report: RoundReport | None) -> None:
+        """Nothing."""
+
+    def measured(self) -> dict[str, MetricValue | None]:
+        """Nothing."""
+        return {}
+
+
+class Snapshots:
+    """The checkpoints of a run as its trainer sees them. Made by all local ranks when the node is a member.
+
+    `takes_over`: the run goes on from the checkpoints in its folder. `events`: there on local rank 0.
+    Raises ConfigError where the folder is another run's or out of reach.
+    """
+
+    def __init__(
+        self,
+        node: NodeParts,
+        run: RunParts | None,
+        hooks: SyncHooks,
+        events: EventLog | None,
+        *,
+        takes_over: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._node = node
+        self._local = node.local
+        self._config = node.config.ckpt
+        self._run = run
+        self._hooks = hooks
+        self._events = events
+        self._durable_step: int | None = None
+        self._stall_s: float | None = None
+        is_diloco = isinstance(node.config.outer, DilocoConfig)
+        self._every = self._config.rounds_between(are_rounds_steps=not is_diloco)
+        self._layout_digest = FlatLayout.of(node.model).digest()
+        on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
+        with ExitStack() as stack:
+            self._staging = Staging(node, run, stack)
+            self._writer = self._start_writer(max_file_bytes, stack) if self._local.rank == 0 else None
+            self._stack = stack.pop_all()
+
+    def _claim_folder(self, *, takes_over: bool) -> None:
+        run_id = self._node.config.run.id
+        assert self._config.path is not None
+        owner = Owner(run_id, self._hooks.payload["session"], self._layout_digest)
+        claim(open_storage(self._config.path, run_id, self._node.node_id), owner, takes_over=takes_over)
+
+    def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
+        config, staging = self._config, self._staging
+        descriptors = {name: os.open(path, os.O_RDWR) for name, path in staging.paths.items()}
+        for descriptor in descriptors.values():
+            stack.callback(os.close, descriptor)
+        assert config.path is not None
+        spec = WriterSpec(
+            path=config.path,
+            run_id=self._node.config.run.id,
+            node_id=self._node.node_id,
+            slots=tuple((slot.name, slot.shape, slot.start) for slot in staging.layout.slots),
+            outer={name: descriptors[name] for name in staging.outer},
+            inner={name: descriptors[name] for name in staging.inner},
+            rules=SaveRules(config.keep_last, config.keep_every, config.peer_wait_s, config.retry_s),
+            max_file_bytes=max_file_bytes,
+            lock=str((self._node.node_dir / _LOCK_FILE).absolute()),
+        )
+        log = self._node.node_dir / LOG_FILE
+        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event)
+
+    def take_if_due(self, report: RoundReport | None) -> None:
+        """Take a checkpoint if the newest committed round asks for one; `report`: of that round, None for a lone node.
+
+        Called by all local ranks after every committed round. Waits for the copy alone; after the last round of the
+        run also for the writer, if it has an earlier one in hand.
+        """
+        self._stall_s = None
+        is_last = self._hooks.progress.is_complete
+        if is_last or (self._hooks.round > 0 and self._hooks.round % self._every == 0):
+            self.take(report, waits=is_last)
+
+    def take(self, report: RoundReport | None, *, waits: bool) -> bool:
+        """Stage the state of the newest committed round; `waits`: for the writer to be free, rather than skip it.
+
+        Called by all local ranks. Returns whether it was staged.
+        """
+        from_s = time.monotonic()
+        if self._writer is not None and waits:
+            self._writer.await_free()
+        is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
+        if is_free:
+            self._staging.copy()
+            randoms = gather_random_states(self._local)
+            self._give(report, self._node_state(randoms))
+        elif self._writer is not None:
+            self._give(report, {}, is_left_out=True)
+            self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
+        self._stall_s = time.monotonic() - from_s
+        return is_free
+
+    def _give(self, report: RoundReport | None, node_state: Mapping[str, Any], *, is_left_out: bool = False) -> None:
+        if self._writer is None:
+            return
+        stamp = self._stamp(report)
+        members = stamp.members if self._config.shared else (self._node.node_id,)
+        self._writer.give(SaveOrder(stamp, members, node_state, is_left_out))
+        if not is_left_out:
+            place = {"round": stamp.round, "step": stamp.inner_step}
+            self._emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
+
+    def _stamp(self, report: RoundReport | None) -> Stamp:
+        config, hooks = self._node.config, self._hooks
+        members = [self._node.node_id] if report is None else [m.rpartition("#")[0] for m in report.members]
+        return Stamp(
+            run_id=config.run.id,
+            session=hooks.payload["session"],
+            round=hooks.round,
+            inner_step=hooks.progress.inner_step,
+            payload=hooks.payload,
+            state="" if self._run is None else self._run.outer.state,
+            sections=self._staging.outer,
+            members=tuple(sorted(members)),
+            layout=self._layout_digest,
+            model={**config.model.model_dump(mode="json"), "vocab_size": self._node.tokenizer.padded_vocab_size},
+            tokenizer=config.data.tokenizer,
+        )
+
+    def _node_state(self, randoms: list[str]) -> dict[str, Any]:
+        inner = self._node.inner
+        return {
+            "round": self._hooks.round,
+            "local_world_size": self._local.world_size,
+            "step_count": inner.step_count,
+            "update_count": inner.update_count,
+            "random_states": randoms,
+        }
+
+    def measured(self) -> dict[str, MetricValue | None]:
+        """What the newest step's checkpoint cost, and how far the writer is. Local rank 0."""
+        writer = self._writer
+        if writer is None:
+            return {}
+        left = self._staging.total_bytes - writer.written_bytes if writer.is_busy else 0
+        return {
+            "ckpt/stall_s": self._stall_s,
+            "ckpt/durable_step": self._durable_step,
+            "ckpt/backlog_bytes": max(left, 0),
+            "ckpt/write_bytes_per_s": writer.bytes_per_s,
+        }
+
+    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "checkpoint_committed":
+            self._durable_step = fields["step"]
+        self._emit(kind, **fields)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._events is not None:
+            self._events.emit(kind, **fields)
+
+    def close(self, *, waits: bool) -> None:
+        """Give everything back; `waits`: until the writer has written what it has in hand."""
+        if self._writer is not None:
+            self._writer.close(waits=waits)
+        self._stack.close()

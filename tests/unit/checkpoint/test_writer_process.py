@@ -1,0 +1,142 @@
+"""The writer as a real process, started as the trainer starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.checkpoint.saves import RULES, SECTIONS, buffers_of, layout, own, stamp_of
+
+from zeroband.checkpoint.chunks import bytes_of
+from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.storage import LocalStorage
+from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer_process import WriterProcess
+
+INNER = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Trainer:
+    """What a trainer has to do with its writer."""
+
+    writer: WriterProcess
+    storage: LocalStorage
+    descriptors: Mapping[str, int]
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    told: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def hear(self, kind: str, fields: Mapping[str, Any]) -> None:
+        self.events.append((kind, fields))
+        self.told.release()
+
+    def stage(self, step: int) -> None:
+        staged = {**buffers_of(step), **buffers_of(step + 1000, INNER)}
+        for name, descriptor in self.descriptors.items():
+            os.pwrite(descriptor, bytes_of(staged[name]), 0)
+
+    def give(self, step: int, members: Sequence[str] = ("a",), *, is_left_out: bool = False) -> None:
+        self.writer.give(SaveOrder(stamp_of(step, members=members), tuple(members), {"step": step}, is_left_out))
+
+    def await_event(self) -> str:
+        assert self.told.acquire(timeout=60), "the writer says nothing"
+        return self.events[-1][0]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]:
+    """Marked with `rules=...` where they are to be others."""
+    storage = LocalStorage(tmp_path / "checkpoints/run", "a")
+    own(storage)
+    descriptors: dict[str, int] = {}
+    for name in (*SECTIONS, *INNER):
+        (tmp_path / name).write_bytes(bytes(4 * layout().numel))
+        descriptors[name] = os.open(tmp_path / name, os.O_RDWR)
+    spec = WriterSpec(
+        path=str(tmp_path / "checkpoints"),
+        run_id="run",
+        node_id="a",
+        slots=tuple((slot.name, slot.shape, slot.start) for slot in layout().slots),
+        outer={name: descriptors[name] for name in SECTIONS},
+        inner={name: descriptors[name] for name in INNER},
+        rules=getattr(request, "param", RULES),
+        max_file_bytes=1 << 30,
+        lock=str(tmp_path / "lock"),
+    )
+    held: list[Trainer] = []
+    writer = WriterProcess(
+        spec, tuple(descriptors.values()), tmp_path / "log", lambda kind, fields: held[0].hear(kind, fields)
+    )
+    held.append(Trainer(writer, storage, descriptors))
+    yield held[0]
+    writer.close(waits=True)
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+def test_orders_become_checkpoints_of_what_was_staged(trainer: Trainer) -> None:
+    for step in (10, 20):
+        trainer.writer.await_free()
+        trainer.stage(step)
+        trainer.give(step)
+    trainer.writer.await_free()
+    assert [kind for kind, _ in trainer.events] == ["checkpoint_committed"] * 2
+    for step in (10, 20):
+        buffers = buffers_of(0)
+        assert restore(trainer.storage, layout().slots, buffers, step=step) is not None
+        assert all(bytes_of(buffers[name]) == bytes_of(buffer) for name, buffer in buffers_of(step).items())
+    assert trainer.writer.written_bytes > 0 and trainer.writer.bytes_per_s
+
+
+@pytest.mark.slow
+def test_writer_ignores_the_trainers_signals_and_finishes_when_the_trainer_is_gone(trainer: Trainer) -> None:
+    trainer.stage(10)
+    trainer.give(10)
+    assert trainer.await_event() == "checkpoint_committed"  # it is up, and its signals are set
+    trainer.stage(20)
+    trainer.give(20)
+    trainer.writer.close(waits=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(trainer.writer.pid, number)
+    trainer.writer.await_free()
+    assert steps_in_order(trainer.storage) == [20, 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [SaveRules(2, None, peer_wait_s=600.0, retry_s=0.0)], indirect=True)
+def test_writer_that_died_is_reported_and_replaced(trainer: Trainer) -> None:
+    trainer.stage(10)
+    trainer.give(10, members=("a", "b"))  # waits for b, which never comes
+    assert trainer.writer.is_busy
+    os.kill(trainer.writer.pid, signal.SIGKILL)
+    assert trainer.await_event() == "checkpoint_failed"
+    assert "its writer ended (-9)" in trainer.events[-1][1]["reason"]
+    assert not trainer.writer.is_busy and steps_in_order(trainer.storage) == []
+    trainer.give(20)
+    assert trainer.await_event() == "checkpoint_committed"
+
+
+@pytest.mark.slow
+def test_node_that_is_left_out_says_so_to_the_first_member(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.give(10, members=("Z", "a"), is_left_out=True)
+    trainer.writer.close(waits=True)
+    folder = tmp_path / "checkpoints/run/step_00000010.tmp/parts"
+    assert [path.read_text() for path in folder.iterdir()] == ["{}"]
+
+
+@pytest.mark.slow
+def test_manifest_of_a_real_writer_names_the_node(trainer: Trainer) -> None:
+    trainer.stage(10)
+    trainer.give(10)
+    trainer.writer.await_free()
+    checkpoint = open_checkpoint(trainer.storage, 10)
+    checkpoint.verify()
+    assert checkpoint.node_state("a") == {"step": 10}
