@@ -29,7 +29,7 @@ _COMMANDS = {
     "chaos": _Command("zeroband.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
     "data": _Command("zeroband.data.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
     "doctor": _Command("zeroband.doctor.command", "whether this machine can take part, and what its links carry"),
-    "ctl": _Command("zeroband.ctl", "pause | resume | drain NODE | status: orders to a whole run"),
+    "ctl": _Command("zeroband.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
     "config": _Command("zeroband.cli", "@file.toml --flags ...: the configuration that `train` would run with"),
 }

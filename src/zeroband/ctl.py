@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic import orders
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
-from zeroband.errors import ConfigError, StoreLost
+from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0
@@ -52,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     actions.add_parser("resume", help="ends a pause")
     drain = actions.add_parser("drain", help="a node leaves after its round", allow_abbrev=False)
     drain.add_argument("node", metavar="NODE", help="its node.id")
+    rollback = actions.add_parser("rollback", help="all members go back to a checkpoint", allow_abbrev=False)
+    rollback.add_argument("--step", type=int, required=True, help="inner step of the checkpoint")
     return parser
 
 
@@ -72,8 +76,28 @@ def _obey(options: argparse.Namespace, config: RunConfig, store: Store) -> str:
             alive = {member: view.peers[member].node_id for member in view.alive if member in view.peers}
             store.give_orders(lambda given: orders.drain(given, node_id, alive))
             return f"{node_id} leaves after its round"
+        case "rollback":
+            step, steps = options.step, _good_steps(config, options.step)
+            store.give_orders(lambda given: orders.roll_back(given, step, steps))
+            return f"{_boundary(view)}, all nodes go back to the checkpoint of step {step}"
         case _:
             return describe(config.run.id, store.view(_next_round(view)))
+
+
+def _good_steps(config: RunConfig, wanted: int) -> list[int]:
+    """Steps of the run's checkpoints; the one that is wanted only if its files are all there. Raises ConfigError."""
+    if config.ckpt.path is None:
+        raise ConfigError("this configuration has no ckpt.path: give the one of the run's nodes")
+    storage = open_storage(config.ckpt.path, config.run.id)
+    try:
+        steps = steps_in_order(storage)
+        if wanted in steps:
+            open_checkpoint(storage, wanted).require_sizes()
+    except OSError as error:
+        raise ConfigError(f"cannot look into {storage.url}: {reason_of(error)}") from error
+    except CheckpointDamaged as error:
+        raise ConfigError(f"the checkpoint of step {wanted} cannot be taken: {error}") from error
+    return steps
 
 
 def _next_round(view: View) -> int:

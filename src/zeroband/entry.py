@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from zeroband.data.ledger import Range
 from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
@@ -42,6 +42,9 @@ class LoneEntry:
     def enter(self) -> RoundReport | None:
         return None
 
+    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+        return "alone"
+
     def come_back(self, why: Fenced | RolledBack) -> RoundReport | None:
         raise AssertionError("nobody fences a node that trains alone") from why
 
@@ -58,6 +61,17 @@ class Entry:
         self._local = local
         self._events = events
         self._patience_s = patience_s
+
+    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+        """Whether the run stands still when this node leaves: all members leave with this round, or it is the last one.
+
+        Then it must save what it holds. Called once, by all local ranks.
+        """
+        assigned = set(self.hooks.progress.assigned)
+        staying = on_first_rank(self._local, lambda: sorted(self.run.store.say_leaving(self.run.mesh.member_id)))
+        if not assigned:
+            return "together"
+        return None if assigned & set(staying) else "alone"
 
     def assigned(self) -> Sequence[Range]:
         """The samples that this node reads in the next round."""

@@ -111,11 +111,13 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     snapshots.take_if_due(joined)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
-        leave_if_asked(node, report, entry.hooks.round)
+        leave_if_asked(node, entry, snapshots, report)
         try:
             train_round(node, entry, snapshots, report)
         except Fenced as fence:
-            leave_if_asked(node, report, entry.hooks.round)
+            leave_if_asked(
+                node, entry, NoSnapshots(), report
+            )  # others go on, and it holds no committed state of theirs
             node.inner.zero_grad()
             snapshots.take_if_due(enter(entry, report, fence))
         except RolledBack as order:
@@ -129,9 +131,17 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
         report.finished()
 
 
-def leave_if_asked(node: NodeParts, report: Report | None, round: int) -> None:
-    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here."""
+def leave_if_asked(
+    node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+) -> None:
+    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
+
+    If nobody goes on with the run, it saves what it holds first.
+    """
     if broadcast_json(node.departure.is_asked, node.local):
+        round = entry.hooks.round
+        if (last := entry.leaves_nobody()) is not None:
+            snapshots.take_before_leaving(is_alone=last == "alone")
         if report is not None and not node.departure.is_hurried:
             report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)

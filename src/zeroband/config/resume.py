@@ -8,6 +8,8 @@ from zeroband.config.section import NODE_LOCAL, Section
 
 
 class ResumeConfig(Section):
+    """Where a run begins again."""
+
     step: int | None = Field(default=None, ge=0, json_schema_extra=NODE_LOCAL)
     """Inner step of the checkpoint to go on from. None: the newest that verifies, or a new run where there is none."""
     path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)

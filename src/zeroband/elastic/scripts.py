@@ -168,6 +168,22 @@ end
 return redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1])
 """
 
+LEAVE = (
+    _CLOCK
+    + """
+-- KEYS: leases clock leaving   ARGV: member silence_ms ttl   returns the living members that are not leaving
+redis.call('HSET', KEYS[3], ARGV[1], 1)
+redis.call('EXPIRE', KEYS[3], ARGV[3])
+local leaving, staying = {}, {}
+for _, member in ipairs(redis.call('HKEYS', KEYS[3])) do leaving[member] = true end
+local at = reading(KEYS[2], tonumber(ARGV[2]))
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. at, '+inf')) do
+  if not leaving[member] then staying[#staying + 1] = member end
+end
+return staying
+"""
+)
+
 FOUND = """
 -- KEYS: run   ARGV: ttl field value field value ...   returns the first differing {field, theirs, ours}
 if redis.call('EXISTS', KEYS[1]) == 1 then

@@ -69,6 +69,7 @@ class Keys:
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
         self.beginning = f"{self.prefix}:beginning"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # hash: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
@@ -137,7 +138,9 @@ class Store:
         self._found, self._restore, self._order, self._add_once = (
             register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ORDER, scripts.ADD_ONCE)
         )
-        self._begin, self._clear = register(scripts.BEGIN), register(scripts.CLEAR)
+        self._begin, self._clear, self._leave = (
+            register(script) for script in (scripts.BEGIN, scripts.CLEAR, scripts.LEAVE)
+        )
 
     @property
     def _silence_ms(self) -> int:
@@ -249,6 +252,12 @@ class Store:
     def expire_lease(self, member_id: str) -> None:
         """Have a member's lease run out now: its guardian is known to be gone."""
         self._call(lambda: self._end_lease(keys=[self.keys.leases, self.keys.peers], args=[member_id, 0]))
+
+    def say_leaving(self, member_id: str) -> frozenset[str]:
+        """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
+        keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
+        staying = self._call(lambda: self._leave(keys=keys, args=[member_id, self._silence_ms, ROUND_TTL_S]))
+        return frozenset(_text(member) for member in staying)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
