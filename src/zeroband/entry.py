@@ -11,20 +11,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+import torch
+
+from zeroband.config.resume import ResumeConfig
 from zeroband.data.ledger import Range
 from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
-from zeroband.errors import Fenced, RecoveryFailed
+from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
-from zeroband.outer.alone import MEMBER_ID
+from zeroband.outer.alone import MEMBER_ID, Alone
 from zeroband.outer.base import RoundReport, SyncHooks, verify
+from zeroband.outer.flat import FlatLayout, ShardMap, parameter_shards
 from zeroband.outer.memory import HeldState
 from zeroband.outer.rollback import RolledBack
-from zeroband.parallel import LocalMesh, broadcast_json
-from zeroband.parts import RunParts
-from zeroband.restorer import SavedState
+from zeroband.parallel import LocalMesh, all_ok, broadcast_json
+from zeroband.parts import NodeParts, RunParts, shape_of
+from zeroband.restorer import Restorer, SavedState, source_of
+
+PARAMS = "params"
+"""The one section of the state of a node that trains alone."""
 
 _RETRY_S = 0.5
 
@@ -36,11 +43,47 @@ class LoneEntry:
 
     run = None
 
-    def __init__(self, hooks: SyncHooks) -> None:
-        self.hooks = hooks
+    def __init__(self, node: NodeParts, events: EventLog | None) -> None:
+        self._node = node
+        self._alone = Alone(shape_of(node.config))
+        self._events = events
+        self.hooks: SyncHooks = self._alone
 
     def enter(self) -> RoundReport | None:
+        if self._node.config.resume is not None:
+            self._begin_again(self._node.config.resume)
         return None
+
+    def _begin_again(self, resume: ResumeConfig) -> None:
+        """Go on from a checkpoint; anew where there is none. Every local rank reads it, and takes its shards.
+
+        Raises RecoveryFailed, ConfigError, RunOver.
+        """
+        node, config, local, from_s = self._node, self._node.config, self._node.local, time.monotonic()
+        layout = FlatLayout.of(node.model)
+        source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
+        targets = {PARAMS: torch.empty(layout.numel)}
+        restorer = Restorer(source, node.node_id, layout, targets, node.faults)
+
+        def read() -> dict[str, Any] | None:
+            saved = restorer.restore()
+            if saved is not None and saved.step >= config.train.total_steps:
+                raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+            return None if saved is None else asdict(saved)
+
+        saved = on_first_rank(local, read)
+        if saved is None:
+            return
+        if local.rank != 0:
+            restorer.restore(saved["step"])
+        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.model), targets[PARAMS])
+        self._alone.adopt(saved["round"], saved["payload"])
+        node.inner.seek(saved["step"])
+        has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
+        if self._events is not None:
+            place = {"round": saved["round"], "step": saved["step"], "digest": saved["state"]}
+            took_s = round(time.monotonic() - from_s, 3)
+            self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
 
     def leaves_nobody(self) -> Literal["together", "alone"] | None:
         return "alone"

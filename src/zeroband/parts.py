@@ -312,7 +312,8 @@ class RunParts:
             return None
         resume = config.resume or ResumeConfig()
         source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
-        return Restorer(source, node.node_id, layout, self.outer.sections, self.buffers, node.faults)
+        targets = {name: self.buffers[name] for name in self.outer.sections}
+        return Restorer(source, node.node_id, layout, targets, node.faults)
 
     @property
     def restorer(self) -> Restorer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.flat import FlatLayout, SharedBuffers
+from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import LocalMesh
 
 _log = get_logger(__name__)
@@ -69,22 +69,15 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
 
 
 class Restorer:
-    """Reads checkpoints into this node. `sections`: of the outer state, which lie in `buffers`."""
+    """Reads checkpoints into this node. `targets`: the sections of the outer state, (n,) float32 each, on CPU."""
 
     def __init__(
-        self,
-        source: Source,
-        node_id: str,
-        layout: FlatLayout,
-        sections: Sequence[str],
-        buffers: SharedBuffers,
-        faults: FaultPoints,
+        self, source: Source, node_id: str, layout: FlatLayout, targets: Mapping[str, Tensor], faults: FaultPoints
     ) -> None:
         self._source = source
         self._node_id = node_id
         self._layout = layout
-        self._sections = tuple(sections)
-        self._buffers = buffers
+        self._targets = dict(targets)
         self._faults = faults
         self._storage = source.own
         self.staged: Mapping[str, Tensor] | None = None
@@ -98,18 +91,16 @@ class Restorer:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
     def restore(self, step: int | None = None) -> SavedState | None:
-        """Read a checkpoint into the section buffers: the one asked for, or that of this step, verified.
+        """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
 
         None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
-        Local rank 0.
         """
         source, wanted = self._source, step if step is not None else self._source.step
         self._storage = source.own
         if source.other is not None and (source.step is not None or not self.steps()):
             self._storage = source.other
         self._faults.at("restoring", 0)
-        targets = {name: self._buffers[name] for name in self._sections}
-        restored = restore(self._storage, self._layout.slots, targets, step=wanted)
+        restored = restore(self._storage, self._layout.slots, self._targets, step=wanted)
         self._faults.at("restored", 0)
         if restored is None and (source.other is not None or wanted is not None):
             raise ConfigError(f"there is no checkpoint in {self._storage.url}")
@@ -122,7 +113,7 @@ class Restorer:
         """
         self._storage = self._source.own
         self._faults.at("restoring", 0)
-        targets = {name: torch.empty(self._buffers.numel) for name in self._sections}
+        targets = {name: torch.empty_like(target) for name, target in self._targets.items()}
         restored = restore(self._storage, self._layout.slots, targets, step=step)
         assert restored is not None, "of a step there is one, or an error"
         self.staged = targets

@@ -34,11 +34,10 @@ from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
-from zeroband.outer.alone import Alone
 from zeroband.outer.base import RoundReport
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
-from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
+from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of
 from zeroband.report import Committed, Learned, Report
 from zeroband.snapshots import NoSnapshots, Snapshots
 
@@ -150,9 +149,9 @@ def leave_if_asked(
 
 def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
     """The way into the run that the configuration asks for."""
-    if node.config.outer is None:
-        return LoneEntry(Alone(shape_of(node.config)))
     events = report.events if report is not None else None
+    if node.config.outer is None:
+        return LoneEntry(node, events)
     run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
     stack.push(run.leave)
     return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,7 @@ from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.restorer import Restorer, source_of
 
-
-class Buffers(dict[str, torch.Tensor]):
-    """Stands for the node's shared buffers."""
-
-    numel = layout().numel
+Buffers = dict[str, torch.Tensor]
 
 
 def storage(folder: Path, run_id: str) -> LocalStorage:
@@ -27,10 +22,9 @@ def storage(folder: Path, run_id: str) -> LocalStorage:
 
 
 def restorer(folder: Path, *, other: str | None = None, step: int | None = None) -> tuple[Restorer, Buffers]:
-    buffers = Buffers({name: torch.zeros(layout().numel) for name in SECTIONS})
+    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
     source = source_of(str(folder), "run", "a", other=other, step=step)
-    parts: Any = (source, "a", layout(), SECTIONS, buffers, FaultPoints(()))
-    return Restorer(*parts), buffers
+    return Restorer(source, "a", layout(), buffers, FaultPoints(())), buffers
 
 
 def holds(buffers: Buffers, step: int) -> bool:

@@ -26,6 +26,12 @@ class Alone:
         lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (1,))
         return Opening(round + 1, 1, round, *lists)
 
+    def adopt(self, round: int, payload: Mapping[str, Any]) -> None:
+        """Go on after a checkpoint that was saved after this round."""
+        before = Progress.from_record(payload["progress"])
+        self._round = round
+        self._progress = before.begin(self._opening(round), self._shape, after_round=round)
+
     @property
     def progress(self) -> Progress:
         return self._progress
