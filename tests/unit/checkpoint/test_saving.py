@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,30 @@ def test_restore_of_a_step_that_is_not_there_names_those_that_are(storage: Local
     saved(storage, 10, 20)
     with pytest.raises(RecoveryFailed, match=r"step_00000015/manifest.json is missing.*there are steps \[10, 20\]"):
         restore(storage, layout().slots, buffers_of(0), step=15)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount file systems")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_disk_that_is_full_keeps_the_previous_checkpoint_and_takes_the_next(tiny_disk: Path) -> None:
+    storage = LocalStorage(tiny_disk / "run", "a")
+    saved(storage, 10)
+    filler = (tiny_disk / "filler").open("wb", buffering=0)
+    with pytest.raises(OSError, match="No space left"), filler:
+        while True:
+            filler.write(bytes(4096))
+    around = Around()
+    assert not save_of(storage, 20, around, rules=SaveRules(2, None, 0.0, retry_s=9.0)).run()
+    assert around.kinds[-1] == "checkpoint_failed" and "the disk is full" in around.told[-1][1]["reason"]
+    assert restored_step(storage) == 10 and "step_00000020.tmp" not in storage.names()
+    (tiny_disk / "filler").unlink()
+    assert save_of(storage, 30, Around()).run() and restored_step(storage) == 30

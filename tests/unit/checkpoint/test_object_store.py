@@ -1,0 +1,133 @@
+"""Checkpoints on a real S3 API: moto's server, spoken to through fsspec and s3fs as a user's bucket would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.unit.checkpoint.saves import SECTIONS, Around, SaveRules, buffers_of, layout, own, save_of, saved
+
+from zeroband.checkpoint.inner_state import views_of
+from zeroband.checkpoint.loading import open_checkpoint, restore
+from zeroband.checkpoint.storage import Storage, open_storage
+from zeroband.errors import ConfigError
+
+pytest.importorskip("s3fs", reason="needs the extra s3")
+moto_server = pytest.importorskip("moto.server", reason="needs moto's server")
+boto3 = pytest.importorskip("boto3", reason="needs moto's server")
+
+BUCKET = "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = moto_server.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket, and what a user has in the environment to reach it."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    existing = [found["Name"] for found in client.list_buckets()["Buckets"]]
+    if BUCKET not in existing:
+        client.create_bucket(Bucket=BUCKET)
+    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    return f"s3://{BUCKET}/of/us"
+
+
+@pytest.fixture
+def storage(bucket: str) -> Storage:
+    return open_storage(bucket, "run", "a")
+
+
+def restored_step(storage: Storage) -> int | None:
+    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
+    found = restore(storage, layout().slots, buffers)
+    if found is None:
+        return None
+    step = found.checkpoint.manifest.stamp.inner_step
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in buffers_of(step).items())
+    return step
+
+
+@pytest.mark.slow
+def test_bucket_holds_the_same_checkpoint_as_a_folder(storage: Storage) -> None:
+    assert restored_step(storage) is None
+    saved(storage, 10, 20, 30, max_bytes=200)
+    assert storage.names() == ["latest", "owner.json", "step_00000020", "step_00000030"]  # the first one was removed
+    checkpoint = open_checkpoint(storage, 30)
+    checkpoint.verify()
+    moments = {name: torch.zeros(layout().numel) for name in ("exp_avg", "exp_avg_sq")}
+    assert checkpoint.read_inner("a", views_of(layout().slots, moments))
+    assert all(torch.equal(moments[name], saved) for name, saved in buffers_of(1030, tuple(moments)).items())
+    assert restored_step(storage) == 30
+
+
+@pytest.mark.slow
+def test_bucket_holds_the_old_state_until_the_manifest_is_there(storage: Storage) -> None:
+    class Died(BaseException):
+        pass
+
+    def strike(reached: str) -> None:
+        if reached == "before_manifest":
+            raise Died
+
+    saved(storage, 10)
+    with pytest.raises(Died):
+        save_of(storage, 20, Around(on_point=strike)).run()
+    assert "step_00000020" in storage.names() and restored_step(storage) == 10
+
+
+@pytest.mark.slow
+def test_members_share_the_work_in_a_bucket(bucket: str) -> None:
+    first, second = (open_storage(bucket, "run", node) for node in ("a", "b"))
+    own(first)
+    own(second)
+    assert save_of(second, 10, Around(), node_id="b", members=("a", "b")).run()
+    assert save_of(first, 10, Around(), members=("a", "b")).run()
+    assert open_checkpoint(first, 10).manifest.nodes == ("a", "b") and restored_step(second) == 10
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_bucket_refuse_each_other(bucket: str) -> None:
+    own(open_storage(bucket, "run"), "s1")
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        own(open_storage(bucket, "run"), "s2")
+
+
+@pytest.mark.slow
+def test_bucket_that_is_not_there_is_a_configuration_error(bucket: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write to s3://missing/run: .*bucket does not exist"):
+        own(open_storage("s3://missing", "run"))
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_are_reported_and_the_last_checkpoint_stays(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(storage, 10)
+
+    def refuse(path: str, pieces: object) -> None:
+        raise PermissionError("An error occurred (ExpiredToken) when calling the PutObject operation")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write", refuse)
+        around = Around()
+        assert not save_of(storage, 20, around, rules=SaveRules(2, None, 0.0, retry_s=9.0)).run()
+    assert around.kinds[-2:] == ["checkpoint_retrying", "checkpoint_failed"]
+    assert "the credentials are refused or expired" in around.told[-1][1]["reason"]
+    assert restored_step(storage) == 10
