@@ -91,6 +91,9 @@ def test_run_that_was_killed_goes_on_with_other_nodes_and_an_empty_store(tmp_pat
         assert cluster.redis is not None
         cluster.redis.stop()
         cluster.redis.start(empty=True)
+        for point in ("restoring", "restored"):  # nodes that die in the load leave nothing behind that binds others
+            cluster.start(point, arguments=["--resume", "--fault.inject", f"{point}@0=SIGKILL"])
+        until(cluster, lambda: not any(node.is_running for node in cluster.nodes.values()), "they die in the load")
         again = cluster.start(
             "other", ranks=2, arguments=["--resume", "--elastic.start-nodes", "1", "--comm.lanes", "2"]
         )
@@ -103,8 +106,7 @@ def test_run_that_was_killed_goes_on_with_other_nodes_and_an_empty_store(tmp_pat
         assert_exact(cluster)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_last_node_that_is_asked_to_leave_saves_and_the_same_command_goes_on(tmp_path: Path, number: int) -> None:
+def test_last_node_that_is_asked_to_leave_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     more = ("--train.total-steps", "1000000", "--ckpt.every-rounds", "1000", "--resume")
     with cluster_of(tmp_path, 1, *more, "--fault.inject", "inner@+0=TAKES0.05") as cluster:
         node = cluster.start()
@@ -173,3 +175,19 @@ def test_crashed_trainer_goes_on_with_what_was_in_memory(tmp_path: Path, monkeyp
         node.terminate()
         assert node.wait(DEADLINE_S) == 0
         assert not node.spec.memory.exists()
+
+
+def test_node_that_trains_alone_repeats_every_bit(tmp_path: Path) -> None:
+    start = TINY.index("--outer.type")
+    alone = [*TINY[:start], *TINY[TINY.index("--fault.detect-s") :], "--train.total-steps", "12", "--resume"]
+    alone += ["--ckpt.every-rounds", "4", "--ckpt.path", str(tmp_path / "ckpt")]
+    alone += ["--data.cache-dir", str(tmp_path / "cache")]
+    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with LocalCluster(tmp_path / "runs", alone, nodes=1, alone=True, env=env) as cluster:
+        node = cluster.start()
+        finish(cluster)
+        first, count = losses(node.metrics(), 4), len(node.metrics())
+        again = cluster.restart(node.node_id, arguments=["--resume.step", "4"])
+        finish(cluster)
+        assert again.events("resumed_from")[-1]["has_inner"]
+        assert losses(again.metrics()[count:], 0) == first

@@ -756,3 +756,11 @@ def test_run_that_was_silent_as_a_whole_is_not_taken_for_dead_before_a_lease_has
     assert not store.forget_dead_run()
     let_pass(redis_client, store, 4_000, is_silent=False)
     assert store.forget_dead_run()
+
+
+def test_of_members_that_leave_at_once_the_last_sees_that_nobody_stays(store: Store, redis_client: redis.Redis) -> None:
+    hold(store, A, B, C)
+    assert store.say_leaving(A) == {B, C}
+    assert store.say_leaving(B) == {C}
+    let_pass(redis_client, store, 10_000, is_silent=False)
+    assert store.say_leaving(B) == frozenset()

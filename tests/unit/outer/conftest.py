@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
+from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.departure import Departure
@@ -78,6 +79,7 @@ class MemoryStore:
         self.votes: dict[str, dict[str, str]] = {}
         self.failed: dict[str, str] = {}
         self.orders = Orders()
+        self.beginning: Beginning | None = None
         self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
         """(id of an opening, lane) -> what each member put into the all-reduce."""
         self.connected: set[tuple[str, str]] = set()
@@ -94,6 +96,7 @@ class MemoryStore:
             votes=dict(self.votes.get(current, {})),
             failed=self.failed.get(current),
             orders=self.orders,
+            beginning=self.beginning,
         )
 
     def change(self, change: Callable[[], object]) -> None:

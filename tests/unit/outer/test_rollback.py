@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from tests.unit.outer.conftest import FakeRun, StartRun
 from torch import Tensor
 
 from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.orders import roll_back
-from zeroband.outer.base import RoundReport
+from zeroband.elastic.progress import Progress
+from zeroband.outer.base import RoundReport, StateCopy
 from zeroband.outer.rollback import RolledBack
+from zeroband.parallel import LocalMesh
 
 Noise = Callable[..., Tensor]
 OUTER = OuterSGDConfig(momentum_warmup_rounds=5)
@@ -106,3 +111,33 @@ def test_nobody_catches_up_over_a_rollback(start_run: StartRun, noise: Noise) ->
     journal = run["a"].journal
     kept = [journal.await_entry(round, patience_s=0.0) is not None for round in (1, 2, 3, 4)]
     assert kept == [False, False, False, True]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig, local: LocalMesh, tmp_path: Path
+) -> None:
+    first = start_run(algorithm, "a", "b")
+    first.round(a=noise(1), b=noise(2))
+    first.round(a=noise(3), b=noise(4))
+    copy = first["a"].outer.copy_state()
+    reports = [first.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
+    (tmp_path / "again").mkdir()
+    run = FakeRun(algorithm, tmp_path / "again", local, founders=2)
+    run.store.beginning = Beginning(9, 2, copy.state, "a")
+    for name in ("a", "b"):
+        assert run.add(name).outer.adopt(copy.round, copy.payload, copy.sections) == copy.state
+        if algorithm.type == "diloco":  # whose inner state the checkpoint holds by node
+            run[name].inner.load_state_dict(first[name].inner.state_dict())
+            run[name].inner.seek(2)
+    run.together(**{name: partial(run[name].outer.found, 9) for name in ("a", "b")})
+    assert run["a"].outer.progress.assigned == first_assigned(copy)
+    again = [run.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
+    assert [r.round for r in again] == [10, 11, 12]
+    assert [r.state for r in again] == [r.state for r in reports]
+    assert [r.progress.inner_step for r in again] == [r.progress.inner_step for r in reports]
+    assert [r.progress.assigned for r in again] == [r.progress.assigned for r in reports]
+
+
+def first_assigned(copy: StateCopy) -> dict[str, tuple[tuple[int, int], ...]]:
+    return dict(Progress.from_record(copy.payload["progress"]).assigned)
