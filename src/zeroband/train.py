@@ -119,6 +119,9 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
             )  # others go on, and it holds no committed state of theirs
             node.inner.zero_grad()
             snapshots.take_if_due(enter(entry, report, fence))
+        except Leaving:  # its time is over, and the others, if there are any, did not come
+            save_if_last(entry, snapshots)
+            raise
         except RolledBack as order:
             node.inner.zero_grad()
             enter(entry, report, order)
@@ -139,12 +142,17 @@ def leave_if_asked(
     """
     if broadcast_json(node.departure.is_asked, node.local):
         round = entry.hooks.round
-        if (last := entry.leaves_nobody()) is not None:
-            snapshots.take_before_leaving(is_alone=last == "alone")
+        save_if_last(entry, snapshots)
         if report is not None and not node.departure.is_hurried:
             report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
+
+
+def save_if_last(entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots) -> None:
+    """Take a checkpoint if nobody goes on with the run when this node leaves."""
+    if (last := entry.leaves_nobody()) is not None:
+        snapshots.take_before_leaving(is_alone=last == "alone")
 
 
 def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:

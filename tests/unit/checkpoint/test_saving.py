@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -296,8 +297,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_disk_that_is_full_keeps_the_previous_checkpoint_and_takes_the_next(tiny_disk: Path) -> None:
     storage = LocalStorage(tiny_disk / "run", "a")
     saved(storage, 10)
-    filler = (tiny_disk / "filler").open("wb", buffering=0)
-    with pytest.raises(OSError, match="No space left"), filler:
+    with contextlib.suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as filler:
         while True:
             filler.write(bytes(4096))
     around = Around()
