@@ -30,6 +30,7 @@ _COMMANDS = {
     "data": _Command("zeroband.data.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
     "doctor": _Command("zeroband.doctor.command", "whether this machine can take part, and what its links carry"),
     "plan": _Command("zeroband.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
+    "ctl": _Command("zeroband.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
     "export": _Command("zeroband.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("zeroband.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),

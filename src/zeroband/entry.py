@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
+import torch
+
+from zeroband.config.resume import ResumeConfig
 from zeroband.data.ledger import Range
-from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
+from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
-from zeroband.errors import Fenced, RecoveryFailed
+from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
-from zeroband.outer.alone import MEMBER_ID
+from zeroband.outer.alone import MEMBER_ID, Alone
 from zeroband.outer.base import RoundReport, SyncHooks, verify
-from zeroband.parallel import LocalMesh, broadcast_json
-from zeroband.parts import RunParts
+from zeroband.outer.flat import FlatLayout, ShardMap, parameter_shards
+from zeroband.outer.memory import HeldState
+from zeroband.outer.rollback import RolledBack
+from zeroband.parallel import LocalMesh, all_ok, broadcast_json
+from zeroband.parts import NodeParts, RunParts, shape_of
+from zeroband.restorer import Restorer, SavedState, source_of
+
+PARAMS = "params"
+"""The one section of the state of a node that trains alone."""
 
 _RETRY_S = 0.5
 
@@ -31,14 +43,53 @@ class LoneEntry:
 
     run = None
 
-    def __init__(self, hooks: SyncHooks) -> None:
-        self.hooks = hooks
+    def __init__(self, node: NodeParts, events: EventLog | None) -> None:
+        self._node = node
+        self._alone = Alone(shape_of(node.config))
+        self._events = events
+        self.hooks: SyncHooks = self._alone
 
     def enter(self) -> RoundReport | None:
+        if self._node.config.resume is not None:
+            self._begin_again(self._node.config.resume)
         return None
 
-    def come_back(self, fence: Fenced) -> RoundReport | None:
-        raise AssertionError("nobody fences a node that trains alone") from fence
+    def _begin_again(self, resume: ResumeConfig) -> None:
+        """Go on from a checkpoint; anew where there is none. Every local rank reads it, and takes its shards.
+
+        Raises RecoveryFailed, ConfigError, RunOver.
+        """
+        node, config, local, from_s = self._node, self._node.config, self._node.local, time.monotonic()
+        layout = FlatLayout.of(node.model)
+        source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
+        targets = {PARAMS: torch.empty(layout.numel)}
+        restorer = Restorer(source, node.node_id, layout, targets, node.faults)
+
+        def read() -> dict[str, Any] | None:
+            saved = restorer.restore()
+            if saved is not None and saved.step >= config.train.total_steps:
+                raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+            return None if saved is None else asdict(saved)
+
+        saved = on_first_rank(local, read)
+        if saved is None:
+            return
+        if local.rank != 0:
+            restorer.restore(saved["step"])
+        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.model), targets[PARAMS])
+        self._alone.adopt(saved["round"], saved["payload"])
+        node.inner.seek(saved["step"])
+        has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
+        if self._events is not None:
+            place = {"round": saved["round"], "step": saved["step"], "digest": saved["state"]}
+            took_s = round(time.monotonic() - from_s, 3)
+            self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
+
+    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+        return "alone"
+
+    def come_back(self, why: Fenced | RolledBack) -> RoundReport | None:
+        raise AssertionError("nobody fences a node that trains alone") from why
 
     def assigned(self) -> Sequence[Range]:
         return self.hooks.progress.assigned.get(MEMBER_ID, ())
@@ -54,29 +105,152 @@ class Entry:
         self._events = events
         self._patience_s = patience_s
 
+    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+        """Whether the run stands still when this node leaves: all members leave with this round, or it is the last one.
+
+        Then it must save what it holds. Called once, by all local ranks.
+        """
+        assigned = set(self.hooks.progress.assigned)
+        staying = on_first_rank(self._local, lambda: sorted(self.run.store.say_leaving(self.run.mesh.member_id)))
+        if not assigned:
+            return "together"
+        return None if assigned & set(staying) else "alone"
+
     def assigned(self) -> Sequence[Range]:
         """The samples that this node reads in the next round."""
         return self.hooks.progress.assigned.get(self.run.mesh.member_id, ())
 
     def enter(self) -> RoundReport:
         """Found the run, or join it where others did. Returns the report of the round that made this node a member."""
-        is_founded = on_first_rank(self._local, lambda: self.run.store.view(FOUNDING_ROUND).committed is not None)
+        report = self._go_on_from_memory()
+        if report is not None:
+            return report
+        way = on_first_rank(self._local, self._way_in)
         was_member = self.hooks.round >= FOUNDING_ROUND  # the store lost its record, and others will bring it back
-        if not is_founded and not was_member:
-            try:
-                report = self.run.outer.found()
-            except Fenced as fence:
-                if self.run.mesh.is_fenced:
-                    raise
-                _log.info("the others founded the run; joining", extra={"fields": {"why": str(fence)}})
-            else:
-                self._emit("joined", member_id=report.member_id, round=report.round)
-                return report
-        return self.join()
+        if way == "begin":
+            report = self._begin_again()
+        elif way == "found" and not was_member:
+            report = self._found(FOUNDING_ROUND)
+        return report or self.join()
 
-    def come_back(self, fence: Fenced) -> RoundReport:
-        """Return after the run went on without this node, whether or not it was founded by then."""
-        self._emit("fenced", reason=str(fence))
+    def _way_in(self) -> Way:
+        """Local rank 0."""
+        while (way := way_in(self.run.store.view(FOUNDING_ROUND), resumes=self.run.resumes)) == "wait":
+            time.sleep(_RETRY_S)
+        return "begin" if isinstance(way, Beginning) else way
+
+    def _found(self, round: int) -> RoundReport | None:
+        """Found the run with the state that this node holds; None where others did meanwhile."""
+        try:
+            report = self.run.outer.found(round)
+        except Fenced as fence:
+            if self.run.mesh.is_fenced:
+                raise
+            _log.info("the others founded the run; joining", extra={"fields": {"why": str(fence)}})
+            return None
+        self._emit("joined", member_id=report.member_id, round=report.round)
+        return report
+
+    def _begin_again(self) -> RoundReport | None:
+        """Found the run on a checkpoint, or anew where there is none; None where others are ahead of this node."""
+        from_s = time.monotonic()
+        agreed = on_first_rank(self._local, self._agree)
+        if agreed["way"] != "begin":
+            return self._found(FOUNDING_ROUND) if agreed["way"] == "found" else None
+        digest = self.run.outer.adopt(agreed["after_round"], agreed["payload"])
+        verify(digest, agreed["state"], f"the checkpoint of step {agreed['step']}", self._local)
+        has_inner = self.run.load_inner(agreed["step"])
+        took_s = round(time.monotonic() - from_s, 3)
+        place = {"round": agreed["round"], "step": agreed["step"], "rejected": agreed["rejected"]}
+        self._emit("resumed_from", **place, digest=digest, took_s=took_s, has_inner=has_inner)
+        return self._found(agreed["round"])
+
+    def _agree(self) -> dict[str, Any]:
+        """Read a checkpoint into the buffers of the outer state, one that all nodes begin with. Local rank 0."""
+        saved: SavedState | None = None
+        is_read = False
+        while True:
+            view = self.run.store.view(FOUNDING_ROUND)
+            way = way_in(view, resumes=True)
+            if way == "wait":
+                time.sleep(_RETRY_S)
+                continue
+            if way in ("join", "found"):
+                return {"way": way}
+            step = way.step if isinstance(way, Beginning) else None
+            if not is_read or (step is not None and (saved is None or saved.step != step)):
+                saved, is_read = self.run.read_checkpoint(step), True
+                continue
+            if saved is None:
+                return self._without_checkpoint(view)
+            beginning = self._beginning(view, way, saved)
+            if beginning is not None:
+                return {"way": "begin", **asdict(saved), "round": beginning.round, "after_round": saved.round}
+
+    def _beginning(self, view: View, way: Way | Beginning, saved: SavedState) -> Beginning | None:
+        """What is agreed on; None: look again. Raises RecoveryFailed where others have another checkpoint of a step."""
+        if isinstance(way, Beginning):
+            if way.state != saved.state:
+                raise RecoveryFailed(
+                    f"the checkpoint of step {saved.step} is {saved.state} here, and {way.state} on {way.member}: "
+                    "ckpt.path is not the same folder on both"
+                )
+            return way
+        member_id = self.run.mesh.member.member_id
+        proposal = beginning_after(view, round=saved.round, step=saved.step, state=saved.state, member=member_id)
+        return proposal if self.run.store.propose_beginning(proposal, view) else None
+
+    def _without_checkpoint(self, view: View) -> dict[str, Any]:
+        if view.committed is None:
+            return {"way": "found"}
+        raise RecoveryFailed(
+            f"the nodes of this run are gone since round {view.committed.round}, and it has no checkpoint; "
+            "start it anew with another run.id"
+        )
+
+    def _go_on_from_memory(self) -> RoundReport | None:
+        """Come back with what this node's trainer had in memory when it crashed; None where that is of no use."""
+        from_s, held = time.monotonic(), list[HeldState]()
+
+        def recall() -> dict[str, Any] | None:
+            found = self.run.memory.recall(self.run.buffers.numel)
+            held.extend([] if found is None else [found])
+            return None if found is None else {"round": found.round, "payload": found.payload, "state": found.state}
+
+        found = on_first_rank(self._local, recall)
+        if found is None:
+            return None
+        sections = held.pop().sections if held else None
+        digest = self.run.outer.adopt(found["round"], found["payload"], sections)
+        on_first_rank(self._local, self.run.memory.drop_held)
+        verify(digest, found["state"], "what this node had in memory", self._local)
+        took_s = round(time.monotonic() - from_s, 3)
+        self._emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
+        try:
+            report = self.run.outer.join()
+        except RecoveryFailed as error:
+            _log.warning("what this node had in memory is too old", extra={"fields": {"why": str(error)}})
+            return None
+        self._emit("joined", member_id=report.member_id, round=report.round)
+        return report
+
+    def _roll_back(self, order: RolledBack) -> RoundReport:
+        """Take the checkpoint that the members agreed to go back to. Returns the report of the newest round."""
+        report, sections = order.report, self.run.take_staged()
+        digest = self.run.outer.adopt(report.round, order.payload, sections)
+        verify(digest, report.state, f"the checkpoint of step {order.step}", self._local)
+        has_inner = self.run.load_inner(order.step)
+        self._emit("rolled_back", round=report.round, step=order.step, digest=digest, has_inner=has_inner)
+        on_first_rank(self._local, lambda: self.run.point_latest(order.step))
+        if report.progress.is_complete or self.assigned():
+            return report
+        return self.run.outer.join()  # it asked for no samples, since the run was about to end
+
+    def come_back(self, why: Fenced | RolledBack) -> RoundReport:
+        """Return after the run went on without this node, whether or not it was founded by then, or went back."""
+        if isinstance(why, RolledBack):
+            return self._roll_back(why)
+        self._emit("fenced", reason=str(why))
         self.run.come_back()
         return self.enter()
 
@@ -86,16 +260,20 @@ class Entry:
         Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
         """
         self._emit("recovering", round=self.run.outer.round)
-        on_first_rank(self._local, lambda: self.run.fetcher.begin(self.run.outer.sections))
+        on_first_rank(self._local, self._begin_to_fetch)
         deadline_s, said = time.monotonic() + self._patience_s, ""
         while True:
             try:
                 self._recover()
                 report = self.run.outer.join()
             except RecoveryFailed as error:
+                report = self._begin_again() if on_first_rank(self._local, self._way_in) == "begin" else None
+                if report is not None:
+                    return report
                 if not broadcast_json(time.monotonic() < deadline_s, self._local):
                     raise RecoveryFailed(
-                        f"{error}; tried for {self._patience_s:g} s. If the run is over, start one with a new run.id"
+                        f"{error}; tried for {self._patience_s:g} s. If the run's nodes are gone, go on from a "
+                        "checkpoint of it with --resume, or start one with a new run.id"
                     ) from error
                 if str(error) != said:
                     said = str(error)
@@ -104,6 +282,10 @@ class Entry:
                 continue
             self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
+
+    def _begin_to_fetch(self) -> None:
+        self.run.memory.spoil()
+        self.run.fetcher.begin(self.run.outer.sections)
 
     def _recover(self) -> None:
         """Fetch a committed state and take it over. Raises RecoveryFailed."""
@@ -114,7 +296,7 @@ class Entry:
         except RecoveryFailed:
             on_first_rank(self._local, self.run.fetcher.distrust_state)
             raise
-        self._emit("recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"])
+        self._emit("recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"], source="members")
 
     def _fetch(self) -> dict[str, Any]:
         fetched = self.run.fetcher.fetch_state()

@@ -13,14 +13,15 @@ from pathlib import Path
 from zeroband.errors import ConfigError
 
 POINTS = (
-    *("joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
+    *("restoring", "restored", "joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
     *("reduced", "voted", "committed", "applied", "leaving"),
 )
-"""In the order of a node's life: while it fetches the state; in the first inner step of a round, at its boundary, while
-it waits for the others, before the transfer, at 50 and 99 % of its bytes, before the vote, between vote and verdict,
-before and after the apply; and when it was asked to leave. `joining` and `leaving` belong to no round: theirs is 0."""
+"""In the order of a node's life: before and after it reads a checkpoint; while it fetches the state; in the first
+inner step of a round, at its boundary, while it waits for the others, before the transfer, at 50 and 99 % of its bytes,
+before the vote, between vote and verdict, before and after the apply; and when it was asked to leave. Those of a
+checkpoint, `joining` and `leaving` belong to no round: theirs is 0."""
 
-_WITHOUT_ROUND = ("joining", "leaving")
+_WITHOUT_ROUND = ("restoring", "restored", "joining", "leaving")
 _IN_TRANSFER = (("transfer50", 0.5), ("transfer99", 0.99))
 
 OUT_OF_MEMORY, SLOW, TAKES = "OOM", "SLOW", "TAKES"

@@ -134,6 +134,10 @@ class InnerOptimizer:
             for name, state in ((name, self._state(name)) for name in self._names)
         }
 
+    def named_moments(self) -> dict[str, Tensor]:
+        """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
+        return {f"{moment}.{name}": self._state(name)[moment] for moment in _MOMENTS for name in self._names}
+
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
         return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}

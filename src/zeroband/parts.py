@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeroband.checkpoint.hub_files import start_from
 from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
+from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
@@ -31,9 +35,9 @@ from zeroband.elastic.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
 from zeroband.elastic.records import view_to_record
-from zeroband.elastic.shm import NodeFolder
+from zeroband.elastic.shm import NodeFolder, restarting_launcher
 from zeroband.elastic.store import Store
-from zeroband.errors import Leaving
+from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
 from zeroband.model.init import init_weights
@@ -47,13 +51,19 @@ from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
+from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
-from zeroband.parallel import LocalMesh, parallelize
+from zeroband.outer.rollback import StagedState
+from zeroband.parallel import LocalMesh, all_ok, parallelize
 from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
+from zeroband.restorer import Restorer, SavedState, source_of
 
 _JOURNAL_ROUNDS = 64
 _JOURNAL_BYTES = 4 << 30
+_CLEAN_ENDS = (RunOver, Leaving, ConfigError)
+"""Nothing would be better after another start."""
+
 _FIRST_CONTACT_S = 30.0
 """A Redis that does not answer at the start for so long is most likely not there."""
 
@@ -163,21 +173,24 @@ def rules_of(config: RunConfig) -> Rules:
 class RunParts:
     """A node's place in a run of several: owns the membership, the shared memory and the state server.
 
-    Made by all local ranks together; `close()` gives everything back.
+    Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
     """
 
-    def __init__(self, node: NodeParts) -> None:
+    def __init__(self, node: NodeParts, on_event: Callable[..., object]) -> None:
         config, local = node.config, node.local
+        self._on_event = on_event
         assert config.store.url is not None and config.outer is not None
         self._node = node
         self._store_url = config.store.url.get_secret_value()
         self._token = config.run.token.get_secret_value() if config.run.token else None
         self._server: StateServer | None = None
+        self._is_left = False
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
             self._shared: Mapping[str, str] = on_first_rank(local, lambda: self._match_run(layout))
             self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+            self.memory = NodeMemory(self._folder, launcher=restarting_launcher(os.environ), layout=layout.digest())
             on_first_rank(local, lambda: self._claim_folder(stack))
             self._board = NodeBoard(self._folder / "board", create=False)
             stack.callback(self._board.close)
@@ -191,7 +204,9 @@ class RunParts:
             self.fetcher = Fetcher(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults
             )
+            self._restorer: Restorer | None = None
             self.outer = self._build_outer(layout)
+            self._restorer = self._build_restorer(layout)
             self._serve(stack)
             self._stack = stack.pop_all()
 
@@ -221,12 +236,17 @@ class RunParts:
             "data (tokens)": self._node.data_fingerprint,
             "train.init_from (weights)": self._node.weights_fingerprint,
         }
-        return self.store.found_or_match(shared, self._token)
+        try:
+            return self.store.found_or_match(shared, self._token)
+        except JoinRefused:
+            if self.resumes and self._outlives_dead_run():
+                return self.store.found_or_match(shared, self._token)
+            raise
 
     def _claim_folder(self, stack: ExitStack) -> None:
         config = self._node.config
-        folder = NodeFolder(config.node.shm_dir, config.run.id, self._node.node_id)
-        stack.callback(folder.close)
+        folder = NodeFolder(config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside)
+        stack.callback(lambda: folder.close(is_left=self._is_left))
         NodeBoard(folder.path / "board", create=True).close()
 
     def _new_member(self) -> Member | None:
@@ -241,7 +261,15 @@ class RunParts:
             launcher_pid=os.getppid(),
             shm_dir=self._folder,
         )
-        run = RunAccess(self.store, self._store_url, config.run.id, self._shared, self._record_stall, self._plane.inbox)
+        run = RunAccess(
+            store=self.store,
+            store_url=self._store_url,
+            run_id=config.run.id,
+            shared=self._shared,
+            on_stall=self._record_stall,
+            inbox=self._plane.inbox,
+            on_event=self._on_event,
+        )
         return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
 
     def _record_stall(self, reason: str, view: View) -> None:
@@ -274,6 +302,8 @@ class RunParts:
             departure=self._node.departure,
             faults=self._node.faults,
             fetch_entry=self._fetch_entry,
+            stage=self._stage,
+            memory=self.memory if local.rank == 0 else None,
         )
         match config.outer:
             case DilocoConfig():
@@ -285,6 +315,74 @@ class RunParts:
 
     def _fetch_entry(self, round: int) -> FetchedRound:
         return FetchedRound(**on_first_rank(self._node.local, lambda: self.fetcher.fetch_entry(round)))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this node may begin the run again on a checkpoint."""
+        return self._node.config.resume is not None
+
+    def _outlives_dead_run(self) -> bool:
+        """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
+        time_outs = self._node.config.fault.time_outs
+        deadline_s = time.monotonic() + 2 * time_outs.lease_s
+        while not (is_dead := self.store.forget_dead_run()) and time.monotonic() < deadline_s:
+            time.sleep(time_outs.renew_s)
+        return is_dead
+
+    def _build_restorer(self, layout: FlatLayout) -> Restorer | None:
+        """Reads checkpoints, where there is a folder of them. Raises ConfigError."""
+        node, config = self._node, self._node.config
+        if config.ckpt.path is None and config.resume is None:
+            return None
+        resume = config.resume or ResumeConfig()
+        source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
+        targets = {name: self.buffers[name] for name in self.outer.sections}
+        return Restorer(source, node.node_id, layout, targets, node.faults)
+
+    @property
+    def restorer(self) -> Restorer:
+        """Raises RecoveryFailed where this node cannot read checkpoints."""
+        if self._restorer is None:
+            raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
+        return self._restorer
+
+    def read_checkpoint(self, step: int | None) -> SavedState | None:
+        """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError, RunOver. Local rank 0."""
+        self.memory.spoil()
+        saved = self.restorer.restore(step)
+        if saved is not None and saved.step >= self._node.config.train.total_steps:
+            raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+        return saved
+
+    def _stage(self, step: int) -> StagedState:
+        def stage() -> dict[str, Any]:
+            saved = self.restorer.stage(step)
+            return {"round": saved.round, "payload": saved.payload, "state": saved.state}
+
+        return StagedState(**on_first_rank(self._node.local, stage))
+
+    def take_staged(self) -> Mapping[str, Tensor] | None:
+        """What was staged, on local rank 0."""
+        return self.restorer.take_staged() if self._node.local.rank == 0 else None
+
+    def load_inner(self, step: int) -> bool:
+        """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
+
+        Called by all local ranks. DDP has it in the outer state.
+        """
+        if isinstance(self.outer, Ddp):
+            return True
+        has_inner = self.restorer.load_inner(step, self._node.inner, self._node.local)
+        if not all_ok(has_inner, self._node.local):
+            self._node.inner.forget_moments()
+            return False
+        return True
+
+    def point_latest(self, step: int) -> None:
+        """Whoever resumes begins with this step. Local rank 0."""
+        self.restorer.point_latest(step)
 
     def _serve(self, stack: ExitStack) -> None:
         """Let joiners fetch the state from here; the guardian tells them where."""
@@ -307,7 +405,12 @@ class RunParts:
             self.mesh.member.close()
         self.mesh.replace_member(self._new_member())
 
-    def close(self) -> None:
+    def leave(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """Give everything back; after a crash that the launcher makes good, all but the memory of this node."""
+        is_crash = kind is not None and issubclass(kind, Exception) and not issubclass(kind, _CLEAN_ENDS)
+        self._is_left = is_crash and bool(restarting_launcher(os.environ, left=True))
         self._stack.close()
 
 

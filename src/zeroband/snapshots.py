@@ -134,6 +134,9 @@ class NoSnapshots:
     def take_if_due(self, report: RoundReport | None) -> None:
         """Nothing."""
 
+    def take_before_leaving(self, *, is_alone: bool) -> None:
+        """Nothing."""
+
     def measured(self) -> dict[str, MetricValue | None]:
         """Nothing."""
         return {}
@@ -164,6 +167,8 @@ class Snapshots:
         self._events = events
         self._durable_step: int | None = None
         self._stall_s: float | None = None
+        self._staged_round: int | None = None
+        self._report: RoundReport | None = None
         is_diloco = isinstance(node.config.outer, DilocoConfig)
         self._every = self._config.rounds_between(are_rounds_steps=not is_diloco)
         self._layout_digest = FlatLayout.of(node.model).digest()
@@ -205,7 +210,7 @@ class Snapshots:
         Called by all local ranks after every committed round. Waits for the copy alone; after the last round of the
         run also for the writer, if it has an earlier one in hand.
         """
-        self._stall_s = None
+        self._stall_s, self._report = None, report
         is_last = self._hooks.progress.is_complete
         if is_last or (self._hooks.round > 0 and self._hooks.round % self._every == 0):
             self.take(report, waits=is_last)
@@ -220,6 +225,7 @@ class Snapshots:
             self._writer.await_free()
         is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
         if is_free:
+            self._staged_round = self._hooks.round
             self._staging.copy()
             randoms = gather_random_states(self._local)
             self._give(report, self._node_state(randoms))
@@ -268,6 +274,14 @@ class Snapshots:
             "update_count": inner.update_count,
             "random_states": randoms,
         }
+
+    def take_before_leaving(self, *, is_alone: bool) -> None:
+        """Have the newest round durable before this node leaves, unless it is already.
+
+        `is_alone`: the round's other members do not save it. Called by all local ranks.
+        """
+        if self._staged_round != self._hooks.round:
+            self.take(None if is_alone else self._report, waits=True)
 
     def measured(self) -> dict[str, MetricValue | None]:
         """What the newest step's checkpoint cost, and how far the writer is. Local rank 0."""

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zeroband.config import RunConfig, load_config
 from zeroband.config.export import ExportConfig
 from zeroband.elastic.departure import Departure
+from zeroband.elastic.member import say_nothing
 from zeroband.entry import Entry, LoneEntry
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
@@ -36,10 +37,10 @@ from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.offline.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.offline.parity import check_parity, describe
-from zeroband.outer.alone import Alone
 from zeroband.outer.base import RoundReport
+from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
-from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of, shape_of
+from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of
 from zeroband.report import Committed, Learned, Report
 from zeroband.snapshots import NoSnapshots, Snapshots
 
@@ -113,13 +114,21 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     snapshots.take_if_due(joined)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
-        leave_if_asked(node, entry.hooks.round)
+        leave_if_asked(node, entry, snapshots, report)
         try:
             train_round(node, entry, snapshots, report)
         except Fenced as fence:
-            leave_if_asked(node, entry.hooks.round)
+            leave_if_asked(
+                node, entry, NoSnapshots(), report
+            )  # others go on, and it holds no committed state of theirs
             node.inner.zero_grad()
             snapshots.take_if_due(enter(entry, report, fence))
+        except Leaving:  # its time is over, and the others, if there are any, did not come
+            save_if_last(entry, snapshots)
+            raise
+        except RolledBack as order:
+            node.inner.zero_grad()
+            enter(entry, report, order)
     if config.observe.sample_prompt is not None:
         write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
         if report is not None:
@@ -130,20 +139,35 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
         write_export(node, config.export, report)
 
 
-def leave_if_asked(node: NodeParts, round: int) -> None:
-    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here."""
+def leave_if_asked(
+    node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+) -> None:
+    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
+
+    If nobody goes on with the run, it saves what it holds first.
+    """
     if broadcast_json(node.departure.is_asked, node.local):
+        round = entry.hooks.round
+        save_if_last(entry, snapshots)
+        if report is not None and not node.departure.is_hurried:
+            report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
 
 
+def save_if_last(entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots) -> None:
+    """Take a checkpoint if nobody goes on with the run when this node leaves."""
+    if (last := entry.leaves_nobody()) is not None:
+        snapshots.take_before_leaving(is_alone=last == "alone")
+
+
 def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
     """The way into the run that the configuration asks for."""
-    if node.config.outer is None:
-        return LoneEntry(Alone(shape_of(node.config)))
-    run = RunParts(node)
-    stack.callback(run.close)
     events = report.events if report is not None else None
+    if node.config.outer is None:
+        return LoneEntry(node, events)
+    run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
+    stack.push(run.leave)
     return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
 
 
@@ -153,7 +177,8 @@ def build_snapshots(
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
         return NoSnapshots()
-    snapshots = Snapshots(node, entry.run, entry.hooks, report.events if report is not None else None)
+    events, is_sequel = report.events if report is not None else None, entry.hooks.progress.follows is not None
+    snapshots = Snapshots(node, entry.run, entry.hooks, events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         snapshots.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
@@ -162,16 +187,18 @@ def build_snapshots(
     return snapshots
 
 
-def enter(entry: Entry | LoneEntry, report: Report | None, fence: Fenced | None = None) -> RoundReport | None:
-    """Become a member, again and again if the run goes on without this node meanwhile.
+def enter(
+    entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None
+) -> RoundReport | None:
+    """Become a member, again and again if the run goes on, or back, without this node meanwhile.
 
     Returns the report of the round that it became a member with.
     """
     while True:
         try:
-            joined = entry.enter() if fence is None else entry.come_back(fence)
-        except Fenced as again:
-            fence = again
+            joined = entry.enter() if why is None else entry.come_back(why)
+        except (Fenced, RolledBack) as again:
+            why = again
             continue
         if report is not None and joined is not None:
             report.entered(joined)
@@ -233,7 +260,7 @@ def forward_backward(node: NodeParts, is_time_over: Callable[[], bool]) -> Passe
         (loss.objective * scale).backward()
         cross_entropy += loss.cross_entropy
     total = cross_entropy.cpu()
-    ends_round = node.departure.is_asked or is_time_over()
+    ends_round = node.departure.is_hurried or is_time_over()
     agreed = torch.stack([total, torch.tensor(float(ends_round))])  # one exchange for both
     dist.all_reduce(agreed, group=node.local.control)
     return Passed(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
@@ -284,7 +311,7 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 
 def _leave_on_signal(departure: Departure, number: int, _frame: FrameType | None) -> None:
     """The first signal asks to leave; without work to hand over, and at the second one, the node ends at once."""
-    if departure.is_asked:
+    if departure.is_hurried:
         raise SystemExit(128 + signal.SIGTERM)
     departure.ask(time.monotonic())
     if not departure.holds_work:

@@ -16,11 +16,11 @@ LAYERS = (
     {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
-    {"fetcher", "offline", "plane_parts"},
+    {"fetcher", "offline", "plane_parts", "restorer"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},
-    {"chaos", "cli", "demo", "doctor", "plan"},
+    {"chaos", "cli", "ctl", "demo", "doctor", "plan"},
 )
 """From the bottom: files and folders directly below the package."""
 

@@ -62,12 +62,19 @@ def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
 
 
 def _value_after(flag: str, rest: list[str], schema: SchemaKeys) -> str | None:
-    """The value that follows a flag. A flag of a boolean may stand alone, and so may one that no key has."""
+    """The value that follows a flag. One of a boolean may stand alone, of a section that is off, and of no key."""
     path, is_negated = _path_of_flag(flag)
     may_stand_alone = path not in schema or any(key.is_flag for key in schema.keys.get(path, ()))
+    may_stand_alone = may_stand_alone or _is_switch(path, schema)
     if is_negated or (may_stand_alone and _is_next_an_option(rest)):
         return None
     return _next(rest, flag, f"a value; {flag}=VALUE gives one that begins with -- or @")
+
+
+def _is_switch(path: Path, schema: SchemaKeys) -> bool:
+    """Whether the name of a section alone switches it on, with its defaults."""
+    section = schema.sections.get(path)
+    return section is not None and section.is_nullable and set(section.variants) == {""}
 
 
 def _is_next_an_option(rest: Sequence[str]) -> bool:
@@ -97,7 +104,8 @@ def layer_of_flags(flags: Sequence[tuple[str, str | None]], schema: SchemaKeys) 
             continue
         if is_negated and (value is not None or not any(key.is_flag for key in schema.keys.get(path, ()))):
             raise ConfigError(f"{flag}: only a boolean key can be negated, and without a value")
-        text = value if value is not None else str(not is_negated).lower()
+        alone = "{}" if _is_switch(path, schema) else str(not is_negated).lower()
+        text = value if value is not None else alone
         settings.extend(_decoded(path, text, flag, schema))
     return _all_known(settings, unknown)
 

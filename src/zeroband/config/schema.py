@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validat
 
 from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
+from zeroband.config.resume import ResumeConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -357,6 +358,8 @@ class RunConfig(Section):
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
     ckpt: CkptConfig = CkptConfig()
+    resume: ResumeConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Go on from a checkpoint when no node holds the run any more; `--resume` alone: from the newest. None: never."""
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""

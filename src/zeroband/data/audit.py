@@ -31,6 +31,11 @@ class CommittedRound:
     ledger: Ledger
     assigned: Mapping[str, tuple[Range, ...]]
     """Dealt out for the round after this one."""
+    founding: str = ""
+    """The line of rounds that it belongs to: each founding, and each rollback, begins one."""
+    follows: tuple[str, int] | None = None
+    """The line and round whose state this line began with; what came after that does not count any more."""
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,25 +59,65 @@ class Audit:
 
 def audit(rounds: Iterable[CommittedRound]) -> Audit:
     """Replay committed rounds, in any order; a round may stand in it several times, once for each node."""
-    by_round = {record.round: record for record in rounds}
-    newest = max(by_round, default=-1)
-    trained: list[Range] = []
-    for number in range(1, newest + 1):
-        before, after = by_round.get(number - 1), by_round.get(number)
-        if before is not None and after is not None:
-            trained += [span for m, used in after.used.items() for span in take(before.assigned[m], used)[0]]
-    last = by_round.get(newest)
-    owed = [] if last is None else [*last.ledger.returned, *(s for spans in last.assigned.values() for s in spans)]
-    end = 0 if last is None else last.ledger.next
-    repeated, skipped = _overlaps_and_holes([*trained, *owed], end)
+    line = _line(rounds)
+    trained, missing = _inherited(line), list[int]()
+    for segment in line:
+        missing += [number for number in range(segment.first, segment.last + 1) if number not in segment.rounds]
+        for number in range(segment.first + 1, segment.last + 1):
+            before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
+            if before is not None and after is not None:
+                trained += [span for m, used in after.used.items() for span in take(before.assigned[m], used)[0]]
+    last = line[-1].rounds[line[-1].last] if line else None
+    owed = [] if last is None else _owed(last)
+    repeated, skipped = _overlaps_and_holes([*trained, *owed], 0 if last is None else last.ledger.next)
     return Audit(
-        rounds=len(by_round),
-        trained=sum(stop - start for start, stop in trained),
-        owed=sum(stop - start for start, stop in owed),
+        rounds=sum(segment.first <= number <= segment.last for segment in line for number in segment.rounds),
+        trained=_total(trained),
+        owed=_total(owed),
         repeated=repeated,
         skipped=skipped,
-        missing_rounds=tuple(n for n in range(newest + 1) if n not in by_round),
+        missing_rounds=tuple(missing),
     )
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """The part of a line of rounds that counts."""
+
+    rounds: Mapping[int, CommittedRound]
+    first: int
+    last: int
+
+
+def _line(rounds: Iterable[CommittedRound]) -> list[_Segment]:
+    """What led to the newest state, in order: of each line its rounds up to the one that the next line began with."""
+    lines: dict[str, dict[int, CommittedRound]] = {}
+    for record in rounds:
+        lines.setdefault(record.founding, {})[record.round] = record
+    begins = {founding: min(record.at_s for record in line.values()) for founding, line in lines.items()}
+    founding: str | None = max(begins, key=lambda founding: begins[founding], default=None)
+    segments: list[_Segment] = []
+    last: int | None = None
+    while founding is not None and founding in lines:
+        line = lines.pop(founding)
+        follows = next(iter(line.values())).follows
+        first = 0 if follows is None else min(line)
+        segments.insert(0, _Segment(line, first, max(line) if last is None else last))
+        founding, last = follows or (None, None)
+    return segments
+
+
+def _inherited(line: Sequence[_Segment]) -> list[Range]:
+    """What was trained before the first of these rounds, by a run whose records are not here."""
+    first = line[0].rounds.get(line[0].first) if line else None
+    if first is None or first.follows is None:
+        return []
+    return list(_overlaps_and_holes(_owed(first), first.ledger.next)[1])
+
+
+def _owed(record: CommittedRound) -> list[Range]:
+    """Handed out after a round and not trained by then."""
+    return [*record.ledger.returned, *(span for spans in record.assigned.values() for span in spans)]
 
 
 def _overlaps_and_holes(ranges: Iterable[Range], end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
@@ -111,6 +156,9 @@ def _round_of(event: Mapping[str, Any]) -> CommittedRound:
         },
         ledger=Ledger.from_json(progress["ledger"]),
         assigned={m: tuple((a, b) for a, b in ranges) for m, ranges in progress["assigned"].items()},
+        founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
+        follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),
+        at_s=event["at_s"],
     )
 
 

@@ -1,10 +1,12 @@
-"""Departure: a node that was asked to leave, and how long it may take. Knows no signals and no clock."""
+"""Departure: a node that was asked to leave, at once or after its round. Knows no signals and no clock."""
 
 from __future__ import annotations
 
 
 class Departure:
-    """Asked for by a signal; looked at by the trainer's loop, and wherever this node waits for others.
+    """Asked for by a signal, or by an operator of the run, who has time.
+
+    Looked at by the trainer's loop, and wherever this node waits for others.
 
     `grace_s`: how long the node may wait for the others to take over what it learned.
     """
@@ -14,14 +16,24 @@ class Departure:
         """Whether there is anything to hand over: not before the node is a member."""
         self._grace_s = grace_s
         self._asked_at_s: float | None = None
+        self._is_drained = False
 
     def ask(self, now_s: float) -> None:
         """Leave at the next chance; asking again changes nothing."""
         if self._asked_at_s is None:
             self._asked_at_s = now_s
 
+    def drain(self) -> None:
+        """Leave after the round in progress, which is brought to its end however long that takes."""
+        self._is_drained = True
+
     @property
     def is_asked(self) -> bool:
+        return self.is_hurried or self._is_drained
+
+    @property
+    def is_hurried(self) -> bool:
+        """Asked by a signal: the round in progress ends here."""
         return self._asked_at_s is not None
 
     def is_overdue(self, now_s: float) -> bool:

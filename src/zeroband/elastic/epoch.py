@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zeroband.elastic.beginning import Beginning, begins_with
+from zeroband.elastic.disputes import disputes, outvoted
+from zeroband.elastic.orders import Orders
 from zeroband.plane.topology import Network, Seen, plan
 
 FOUNDING_ROUND = 0
@@ -61,6 +64,10 @@ class Opening:
     """How often this round ended in different results before."""
     network: Network = field(default_factory=Network)
     """What the members plan the transfer with."""
+    orders: int = 0
+    """Version of the operators' orders that it was proposed under."""
+    rollback: int | None = None
+    """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
 
     @property
     def id(self) -> str:
@@ -141,6 +148,9 @@ class View:
     """False: the store has no record of this run, because it is new or because the store lost it."""
     is_settling: bool = False
     """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
+    orders: Orders = field(default_factory=Orders)
+    beginning: Beginning | None = None
+    """The newest agreement to begin again on a checkpoint."""
 
     def are_cut(self, one: str, other: str) -> bool:
         """Whether two members, which both reach the store, do not reach one another."""
@@ -210,13 +220,16 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
     current = view.opening
     if current is not None and current.round == round and view.can_finish(current):
         return current
+    if view.orders.is_paused:
+        return Wait("the run is paused; `zeroband ctl resume` lets it go on")
     expected = view.committed.members if view.committed is not None else ()
     missing = tuple(m for m in expected if m in view.alive and m not in view.ready)
     is_last = all(ready.wants == 0 for ready in view.ready.values())
     if missing and not (patience.stragglers_are_late and not is_last):
         return Wait(f"{len(missing)} of {len(expected)} members have not reached round {round}", missing)
     members = _that_can_reduce(view, round, expected)
-    if round == FOUNDING_ROUND and len(members) < rules.start_nodes and not patience.start_is_over:
+    is_founding = round == FOUNDING_ROUND or begins_with(view, round)
+    if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
@@ -231,12 +244,14 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         steps=tuple(r.steps for r in ready),
         wants=tuple(r.wants for r in ready),
         late=_late(view, missing),
-        disputes=_disputes(view, round),
+        disputes=disputes(view, round),
         network=plan(
             members,
             [_seen(view, m) for m in members],
             current.network if current is not None and keeps_groups else Network(),
         ),
+        orders=view.orders.version,
+        rollback=None if is_founding else view.orders.rollback,
     )
 
 
@@ -264,8 +279,8 @@ def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
 
 def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
     """Of those at the boundary, the members that can bring the round to its end together, in the order of their ids."""
-    outvoted = _outvoted(view, round)
-    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in outvoted}
+    wrong = outvoted(view, round)
+    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in wrong}
     return _connected(view, _same_state(states, expected), expected)
 
 
@@ -300,35 +315,6 @@ def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) 
             return (member not in expected, ready.wants == 0, cuts[member], -ready.weight, member)
 
         left.remove(max((m for m in left if cuts[m]), key=blame))
-
-
-def _is_disputed(view: View, round: int) -> bool:
-    current = view.opening
-    if current is None or current.round != round:
-        return False
-    return len({view.votes[m] for m in current.members if m in view.votes}) > 1
-
-
-def _disputes(view: View, round: int) -> int:
-    current = view.opening
-    return current.disputes + _is_disputed(view, round) if current is not None and current.round == round else 0
-
-
-def _outvoted(view: View, round: int) -> frozenset[str]:
-    """Members whose result differed from that of the most, when this happened for the second time in one round."""
-    current = view.opening
-    if current is None or current.disputes == 0 or not _is_disputed(view, round):
-        return frozenset()
-    by_digest: dict[str, list[str]] = {}
-    for member in current.members:
-        if member in view.votes:
-            by_digest.setdefault(view.votes[member], []).append(member)
-
-    def trust(group: list[str]) -> tuple[int, int]:
-        return (len(group), sum(view.ready[m].wants > 0 for m in group if m in view.ready))
-
-    believed = max(by_digest.values(), key=trust)  # of two as large, who stays; then the one of the first member
-    return frozenset(m for group in by_digest.values() if group is not believed for m in group)
 
 
 def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Verdict | Wait | None:

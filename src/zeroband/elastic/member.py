@@ -29,6 +29,7 @@ from zeroband.elastic.epoch import (
 )
 from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.memory import Memory
+from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
 from zeroband.observe.log import get_logger
@@ -40,6 +41,10 @@ _REMIND_S = 10.0
 _log = get_logger(__name__)
 
 _T = TypeVar("_T")
+
+
+def say_nothing(_kind: str, **_fields: object) -> None:
+    """For events that nobody wants to know of."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class RunAccess:
     """Told why a round could not be finished and what the store showed then, in a thread of its own."""
     inbox: Inbox | None = None
     """Takes connections of other nodes that the trainer answers."""
+    on_event: Callable[..., object] = say_nothing
+    """Told of events, by kind and fields; the main thread alone calls it."""
 
 
 def new_member_id(node_id: str) -> str:
@@ -90,6 +97,7 @@ class Member:
         self._board = board
         self._departure = departure
         self._on_stall = run.on_stall
+        self._on_event = run.on_event
         self._recording = threading.Lock()
         self._memory = Memory(self.member_id, run.shared)
         board.set_fenced(False)
@@ -124,8 +132,10 @@ class Member:
         only late. `start_deadline_s`: monotonic time after which founders wait for no further node.
         """
         stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
+        pause = _Pause(round, self._on_event)
 
         def decide(view: View) -> Opening | Verdict | Wait:
+            pause.look(view.orders, time.monotonic())
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
@@ -219,6 +229,8 @@ class Member:
             self.store.report_failure(*failure)
             view = self.store.view(round)
         self._memory.learn(view)
+        if self.member_id in view.orders.leaving:
+            self._departure.drain()
         return view
 
     # -- transfers ----------------------------------------------------------------------------------------------
@@ -230,6 +242,14 @@ class Member:
     def report_failure(self, opening: Opening, reason: str) -> None:
         self._memory.failed(opening, reason)
         self.store.report_failure(opening, f"{self.member_id}: {reason}")
+
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        """Take the order back for everybody, and have the round opened again without it."""
+        step = opening.rollback
+        assert step is not None
+        self.store.give_orders(lambda given: give_up_rollback(given, step))
+        self._on_event("rollback_refused", round=opening.round, step=step, reason=reason)
+        self.report_failure(opening, reason)
 
     def record_stall(self, round: int, reason: str) -> None:
         """Have what led to a failed transfer kept for a person to read; nobody waits for it."""
@@ -262,6 +282,23 @@ class _Stragglers:
             return False
         self._since_s = now_s if self._since_s is None else self._since_s
         return now_s - self._since_s >= self._deadline_s
+
+
+class _Pause:
+    """Says when the run begins to stand still at a boundary, as an operator ordered, and when it goes on."""
+
+    def __init__(self, round: int, on_event: Callable[..., object]) -> None:
+        self._round = round
+        self._on_event = on_event
+        self._since_s: float | None = None
+
+    def look(self, orders: Orders, now_s: float) -> None:
+        if orders.is_paused and self._since_s is None:
+            self._since_s = now_s
+            self._on_event("paused", round=self._round)
+        elif not orders.is_paused and self._since_s is not None:
+            self._on_event("resumed", round=self._round, paused_s=round(now_s - self._since_s, 3))
+            self._since_s = None
 
 
 class _KeptGuardian:

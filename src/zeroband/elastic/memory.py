@@ -51,7 +51,8 @@ class Memory:
                 opening = view.opening
             if view.committed is not None and (committed is None or view.committed.round >= committed.round):
                 committed = view.committed
-            self._known = replace(known, opening=opening, committed=committed)
+            orders = max(known.orders, view.orders, key=lambda orders: orders.version)
+            self._known = replace(known, opening=opening, committed=committed, orders=orders)
 
     def is_more_than(self, view: View, round: int) -> bool:
         """Whether the store, looked at for `round`, has lost something of what this member saw or said."""
@@ -64,6 +65,8 @@ class Memory:
 
 
 def _is_behind(view: View, known: Recollection) -> bool:
+    if view.orders.version < known.orders.version:
+        return True
     if known.opening is not None and (view.opening is None or view.opening.version < known.opening.version):
         return True
     return known.committed is not None and (view.committed is None or view.committed.round < known.committed.round)

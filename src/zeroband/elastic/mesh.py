@@ -201,6 +201,10 @@ class ElasticDeviceMesh:
             self._plane.leave_behind()
             raise
 
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        """The checkpoint that an opening goes back to cannot be had here: the run goes on as it was."""
+        on_first_rank(self.local, lambda: self.member.refuse_rollback(opening, reason))
+
     def close(self) -> None:
         """Leave the run."""
         self._plane.close()

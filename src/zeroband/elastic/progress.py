@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range
@@ -31,6 +31,12 @@ class Progress:
     """The ranges of global sample indices that each member reads in the next round, or still does from an earlier."""
     is_complete: bool = False
     """The run is done: there is no next round."""
+    outer_step: int = 0
+    """Outer steps behind the state. A run that began again, or went back, has had more rounds than that."""
+    founding: str = ""
+    """Id of the opening with which this line of rounds began."""
+    follows: tuple[str, int] | None = None
+    """The line and the round whose state it began with; None: with the initial one."""
 
     @staticmethod
     def at_start() -> Progress:
@@ -46,7 +52,29 @@ class Progress:
         wanted = {m: min(s, shape.total_steps - inner_step) * shape.batch_size for m, s in opening.wanted().items()}
         assigned, ledger = ledger.allocate(wanted)
         kept = {member: spans for member, spans in self.assigned.items() if member in late}
-        return Progress(inner_step, self.tokens + opening.total_weight, ledger, {**assigned, **kept}, is_complete)
+        return replace(
+            self,
+            inner_step=inner_step,
+            tokens=self.tokens + opening.total_weight,
+            ledger=ledger,
+            assigned={**assigned, **kept},
+            is_complete=is_complete,
+            outer_step=self.outer_step + 1,
+        )
+
+    def begin(self, opening: Opening, shape: RunShape, *, after_round: int | None) -> Progress:
+        """The progress of a line that begins with this opening, on the state that this progress belongs to.
+
+        What was dealt out goes back to the pool first: those who had it are gone, or begin anew. `after_round`: the
+        round of the state; None: it is the initial one.
+        """
+        left = shape.total_steps - self.inner_step
+        wanted = {m: max(0, min(s, left)) * shape.batch_size for m, s in opening.wanted().items()}
+        assigned, ledger = self.ledger.settle(self.assigned, {}).allocate(wanted)
+        follows = None if after_round is None else (self.founding, after_round)
+        return replace(
+            self, ledger=ledger, assigned=assigned, is_complete=left <= 0, founding=opening.id, follows=follows
+        )
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -55,10 +83,22 @@ class Progress:
             "ledger": self.ledger.to_json(),
             "assigned": {member: [list(r) for r in ranges] for member, ranges in self.assigned.items()},
             "is_complete": self.is_complete,
+            "outer_step": self.outer_step,
+            "founding": self.founding,
+            "follows": None if self.follows is None else list(self.follows),
         }
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
         assigned = {m: tuple((int(a), int(b)) for a, b in ranges) for m, ranges in record["assigned"].items()}
-        ledger = Ledger.from_json(record["ledger"])
-        return Progress(record["inner_step"], record["tokens"], ledger, assigned, record["is_complete"])
+        follows = None if record["follows"] is None else (str(record["follows"][0]), int(record["follows"][1]))
+        return Progress(
+            inner_step=record["inner_step"],
+            tokens=record["tokens"],
+            ledger=Ledger.from_json(record["ledger"]),
+            assigned=assigned,
+            is_complete=record["is_complete"],
+            outer_step=record["outer_step"],
+            founding=record["founding"],
+            follows=follows,
+        )

@@ -1,4 +1,7 @@
-"""The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes."""
+"""The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes.
+
+A trainer that crashed leaves it to the one that its launcher starts in its place.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from zeroband.errors import ConfigError
@@ -20,14 +24,21 @@ _CLAIMS = 10
 class NodeFolder:
     """`<shm_dir>/zeroband-<run>-<node>`, held through a file lock that the kernel frees when its owner dies.
 
-    Local rank 0 claims it; the other ranks only need `path_of`.
+    Local rank 0 claims it; the other ranks only need `path_of`. `keeps`: asked with the claimed folder which of the
+    files in it, that an earlier trainer left, are not to be removed.
     """
 
-    def __init__(self, shm_dir: Path, run_id: str, node_id: str) -> None:
+    def __init__(
+        self,
+        shm_dir: Path,
+        run_id: str,
+        node_id: str,
+        keeps: Callable[[Path], Collection[str]] = lambda folder: (),
+    ) -> None:
         if not shm_dir.is_dir():
             raise ConfigError(f"node.shm_dir={str(shm_dir)!r} is no folder; name one on a memory file system")
-        sweep(shm_dir)
         self.path = self.path_of(shm_dir, run_id, node_id)
+        sweep(shm_dir, spare=self.path)
         try:
             self._lock = _claim(self.path)
         except BlockingIOError:
@@ -35,16 +46,19 @@ class NodeFolder:
                 f"node.id={node_id!r} of run.id={run_id!r} is already running on this machine ({self.path} is held); "
                 "give the second node another node.id"
             ) from None
+        kept = {_LOCK, *keeps(self.path)}
         for left_over in self.path.iterdir():
-            if left_over.name != _LOCK:
+            if left_over.name not in kept:
                 left_over.unlink(missing_ok=True)  # a sweeper that began before may still remove them
 
     @staticmethod
     def path_of(shm_dir: Path, run_id: str, node_id: str) -> Path:
         return shm_dir / f"{_PREFIX}{run_id}@{node_id}"  # no id has an @: two nodes never share a folder
 
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+    def close(self, *, is_left: bool = False) -> None:
+        """Give it back. `is_left`: to the trainer that comes after this one, with all that is in it."""
+        if not is_left:
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
@@ -73,9 +87,10 @@ def _lock(path: Path, *, create: bool) -> int | None:
     return None
 
 
-def sweep(shm_dir: Path) -> list[Path]:
-    """Remove the folders whose owners are dead. Returns what was removed."""
-    return [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and remove_abandoned(folder)]
+def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
+    """Remove the folders whose owners are dead, all but `spare`. Returns what was removed."""
+    folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and folder != spare]
+    return [folder for folder in folders if remove_abandoned(folder)]
 
 
 def remove_abandoned(folder: Path) -> bool:
@@ -95,3 +110,13 @@ def remove_abandoned(folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
     return True
+
+
+def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
+    """This process's launcher, told from every other one; empty where it restarts nobody. `left`: any more."""
+    most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if most == 0 or (left and done >= most):
+        return ""
+    pid = os.getppid()
+    started = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]  # in clock ticks
+    return f"{pid}:{started}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from zeroband.elastic import scripts
+from zeroband.elastic.beginning import Beginning, beginning_from
 from zeroband.elastic.connection import connect, forget_connections, is_refusal, is_temporary
 from zeroband.elastic.epoch import (
     Opening,
@@ -25,6 +26,7 @@ from zeroband.elastic.epoch import (
     View,
     to_json,
 )
+from zeroband.elastic.orders import Orders
 from zeroband.elastic.records import opening_from, peer_from, ready_from, verdict_from
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
@@ -64,6 +66,9 @@ class Keys:
         self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
+        self.beginning = f"{self.prefix}:beginning"  # string: on which checkpoint the run is to begin again
+        self.orders = f"{self.prefix}:orders"  # hash: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
 
     def ready(self, round: int) -> str:
@@ -94,6 +99,7 @@ class Recollection:
     """The last that it announced."""
     vote: tuple[Opening, str] | None = None
     """The last that it gave."""
+    orders: Orders = field(default_factory=Orders)
 
 
 class Store:
@@ -126,8 +132,11 @@ class Store:
         self._fail, self._renew, self._end_lease = (
             register(script) for script in (scripts.FAIL, scripts.RENEW, scripts.END_LEASE)
         )
-        self._found, self._restore, self._add_once = (
-            register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ADD_ONCE)
+        self._found, self._restore, self._order, self._add_once = (
+            register(script) for script in (scripts.FOUND, scripts.RESTORE, scripts.ORDER, scripts.ADD_ONCE)
+        )
+        self._begin, self._clear, self._leave = (
+            register(script) for script in (scripts.BEGIN, scripts.CLEAR, scripts.LEAVE)
         )
 
     @property
@@ -180,6 +189,27 @@ class Store:
             raise JoinRefused(key, theirs, ours) if key != "run.token" else JoinRefused(key, "another", "this one")
         return record
 
+    def forget_dead_run(self) -> bool:
+        """Have nodes that differ from those of a dead run go on with it; its rounds stay. False: it may still live.
+
+        A lease that held when the store was last spoken to counts for another one from the first call on, so ask again
+        during that time.
+        """
+        keys = [self.keys.run, self.keys.leases, self.keys.clock]
+        return bool(self._call(lambda: self._clear(keys=keys, args=[self._lease_ms, self._silence_ms])))
+
+    def propose_beginning(self, beginning: Beginning, view: View) -> bool:
+        """Agree on a checkpoint to begin again with. False: something has changed since this view."""
+        keys = [self.keys.beginning, self.keys.opening, self.keys.committed, self.keys.clock]
+        before, opening, committed = view.beginning, view.opening, view.committed
+        args: list[str | int] = [
+            "" if before is None else before.to_json(),
+            "" if opening is None else to_json(opening),
+            -1 if committed is None else committed.round,
+            *(beginning.to_json(), RUN_TTL_S),
+        ]
+        return bool(self._call(lambda: self._begin(keys=keys, args=args)))
+
     def restore(self, known: Recollection) -> bool:
         """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
         keys = self.keys
@@ -192,11 +222,12 @@ class Store:
             "" if ready is None else to_json(ready),
             "" if vote is None else vote[1],
             ROUND_TTL_S,
+            json.dumps(known.orders.to_fields()),
             *(part for item in known.run.items() for part in item),
         ]
         ready_key = keys.ready(0 if ready is None else ready.round)
         vote_key = keys.run if vote is None else keys.votes(vote[0])
-        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key]
+        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
         return bool(self._call(lambda: self._restore(keys=names, args=args)))
 
     # -- leases -------------------------------------------------------------------------------------------------
@@ -219,13 +250,20 @@ class Store:
         """Have a member's lease run out now: its guardian is known to be gone."""
         self._call(lambda: self._end_lease(keys=[self.keys.leases, self.keys.peers], args=[member_id, 0]))
 
+    def say_leaving(self, member_id: str) -> frozenset[str]:
+        """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
+        keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
+        staying = self._call(lambda: self._leave(keys=keys, args=[member_id, self._silence_ms, ROUND_TTL_S]))
+        return frozenset(_text(member) for member in staying)
+
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def view(self, round: int) -> View:
         """All that the rules need for `round`, read at one instant."""
         keys = self.keys
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling = self._call(
+        names += [keys.orders, keys.beginning]
+        opening, committed, alive, ready, votes, failed, peers, is_known, is_settling, orders, beginning = self._call(
             lambda: self._view(keys=names, args=[keys.prefix, self._silence_ms])
         )
         return View(
@@ -238,6 +276,8 @@ class Store:
             peers=_peers(peers),
             is_known=bool(is_known),
             is_settling=bool(is_settling),
+            orders=Orders.from_fields(_pairs(orders)),
+            beginning=beginning_from(json.loads(beginning)) if beginning else None,
         )
 
     def announce_ready(self, member_id: str, ready: Ready) -> None:
@@ -260,7 +300,8 @@ class Store:
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
         """Make this the opening that follows the current one. False: another proposal was first."""
         args = ["" if current is None else to_json(current), opening.round, to_json(opening), opening.id, RUN_TTL_S]
-        keys = [self.keys.opening, self.keys.committed, self.keys.clock]
+        args.append(opening.orders)
+        keys = [self.keys.opening, self.keys.committed, self.keys.clock, self.keys.orders]
         return bool(self._call(lambda: self._open(keys=keys, args=args)))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
@@ -274,13 +315,22 @@ class Store:
         args = [to_json(opening), verdict.round, to_json(verdict), RUN_TTL_S, HISTORY_LENGTH]
         args += [self._silence_ms, SPENT_TTL_S]
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes(opening)]
+        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders]
         return bool(self._call(lambda: self._commit(keys=names, args=args)))
 
     def history(self) -> list[Verdict]:
         """The newest committed rounds, oldest first."""
         raw = cast("list[bytes]", self._call(lambda: self._redis.lrange(self.keys.history, 0, -1)))
         return [verdict_from(json.loads(record)) for record in reversed(raw)]
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        """Change what operators want of the run, by a rule that is asked again when another was faster. Its result."""
+        while True:
+            orders = Orders.from_fields(_pairs_of(self._call(lambda: self._redis.hgetall(self.keys.orders))))
+            changed = change(orders)
+            args = [orders.version, RUN_TTL_S, *(part for item in changed.to_fields().items() for part in item)]
+            if changed == orders or self._call(lambda: self._order(keys=[self.keys.orders], args=args)):  # noqa: B023
+                return changed
 
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 
@@ -314,6 +364,10 @@ def _text(value: bytes | str) -> str:
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:
     return {_text(k): _text(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _pairs_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {_text(k): _text(v) for k, v in fields.items()}
 
 
 def _peers(flat: list[bytes]) -> dict[str, Peer]:

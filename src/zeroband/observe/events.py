@@ -44,6 +44,22 @@ EVENTS: Mapping[str, EventKind] = {
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),
+    "paused": EventKind("The run stands still before this round, as an operator ordered.", ("round",)),
+    "resumed": EventKind("It goes on.", ("round", "paused_s")),
+    "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),
+    "rolled_back": EventKind(
+        "The run went back to the checkpoint of this inner step, as an operator ordered; has_inner: with this node's "
+        "own optimizer state from it.",
+        ("round", "step", "digest", "has_inner"),
+        logging.WARNING,
+    ),
+    "rollback_refused": EventKind(
+        "It does not go back: this node cannot have that checkpoint.", ("round", "step", "reason"), logging.ERROR
+    ),
+    "resumed_from": EventKind(
+        "The run begins again on the checkpoint of this inner step; has_inner: with this node's own optimizer state.",
+        ("round", "step", "digest", "took_s", "has_inner"),
+    ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),

@@ -71,6 +71,8 @@ class NodeView:
     """Digest of the outer state after that round."""
     digests: Mapping[int, str] = field(default_factory=dict[int, str])
     """The same for its newest rounds."""
+    founding: str | None = None
+    """The line of rounds that those belong to; a run that was resumed or went back began another one."""
     sent_bytes: int = 0
     """Over all its starts, as the two below."""
     received_bytes: int = 0
@@ -125,11 +127,11 @@ class RunView:
     @cached_property
     def disagreements(self) -> tuple[int, ...]:
         """Rounds after which two nodes held different outer states; must be empty, always."""
-        by_round: dict[int, set[str]] = {}
+        by_round: dict[tuple[str | None, int], set[str]] = {}
         for node in self.nodes:
             for round, digest in node.digests.items():
-                by_round.setdefault(round, set()).add(digest)
-        return tuple(sorted(round for round, digests in by_round.items() if len(digests) > 1))
+                by_round.setdefault((node.founding, round), set()).add(digest)
+        return tuple(sorted({round for (_, round), digests in by_round.items() if len(digests) > 1}))
 
     @cached_property
     def events(self) -> tuple[EventView, ...]:
@@ -206,6 +208,8 @@ class NodeHistory:
             self.lost_member_ids.update(fields["member_ids"])
         if kind in ("epoch_changed", "round_committed"):
             self._view = replace(self._view, epoch=fields["epoch"], members=tuple(fields["members"]))
+        if kind == "round_committed" and "progress" in fields:
+            self._follow(fields["progress"].get("founding", ""))
         if kind in ("round_committed", "recovered"):
             self._note_round(int(fields["round"]), fields["digest"])
         usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
@@ -216,6 +220,12 @@ class NodeHistory:
         if kind == "left" and self._view.state in ("finished", "failed"):
             return self._view.state
         return _STATE_AFTER.get(kind, self._view.state)
+
+    def _follow(self, founding: str) -> None:
+        """Forget the digests of another line of rounds, which may have had the same numbers."""
+        if founding != self._view.founding:
+            self._digests.clear()
+            self._view = replace(self._view, founding=founding)
 
     def _note_round(self, round: int, digest: str | None) -> None:
         self._view = replace(self._view, round=round, digest=digest or self._view.digest)

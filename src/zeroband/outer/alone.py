@@ -20,11 +20,17 @@ class Alone:
         self._shape = shape
         self._session = uuid.uuid4().hex
         self._tokens = self._steps = self._round = 0
-        self._progress = Progress.at_start().after(self._opening(0), shape)
+        self._progress = Progress.at_start().begin(self._opening(0), shape, after_round=None)
 
     def _opening(self, round: int) -> Opening:
         lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (1,))
         return Opening(round + 1, 1, round, *lists)
+
+    def adopt(self, round: int, payload: Mapping[str, Any]) -> None:
+        """Go on after a checkpoint that was saved after this round."""
+        before = Progress.from_record(payload["progress"])
+        self._round = round
+        self._progress = before.begin(self._opening(round), self._shape, after_round=round)
 
     @property
     def progress(self) -> Progress:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,9 +25,11 @@ from zeroband.optim import InnerOptimizer
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal, JournalEntry
+from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
+from zeroband.outer.rollback import RolledBack, StagedState, describe_return
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
-from zeroband.parallel import LocalMesh, all_ok, broadcast_json
+from zeroband.parallel import LocalMesh, all_ok, barrier, broadcast_json
 
 _log = get_logger(__name__)
 
@@ -100,6 +103,10 @@ class OuterParts:
     faults: FaultPoints
     fetch_entry: Callable[[int], FetchedRound]
     """Has the journal's entry of a round fetched from the others, its result written to the result buffer."""
+    stage: Callable[[int], StagedState]
+    """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
+    memory: NodeMemory | None = None
+    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 
 
 class SyncHooks(Protocol):
@@ -152,12 +159,18 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """Digest of the outer state; local rank 0 only, empty on the others."""
         ...
 
-    def found(self) -> RoundReport:
-        """Start the run together with the other founders (round 0). Raises Fenced if it started without this node."""
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
+
+        With the initial state, or with one that was adopted before.
+        """
         ...
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
-        """Take the state that a joiner wrote into the section buffers; returns its digest."""
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        """Take the state that was written into the section buffers; returns its digest.
+
+        `sections`: write these into them first; local rank 0 has them for all.
+        """
         ...
 
     def replay(self, entry: JournalEntry) -> str:
@@ -179,11 +192,13 @@ class OuterAlgorithm(SyncHooks, Protocol):
 class RoundKeeper:
     """The bookkeeping of rounds that the algorithms share by composition.
 
-    `replay`: the algorithm's, for rounds that were committed while this node was late or joining.
+    `sections`: of the outer state. `replay`: the algorithm's, for rounds that were committed while this node was late
+    or joining.
     """
 
-    def __init__(self, parts: OuterParts, replay: Callable[[JournalEntry], str]) -> None:
+    def __init__(self, parts: OuterParts, sections: tuple[str, ...], replay: Callable[[JournalEntry], str]) -> None:
         self.parts = parts
+        self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()
         self.payload: Mapping[str, Any] = {}
@@ -195,6 +210,20 @@ class RoundKeeper:
         self._steps = 0
         self._is_left_out = False
 
+    @contextmanager
+    def changing_state(self, sections: Mapping[str, Tensor] | None = None) -> Generator[None]:
+        """While the sections are written to; ends with `settle`. `sections`: what is copied into them, if anything is.
+
+        Local rank 0 holds the lock, and the others may write when they have passed.
+        """
+        with self.state_lock:
+            if self.parts.memory is not None:
+                self.parts.memory.spoil()
+            for name, section in (sections or {}).items():
+                self.parts.buffers[name].copy_(section)
+            barrier(self.parts.mesh.local)
+            yield
+
     def count(self, tokens: int) -> None:
         """Add an inner step to the round in progress, and show the guardian that this node trains."""
         self._tokens += tokens
@@ -202,18 +231,30 @@ class RoundKeeper:
         if self.parts.mesh.local.rank == 0:
             self.parts.mesh.board.advance()
 
-    def found(self) -> RoundReport:
-        """Agree with the other founders on the initial state. Raises Fenced if the run started without this node."""
-        self._announce(FOUNDING_ROUND, 0, passes_faults=False)
+    def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
+        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
 
-        def payload(opening: Opening) -> Mapping[str, Any]:
-            progress = Progress.at_start().after(opening, self.parts.shape)
-            found = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
-            return {**found, "session": uuid.uuid4().hex}
+        `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
+        """
+        self._announce(round, 0, passes_faults=False)
 
-        founded = found_run(self.parts.mesh, self.state, payload)
+        founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
         return self.report(founded, apply_s=0.0)
+
+    def describe_beginning(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
+        """What a verdict says that begins a line of rounds with the state that this node holds."""
+        after_round = self.round if self.round >= FOUNDING_ROUND else None
+        progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
+        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        return {**said, "session": uuid.uuid4().hex, **extra}
+
+    def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
+        """Stage the checkpoint that an opening names; its digest, and what the verdict will say."""
+        assert opening.rollback is not None
+        staged = self.parts.stage(opening.rollback)
+        before = {"state_before": self.state, "session": self.payload["session"]}
+        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
 
     def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
         faults, leaves = self.parts.faults, self.parts.departure.is_asked
@@ -254,11 +295,13 @@ class RoundKeeper:
             self._announce(round, weight, passes_faults=not is_joining)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
             try:
+                describe = partial(self._describe, extra)
                 outcome = commit_round(
                     parts.mesh,
                     parts.buffers,
                     await_turn,
-                    partial(self._describe, extra),
+                    describe,
+                    self._vote_to_go_back,
                     parts.faults,
                     parts.feedback.residual,
                 )
@@ -268,6 +311,8 @@ class RoundKeeper:
                 _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
                 continue
             if isinstance(outcome, Committed):
+                if outcome.verdict.opening.rollback is not None:
+                    raise self._rolled_back(outcome)
                 return outcome
             self._catch_up(outcome.round, is_joining=is_joining)
 
@@ -283,6 +328,16 @@ class RoundKeeper:
             fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
             _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
         return all_ok(not spoilt, parts.mesh.local)
+
+    def _rolled_back(self, committed: Committed) -> RolledBack:
+        verdict, payload = committed.verdict, committed.verdict.payload
+        progress, step = Progress.from_record(payload["progress"]), verdict.opening.rollback
+        assert step is not None
+        report = replace(self.report(committed, apply_s=0.0), progress=progress, state=verdict.digest)
+        self.parts.journal.cut(verdict.round)
+        self._tokens = self._steps = 0
+        self.parts.pace.begin(time.monotonic())
+        return RolledBack(step, report, payload)
 
     def _describe(
         self, extra: Callable[[Tensor], Mapping[str, Any]], opening: Opening, result: Tensor
@@ -325,6 +380,8 @@ class RoundKeeper:
         self.payload = payload
         self.progress = Progress.from_record(payload["progress"])
         self.state = state
+        if self.parts.memory is not None:
+            self.parts.memory.stamp(self._sections, round, payload, state)
 
     def record(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""

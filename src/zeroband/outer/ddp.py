@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
@@ -34,7 +35,7 @@ class Ddp:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._clip_norm = clip_norm
-        self._keeper = RoundKeeper(parts, self.replay)
+        self._keeper = RoundKeeper(parts, self.sections, self.replay)
         self._committed: Committed | None = None
         open_buffers(parts.buffers, self.sections)
         self._keeper.state = self._store_state()
@@ -55,8 +56,8 @@ class Ddp:
     def state(self) -> str:
         return self._keeper.state
 
-    def found(self) -> RoundReport:
-        return self._keeper.found()
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, {"grad_norm": 0.0, "updates_before": self._parts.inner.update_count})
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._keeper.count(tokens)
@@ -95,7 +96,7 @@ class Ddp:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
-        with self._keeper.state_lock:
+        with self._keeper.changing_state():
             self._keeper.advance(committed.verdict, self._store_state())
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
@@ -103,7 +104,6 @@ class Ddp:
 
     def _store_state(self) -> str:
         """Write this rank's shards of model and moments into the outer state; the digest of it, on local rank 0."""
-        barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
         moments = self._parts.inner.moments()
         shards = self._parts.shards
         shards.store(parameter_shards(self._parts.model), self._buffers[PARAMS])
@@ -124,7 +124,14 @@ class Ddp:
         self._parts.inner.step()
         self._parts.inner.zero_grad()
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._keeper.changing_state(sections):
+            self._load_state(payload)
+            self._keeper.settle(round, payload, self._store_state())
+        return self._keeper.state
+
+    def _load_state(self, payload: Mapping[str, Any]) -> None:
+        """Take model and moments from the outer state."""
         shards, inner = self._parts.shards, self._parts.inner
         progress = Progress.from_record(payload["progress"])
         updates = payload.get("updates_before", 0) + (payload["weight"] > 0)
@@ -133,15 +140,15 @@ class Ddp:
         moments = inner.moments()
         shards.load({name: first for name, (first, _) in moments.items()}, self._buffers[FIRST_MOMENT])
         shards.load({name: second for name, (_, second) in moments.items()}, self._buffers[SECOND_MOMENT])
-        self._keeper.settle(round, payload, self._store_state())
-        return self._keeper.state
+        barrier(self._local)  # all have read before anybody writes
 
     def replay(self, entry: JournalEntry) -> str:
         if self._local.rank == 0:
             self._buffers[RESULT].copy_(entry.result)
         barrier(self._local)
         self._step(self._buffers[RESULT], entry.payload)
-        self._keeper.settle(entry.round, entry.payload, self._store_state())
+        with self._keeper.changing_state():
+            self._keeper.settle(entry.round, entry.payload, self._store_state())
         return self._keeper.state
 
     def copy_state(self) -> StateCopy:

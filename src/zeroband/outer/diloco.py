@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.config.schema import DilocoConfig
+from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
@@ -34,7 +35,7 @@ class DiLoCo:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._optimizer = build_outer_optimizer(config.optimizer)
-        self._keeper = RoundKeeper(parts, self.replay)
+        self._keeper = RoundKeeper(parts, self.sections, self.replay)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._keeper.state = self._digest()
@@ -55,8 +56,8 @@ class DiLoCo:
     def state(self) -> str:
         return self._keeper.state
 
-    def found(self) -> RoundReport:
-        return self._keeper.found()
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, {})
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Nothing: gradients stay inside the node."""
@@ -92,16 +93,15 @@ class DiLoCo:
         barrier(self._local)
         committed = self._keeper.commit(weighted=weighted, is_joining=is_joining)
         started_at_s = time.monotonic()
-        with self._keeper.state_lock:
-            barrier(self._local)  # local rank 0 holds the lock: the others may write to the sections
-            self._apply(committed.result, committed.verdict.round, committed.verdict.payload)
+        with self._keeper.changing_state():
+            self._apply(committed.result, committed.verdict.payload)
             self._keeper.advance(committed.verdict, self._digest())
         self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
 
-    def _apply(self, mean: Tensor, round: int, payload: Mapping[str, Any]) -> None:
+    def _apply(self, mean: Tensor, payload: Mapping[str, Any]) -> None:
         """Take the outer step, each local rank on its part, and restart the inner parameters from it.
 
         What this node learned and has not contributed stays what it is, relative to the outer parameters.
@@ -111,7 +111,8 @@ class DiLoCo:
         if payload["weight"] > 0:
             part = slice(start, stop)
             self._optimizer.detach(params[part], self._buffers[CONTRIBUTION][part])
-            self._optimizer.apply(params[part], momentum[part], mean[part], round=round)
+            step = Progress.from_record(payload["progress"]).outer_step
+            self._optimizer.apply(params[part], momentum[part], mean[part], outer_step=step)
             self._optimizer.attach(params[part], self._buffers[CONTRIBUTION][part])
         barrier(self._local)
         self._parts.shards.load(parameter_shards(self._parts.model), params)
@@ -120,8 +121,9 @@ class DiLoCo:
         barrier(self._local)
         return digest_of(self._buffers[PARAMS], self._buffers[MOMENTUM]) if self._local.rank == 0 else ""
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> str:
-        self._keeper.settle(round, payload, self._digest())
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._keeper.changing_state(sections):
+            self._keeper.settle(round, payload, self._digest())
         self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
@@ -129,9 +131,8 @@ class DiLoCo:
     def replay(self, entry: JournalEntry) -> str:
         if self._local.rank == 0:
             self._buffers[RESULT].copy_(entry.result)
-        with self._keeper.state_lock:
-            barrier(self._local)
-            self._apply(self._buffers[RESULT], entry.round, entry.payload)
+        with self._keeper.changing_state():
+            self._apply(self._buffers[RESULT], entry.payload)
             self._keeper.settle(entry.round, entry.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state

@@ -35,15 +35,23 @@ class Journal:
         self._max_rounds = max_rounds
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
+        self._newest = -1
 
     def add(self, entry: JournalEntry) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
         entry_bytes = 4 * entry.result.numel()
         rounds = max(1, min(self._max_rounds, self._max_bytes // max(entry_bytes, 1)))
         with self._changed:
-            self._entries[entry.round] = entry
+            self._entries[entry.round], self._newest = entry, entry.round
             while len(self._entries) > rounds:
                 self._entries.popitem(last=False)
+            self._changed.notify_all()
+
+    def cut(self, round: int) -> None:
+        """This round did not change the state by an update: nobody can catch up from before it."""
+        with self._changed:
+            self._entries.clear()
+            self._newest = round
             self._changed.notify_all()
 
     def get(self, round: int) -> JournalEntry | None:
@@ -56,5 +64,5 @@ class Journal:
         Joiners learn of a verdict from the store, often before their donor has applied it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: next(reversed(self._entries), -1) >= round, timeout=patience_s)
+            self._changed.wait_for(lambda: self._newest >= round, timeout=patience_s)
             return self._entries.get(round)

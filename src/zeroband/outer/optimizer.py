@@ -32,8 +32,8 @@ class OuterOptimizer(Protocol):
         """The inverse of `detach`, for the outer parameters that hold now."""
         ...
 
-    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
-        """Take the outer step of a committed round, in place. `round` counts from 1."""
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
+        """Take an outer step, in place. `outer_step` counts from 1."""
         ...
 
 
@@ -56,13 +56,13 @@ class OuterSGD:
     def attach(self, outer: Tensor, contribution: Tensor) -> None:
         """Nothing: it is sent as a difference."""
 
-    def momentum_at(self, round: int) -> float:
-        """Momentum of a round: grows linearly over the warm-up, so that round 1 has the least."""
+    def momentum_at(self, outer_step: int) -> float:
+        """Momentum of an outer step: grows linearly over the warm-up, so that step 1 has the least."""
         warmup = self._config.momentum_warmup_rounds
-        return self._config.momentum * min(1.0, round / (warmup + 1))
+        return self._config.momentum * min(1.0, outer_step / (warmup + 1))
 
-    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
-        mu = self.momentum_at(round)
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
+        mu = self.momentum_at(outer_step)
         chunks = zip(outer.split(_CHUNK), momentum.split(_CHUNK), mean.split(_CHUNK), strict=True)
         for theta, v, delta in chunks:
             v.mul_(mu).add_(delta)
@@ -86,7 +86,7 @@ class PlainAverage:
     def attach(self, outer: Tensor, contribution: Tensor) -> None:
         contribution.add_(outer)
 
-    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, round: int) -> None:
+    def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
         outer.copy_(mean)
 
 

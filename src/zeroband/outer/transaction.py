@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Verdict
+from zeroband.elastic.epoch import Opening, Verdict
 from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
-from zeroband.errors import Fenced, PeerLost
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers, digest_of
 
 CONTRIBUTION, RESULT = "contribution", "result"
 """Names of the shared buffers that a transaction reads and writes."""
+
+GoBack = Callable[[Opening], tuple[str, Callable[[], Mapping[str, Any]]]]
 
 _log = get_logger(__name__)
 
@@ -48,6 +50,7 @@ def commit_round(
     buffers: SharedBuffers,
     await_turn: Callable[[], Opening | Verdict],
     payload: Callable[[Opening, Tensor], Mapping[str, Any]],
+    go_back: GoBack,
     faults: FaultPoints,
     errors: Tensor | None = None,
 ) -> Committed | Verdict:
@@ -55,7 +58,8 @@ def commit_round(
 
     `errors`: gets what encoding took from the contribution in the attempt that is committed.
 
-    Called by all local ranks. `payload` runs on local rank 0. Returns the verdict of the others where they committed
+    Called by all local ranks. `payload` runs on local rank 0. `go_back`: stages what an opening asks for that reduces
+    nothing, and gives its digest and the verdict's payload. Returns the verdict of the others where they committed
     the round without this node. Raises Fenced when the run went on without it.
     """
     costs = _Costs()
@@ -67,6 +71,8 @@ def commit_round(
         costs.wait_s += time.monotonic() - waited_from_s
         faults.at("opened", opening.round)
         try:
+            if opening.rollback is not None:
+                return costs.of(_go_back(mesh, opening, go_back), torch.empty(0))
             progress = faults.at_progress(opening.round)
             stops = faults.stops(opening.round)
             costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress, stops, errors))
@@ -83,6 +89,16 @@ def commit_round(
         costs.wait_s += time.monotonic() - waited_from_s
         faults.at("committed", opening.round)
         return costs.of(verdict, buffers[RESULT])
+
+
+def _go_back(mesh: ElasticDeviceMesh, opening: Opening, go_back: GoBack) -> Verdict:
+    """Vote for the state of a checkpoint. Raises PeerLost where it cannot be had: the order is taken back."""
+    try:
+        digest, payload = go_back(opening)
+    except RecoveryFailed as error:
+        mesh.refuse_rollback(opening, str(error))
+        raise PeerLost(f"round {opening.round} does not go back: {error}") from error
+    return mesh.commit(opening, digest, payload)
 
 
 def _describe(
@@ -116,14 +132,16 @@ class _Costs:
         return Committed(verdict, result, self.wait_s, self.transfer_s, *moved, tuple(self.failures))
 
 
-def found_run(mesh: ElasticDeviceMesh, state: str, payload: Callable[[Opening], Mapping[str, Any]]) -> Committed:
-    """Start the run: nothing is reduced, the founders vote for the state that all of them hold.
+def found_run(
+    mesh: ElasticDeviceMesh, round: int, state: str, payload: Callable[[Opening], Mapping[str, Any]]
+) -> Committed:
+    """Start the run, or start it again: nothing is reduced, the founders vote for the state that all of them hold.
 
     Raises Fenced where the others founded it.
     """
     costs, started_at_s = _Costs(), time.monotonic()
     while True:
-        opening = mesh.await_turn(FOUNDING_ROUND, is_member=False)
+        opening = mesh.await_turn(round, is_member=False)
         if isinstance(opening, Verdict):
             raise Fenced(f"{len(opening.members)} others founded the run")
         try:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import contextlib
 import errno
-import itertools
 import json
 import os
 import signal
@@ -297,8 +297,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_disk_that_is_full_keeps_the_previous_checkpoint_and_takes_the_next(tiny_disk: Path) -> None:
     storage = LocalStorage(tiny_disk / "run", "a")
     saved(storage, 10)
-    with (tiny_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
-        filler.writelines(itertools.repeat(bytes(4096)))
+    with contextlib.suppress(OSError), (tiny_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
     around = Around()
     assert not save_of(storage, 20, around, rules=SaveRules(2, None, 0.0, retry_s=9.0)).run()
     assert around.kinds[-1] == "checkpoint_failed" and "the disk is full" in around.told[-1][1]["reason"]

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import CosineSchedule, DilocoConfig, ParquetSource, WandbConfig, WarmupStableDecaySchedule
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
@@ -284,3 +285,11 @@ def test_load_config_loads_no_torch() -> None:
     probe = "import sys; from zeroband.config import load_config; load_config([]); sys.exit('torch' in sys.modules)"
     environ = {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src")}
     assert subprocess.run([sys.executable, "-c", probe], env=environ, timeout=60, check=False).returncode == 0
+
+
+def test_name_of_a_section_that_is_off_switches_it_on() -> None:
+    assert load_config([], environ={}).resume is None
+    assert load_config(["--resume"], environ={}).resume == ResumeConfig()
+    assert load_config(["--resume", "--resume.step", "7"], environ={}).resume == ResumeConfig(step=7)
+    assert load_config(["--resume.path", "x/run", "--resume"], environ={}).resume == ResumeConfig(path="x/run")
+    assert load_config(["--resume", "--resume", "none"], environ={}).resume is None

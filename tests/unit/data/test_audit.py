@@ -9,7 +9,7 @@ from zeroband.data.audit import CommittedRound, audit, main
 from zeroband.data.ledger import Ledger, Range
 from zeroband.observe.events import EventLog
 
-A, B = "a#1", "b#1"
+A, B, C = "a#1", "b#1", "c#1"
 
 
 def run_of(
@@ -134,3 +134,55 @@ def test_command_reads_what_several_nodes_recorded(tmp_path: Path, capsys: pytes
 def test_command_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+# -- runs that began again --------------------------------------------------------------------------------------------
+
+
+def again(history: list[CommittedRound], after: int, *, gap: int = 0, name: str = "again") -> list[CommittedRound]:
+    """Three rounds of one member, on the state of a round of this history; `gap`: numbers that nobody used."""
+    start, begin = history[after], history[-1].round + 1 + gap
+    ledger = start.ledger.settle(start.assigned, {})
+    assigned, ledger = ledger.allocate({C: 20})
+    line = [CommittedRound(begin, {}, ledger, assigned)]
+    for number in range(begin + 1, begin + 3):
+        ledger = ledger.settle(assigned, {C: 15})
+        assigned, ledger = ledger.allocate({C: 20})
+        line.append(CommittedRound(number, {C: 15}, ledger, assigned))
+    follows = (start.founding, after)
+    return [replace(r, founding=name, follows=follows, at_s=1.0 + r.round) for r in line]
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_audit_is_exact_where_a_run_began_again_on_an_earlier_state(after: int, gap: int) -> None:
+    history = run_of({2: A})
+    result = audit([*history, *again(history, after, gap=gap)])
+    assert result.is_exact, result
+    assert result.trained == sum(sum(r.used.values()) for r in history[: after + 1]) + 30
+
+
+def test_audit_takes_the_newest_of_two_lines_on_one_state() -> None:
+    history = run_of({})
+    dead = again(history, 3, name="dead")
+    newest = [replace(r, at_s=100.0 + r.round) for r in again(history, 3, gap=1, name="newest")]
+    result = audit([*newest, *dead, *history])
+    assert result.is_exact and result.trained == 60 + 30
+
+
+def test_audit_of_a_run_that_began_on_the_state_of_another_trusts_that_one() -> None:
+    result = audit(again(run_of({}), 3))
+    assert result.is_exact and result.trained == 60 + 30
+
+
+def test_audit_shows_a_line_that_repeats_what_it_inherited() -> None:
+    history = run_of({})
+    line = again(history, 3)
+    line[0] = replace(line[0], assigned={C: ((0, 20),)}, ledger=Ledger(80, ((60, 80),)))
+    assert not audit([*history, *line]).is_exact
+
+
+def test_audit_names_rounds_of_an_earlier_line_that_nobody_recorded() -> None:
+    history = run_of({})
+    result = audit([*(r for r in history if r.round != 2), *again(history, 3)])
+    assert result.missing_rounds == (2,)

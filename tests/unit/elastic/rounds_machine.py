@@ -17,8 +17,9 @@ import redis
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Peer, Ready, Rules, Verdict, View, Wait
-from zeroband.elastic.member import Member
+from zeroband.elastic.member import Member, say_nothing
 from zeroband.elastic.memory import Memory
+from zeroband.elastic.orders import go_on
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, PeerLost
@@ -88,6 +89,7 @@ class StepMember(Member):
         self.member_id = member_id
         self.store = store
         self._memory = Memory(self.member_id, shared)
+        self._on_event = say_nothing
 
     def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
         return decide
@@ -324,7 +326,11 @@ class Run:
     def vote(self, node: Node, digest: str) -> None:
         assert node.opening is not None
         node.member.vote(node.opening, digest)
-        progress = node.progress.after(node.opening, SHAPE)
+        begins = node.opening.round == FOUNDING_ROUND
+        progress = node.progress
+        progress = (
+            progress.begin(node.opening, SHAPE, after_round=None) if begins else progress.after(node.opening, SHAPE)
+        )
         node.payload = {"progress": progress.to_record(), "state_before": node.state, "digest": digest}
         node.turn("committing")
 
@@ -441,6 +447,7 @@ class Run:
     def assert_rounds_follow_again_once_faults_end(self) -> None:
         """No deadlock: whatever happened, those who live commit rounds; all of them together once links heal."""
         self.start_is_over = True
+        self.store.give_orders(go_on)
         for node in self.nodes.values():
             node.seen, node.is_leaving, node.is_faulty = None, node.is_leaving and node.phase != "training", False
         self.settle()

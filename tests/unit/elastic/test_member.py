@@ -17,6 +17,7 @@ from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import Opening, Peer, Ready, Rules, Verdict
 from zeroband.elastic.lease import Door, GuardianOrder
 from zeroband.elastic.member import Member, NodeIdentity, RunAccess, new_member_id
+from zeroband.elastic.orders import drain, go_on, pause
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost
 from zeroband.plane.handover import Inbox
@@ -62,10 +63,10 @@ def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) ->
     members: list[Member] = []
     boards: list[NodeBoard] = []
 
-    def make(node_id: str, departure: Departure | None = None) -> Member:
+    def make(node_id: str, departure: Departure | None = None, **more: Any) -> Member:
         boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
         identity = NodeIdentity(node_id, Door("host"), (), 0, tmp_path)
-        run = RunAccess(store, "unused", "run", store.found_or_match(SHARED, None))
+        run = RunAccess(store, "unused", "run", store.found_or_match(SHARED, None), **more)
         members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
         return members[-1]
 
@@ -420,3 +421,30 @@ def _until(condition: Callable[[], bool]) -> None:
         assert tries < 2000, "not within 10 s"
         tries += 1
         pause.wait(0.005)
+
+
+def test_members_wait_at_their_boundary_while_the_run_is_paused(make_member: MakeMember) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    a = make_member("a", on_event=lambda kind, **fields: told.append((kind, fields)))
+    commit(found(a), a)
+    a.store.give_orders(pause)
+    a.announce_ready(Ready(1, 1, "s"))
+    turns: list[Opening | Verdict] = []
+    waiting = threading.Thread(target=lambda: turns.append(turn_of(a, 1)))
+    waiting.start()
+    while not told:
+        waiting.join(0.001)
+    assert told == [("paused", {"round": 1})] and not turns
+    a.store.give_orders(go_on)
+    waiting.join(timeout=10)
+    assert [turn.round for turn in turns if isinstance(turn, Opening)] == [1]
+    assert [kind for kind, _ in told] == ["paused", "resumed"]
+
+
+def test_member_that_an_operator_drains_is_asked_to_leave_without_hurry(make_member: MakeMember) -> None:
+    departures = {node: Departure(grace_s=0.0) for node in "ab"}
+    a, b = (make_member(node, departure) for node, departure in departures.items())
+    a.store.give_orders(lambda given: drain(given, "a", {a.member_id: "a", b.member_id: "b"}))
+    a.look(0), b.look(0)
+    assert departures["a"].is_asked and not departures["a"].is_hurried and not departures["a"].is_overdue(1e9)
+    assert not departures["b"].is_asked

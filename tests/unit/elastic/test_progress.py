@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -23,11 +24,12 @@ def an_opening(late: tuple[str, ...] = (), **words: tuple[int, int, int]) -> Ope
 
 @pytest.fixture
 def founded() -> Progress:
-    return Progress.at_start().after(an_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE)
+    return Progress.at_start().begin(an_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE, after_round=None)
 
 
 def test_founding_hands_out_work_and_counts_no_step(founded: Progress) -> None:
-    assert founded == Progress(0, 0, Ledger(40), {A: ((0, 20),), B: ((20, 40),)})
+    opening = an_opening(a=(0, 0, 4), b=(0, 0, 4))
+    assert founded == Progress(0, 0, Ledger(40), {A: ((0, 20),), B: ((20, 40),)}, founding=opening.id)
 
 
 def test_round_counts_its_steps_once_and_the_tokens_of_all(founded: Progress) -> None:
@@ -52,7 +54,7 @@ def test_samples_that_a_member_did_not_come_to_go_to_the_next_round(founded: Pro
 
 def test_lost_member_gives_its_samples_back_to_the_next_round(founded: Progress) -> None:
     after = founded.after(an_opening(b=(60, 4, 4)), SHAPE)
-    assert after == Progress(4, 60, Ledger(40), {B: ((0, 20),)})
+    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((0, 20),)})
 
 
 def test_late_member_keeps_its_samples_until_it_contributes(founded: Progress) -> None:
@@ -80,7 +82,8 @@ def test_joiner_without_an_assignment_gets_one(founded: Progress) -> None:
 
 def test_member_that_leaves_contributes_and_gets_nothing(founded: Progress) -> None:
     after = founded.after(an_opening(a=(50, 2, 0), b=(100, 4, 2)), SHAPE)
-    assert after == Progress(4, 150, Ledger(40, ((10, 20),)).allocate({B: 10})[1], {B: ((10, 20),)})
+    assert (after.inner_step, after.tokens) == (4, 150)
+    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((10, 20),)})
 
 
 def test_last_round_is_as_short_as_what_is_left(founded: Progress) -> None:
@@ -93,7 +96,8 @@ def test_complete_run_hands_out_no_more(founded: Progress) -> None:
     for steps in (4, 4, 2):
         assert not progress.is_complete
         progress = progress.after(an_opening(a=(1, steps, 4), b=(1, steps, 4)), SHAPE)
-    assert progress == Progress(10, 6, Ledger(100), {}, is_complete=True)
+    done = replace(founded, inner_step=10, tokens=6, ledger=Ledger(100), assigned={}, is_complete=True, outer_step=3)
+    assert progress == done
 
 
 def test_run_that_ends_takes_back_what_a_late_member_holds(founded: Progress) -> None:
@@ -104,8 +108,32 @@ def test_run_that_ends_takes_back_what_a_late_member_holds(founded: Progress) ->
     assert progress.is_complete and progress.assigned == {} and progress.ledger == Ledger(70, ((0, 20),))
 
 
+def test_line_that_begins_again_deals_out_anew_what_its_nodes_had(founded: Progress) -> None:
+    before = founded.after(an_opening(a=(100, 4, 4), b=(60, 2, 4)), SHAPE)
+    again = before.begin(an_opening(c=(0, 0, 3)), SHAPE, after_round=7)
+    assert (again.inner_step, again.tokens, again.outer_step) == (4, 160, 1)
+    assert again.assigned == {C: ((30, 45),)} and again.ledger == Ledger(70, ((45, 70),))
+    assert again.follows == (founded.founding, 7) and again.founding != founded.founding
+
+
+def test_same_nodes_that_begin_again_get_the_same_samples(founded: Progress) -> None:
+    work = an_opening(a=(100, 4, 4), b=(60, 2, 4))
+    before = founded.after(work, SHAPE)
+    assert before.begin(replace(work, weights=(0, 0)), SHAPE, after_round=1).assigned == before.assigned
+
+
+def test_contributions_of_an_opening_that_begins_a_line_do_not_count(founded: Progress) -> None:
+    back = founded.begin(an_opening(a=(100, 4, 4), b=(60, 4, 4)), SHAPE, after_round=0)
+    assert (back.inner_step, back.tokens, back.assigned) == (0, 0, founded.assigned)
+
+
+def test_line_that_begins_at_the_end_of_the_run_is_complete(founded: Progress) -> None:
+    at_end = replace(founded, inner_step=10)
+    assert at_end.begin(an_opening(a=(0, 0, 4)), SHAPE, after_round=3).is_complete
+
+
 def test_record_survives_json(founded: Progress) -> None:
-    progress = founded.after(an_opening(b=(60, 4, 4)), SHAPE)
+    progress = founded.after(an_opening(b=(60, 4, 4)), SHAPE).begin(an_opening(a=(0, 0, 1)), SHAPE, after_round=1)
     assert Progress.from_record(json.loads(json.dumps(progress.to_record()))) == progress
 
 

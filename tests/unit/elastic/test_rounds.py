@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.unit.elastic.rounds_machine import LEASE_S, Run
 
 from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.orders import go_on, pause
 
 NODES, FOUNDERS = 4, 3
 SLOT = st.integers(0, NODES - 1)
@@ -81,6 +82,17 @@ class Rounds(RuleBasedStateMachine):
     @rule()
     def founders_stop_waiting(self) -> None:
         self.run.start_is_over = True
+
+    @rule(order=ORDER, later=ORDER, goes_on=st.booleans())
+    def operator_pauses_the_run(self, order: list[int], later: list[int], goes_on: bool) -> None:
+        """A round that is open comes to its end, and no other one is opened."""
+        self.run.act_in(order)
+        self.run.store.give_orders(pause)
+        opening = self.run.store.view(FOUNDING_ROUND).opening
+        self.run.act_in(later)
+        assert self.run.store.view(FOUNDING_ROUND).opening == opening, "opened in a pause"
+        if goes_on:
+            self.run.store.give_orders(go_on)
 
     # -- leases and links ---------------------------------------------------------------------------------------
 

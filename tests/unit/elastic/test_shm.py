@@ -127,7 +127,7 @@ def test_claim_survives_a_sweeper_that_removes_the_folder_at_that_moment(
         swept.extend(sweep(tmp_path))
         flock(descriptor, operation)
 
-    def sweep_later(shm_dir: Path) -> None:
+    def sweep_later(shm_dir: Path, *, spare: Path) -> None:
         monkeypatch.setattr(fcntl, "flock", flock_after_a_sweep)
 
     monkeypatch.setattr("zeroband.elastic.shm.sweep", sweep_later)
@@ -173,3 +173,20 @@ def test_one_of_many_claims_of_a_left_over_wins(tmp_path: Path) -> None:
 
 def test_nodes_of_two_runs_whose_names_run_together_have_folders_of_their_own(tmp_path: Path) -> None:
     assert NodeFolder.path_of(tmp_path, "a", "b-c") != NodeFolder.path_of(tmp_path, "a-b", "c")
+
+
+def test_folder_that_is_left_stays_for_the_next_trainer_with_what_that_keeps(tmp_path: Path) -> None:
+    first = NodeFolder(tmp_path, "run", "a")
+    for name in ("params", "result"):
+        (first.path / name).touch()
+    first.close(is_left=True)
+    second = NodeFolder(tmp_path, "run", "a", keeps=lambda folder: [p.name for p in folder.glob("params")])
+    assert sorted(p.name for p in second.path.iterdir()) == ["lock", "params"]
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_is_left_and_never_taken_is_swept_by_others(tmp_path: Path) -> None:
+    NodeFolder(tmp_path, "run", "a").close(is_left=True)
+    NodeFolder(tmp_path, "run", "b").close()
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,9 @@ import pytest
 import redis
 
 from zeroband.cluster import RedisServer
+from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.epoch import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.orders import Orders, drain, go_on, pause, roll_back
 from zeroband.elastic.store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Recollection, Store, token_digest
 from zeroband.errors import JoinRefused, StoreLost
 
@@ -632,3 +634,133 @@ def test_call_waits_for_a_server_that_restarts() -> None:
         server.start()
         looking.join(timeout=30)
         assert [view.alive for view in seen] == [frozenset()], "the server came back empty"
+
+
+# -- orders of an operator ---------------------------------------------------------------------------------------------
+
+
+def test_opening_under_other_orders_is_refused(store: Store) -> None:
+    """Who has not seen an order may not begin a round without it."""
+    assert store.give_orders(pause).version == 1
+    assert not store.propose_opening(an_opening(A), current=None)
+    assert store.propose_opening(replace(an_opening(A), orders=1), current=None)
+
+
+def test_orders_of_two_operators_at_once_are_both_given(open_store: Callable[..., Store]) -> None:
+    stores = [open_store() for _ in range(2)]
+    start = threading.Barrier(2)
+
+    def give(operator: int) -> None:
+        for number in range(20):
+            member = f"{operator}.{number}"
+            start.wait()
+            stores[operator].give_orders(lambda given: drain(given, "n", dict.fromkeys([*given.leaving, member], "n")))  # noqa: B023
+
+    threads = [threading.Thread(target=give, args=(operator,)) for operator in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(set(stores[0].view(0).orders.leaving)) == 40
+
+
+def test_rollback_is_done_once_its_round_is_committed(store: Store) -> None:
+    commit(store, an_opening(A))
+    ordered = store.give_orders(lambda given: roll_back(pause(given), 40, [40]))
+    commit(store, replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40))
+    assert store.view(2).orders == Orders(ordered.version + 1, is_paused=True)
+
+
+def test_rollback_ordered_while_another_is_on_its_way_stays(store: Store) -> None:
+    commit(store, an_opening(A))
+    ordered = store.give_orders(lambda given: roll_back(given, 40, [40]))
+    opening = replace(an_opening(A, version=2, round=1), orders=ordered.version, rollback=40)
+    assert open_next(store, opening)
+    later = store.give_orders(lambda given: roll_back(given, 20, [20]))
+    assert store.propose_verdict(a_verdict(opening))
+    assert store.view(2).orders == later
+
+
+def test_orders_that_the_store_lost_are_brought_back_and_newer_ones_stay(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    given = store.give_orders(pause)
+    redis_client.flushall()
+    assert store.restore(Recollection(A, SHARED, orders=given))
+    assert store.view(0).orders == given
+    newer = store.give_orders(go_on)
+    store.restore(Recollection(A, SHARED, orders=given))
+    assert store.view(0).orders == newer
+
+
+# -- a run that begins again -------------------------------------------------------------------------------------------
+
+
+def a_beginning(member: str = A, **fields: Any) -> Beginning:
+    return Beginning(**{"round": 7, "step": 40, "state": "s", "member": member, **fields})
+
+
+def test_store_agrees_on_one_of_many_beginnings(open_store: Callable[..., Store]) -> None:
+    racers = 4
+    stores = [open_store() for _ in range(racers)]
+    views = [store.view(0) for store in stores]
+    start = threading.Barrier(racers)
+    agreed: list[int] = []
+
+    def race(racer: int) -> None:
+        start.wait()
+        if stores[racer].propose_beginning(a_beginning(f"racer#{racer}", step=racer), views[racer]):
+            agreed.append(racer)
+
+    threads = [threading.Thread(target=race, args=(racer,)) for racer in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(agreed) == 1
+    assert stores[0].view(0).beginning == a_beginning(f"racer#{agreed[0]}", step=agreed[0])
+
+
+def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> None:
+    opening = an_opening(A)
+    assert open_next(store, opening)
+    before = store.view(0)
+    assert store.propose_verdict(a_verdict(opening))
+    assert not store.propose_beginning(a_beginning(), before)
+    after = store.view(0)
+    assert open_next(store, an_opening(A, version=2, round=1))
+    assert not store.propose_beginning(a_beginning(), after)
+    assert store.propose_beginning(a_beginning(), store.view(0))
+
+
+def test_what_the_nodes_of_a_run_shared_is_forgotten_once_all_are_dead(store: Store, redis_client: redis.Redis) -> None:
+    store.found_or_match(SHARED, None)
+    hold(store, A)
+    commit(store, an_opening(A))
+    assert not store.forget_dead_run()
+    let_pass(redis_client, store, 10_000, is_silent=False)
+    assert store.forget_dead_run()
+    assert store.found_or_match({"model.d_model": "512"}, None)["model.d_model"] == "512"
+    assert store.view(0).committed == a_verdict(an_opening(A))
+
+
+def test_run_that_was_silent_as_a_whole_is_not_taken_for_dead_before_a_lease_has_passed(
+    store: Store, redis_client: redis.Redis
+) -> None:
+    store.found_or_match(SHARED, None)
+    hold(store, A)
+    let_pass(redis_client, store, 10_000, is_silent=True)
+    assert not store.forget_dead_run()
+    assert renew(store, A)
+    let_pass(redis_client, store, 4_000, is_silent=False)
+    assert not store.forget_dead_run()
+    let_pass(redis_client, store, 4_000, is_silent=False)
+    assert store.forget_dead_run()
+
+
+def test_of_members_that_leave_at_once_the_last_sees_that_nobody_stays(store: Store, redis_client: redis.Redis) -> None:
+    hold(store, A, B, C)
+    assert store.say_leaving(A) == {B, C}
+    assert store.say_leaving(B) == {C}
+    let_pass(redis_client, store, 10_000, is_silent=False)
+    assert store.say_leaving(B) == frozenset()

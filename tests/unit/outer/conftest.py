@@ -20,6 +20,7 @@ from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
 from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
+from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import Rates
 from zeroband.elastic.departure import Departure
@@ -38,18 +39,20 @@ from zeroband.elastic.epoch import (
 )
 from zeroband.elastic.groups import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.mesh import ElasticDeviceMesh
+from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport
+from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
+from zeroband.outer.rollback import RolledBack, StagedState
 from zeroband.outer.transaction import RESULT
 from zeroband.parallel import LocalMesh, init_local_mesh
 
@@ -78,6 +81,8 @@ class MemoryStore:
         self.ready: dict[int, dict[str, Ready]] = {}
         self.votes: dict[str, dict[str, str]] = {}
         self.failed: dict[str, str] = {}
+        self.orders = Orders()
+        self.beginning: Beginning | None = None
         self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
         """(id of an opening, lane) -> what each member put into the all-reduce."""
         self.connected: set[tuple[str, str]] = set()
@@ -93,6 +98,8 @@ class MemoryStore:
             ready=dict(self.ready.get(round, {})),
             votes=dict(self.votes.get(current, {})),
             failed=self.failed.get(current),
+            orders=self.orders,
+            beginning=self.beginning,
         )
 
     def change(self, change: Callable[[], object]) -> None:
@@ -195,10 +202,16 @@ class MemoryMember:
                 return Wait("results differ")
             if isinstance(decision, Verdict):
                 self._store.verdicts.append(decision)
+                if decision.opening.rollback is not None:
+                    self._store.orders = give_up_rollback(self._store.orders, decision.opening.rollback)
                 self._store.changed.notify_all()
             return decision
 
         return self._store.wait_for(decide)
+
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        self._store.orders = give_up_rollback(self._store.orders, opening.rollback or 0)
+        self.report_failure(opening, reason)
 
     def report_failure(self, opening: Opening, reason: str) -> None:
         self._store.change(lambda: self._store.failed.setdefault(opening.id, reason))
@@ -419,6 +432,8 @@ class FakeRun:
     codec: Codec = CODECS["fp32"]
     store: MemoryStore = field(default_factory=MemoryStore)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
+    checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
+    """By step: the state, and the nodes that can read it."""
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]
@@ -456,6 +471,7 @@ class FakeRun:
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
             fetch_entry=lambda round: self._fetch_entry(round, name),
+            stage=lambda step: self._stage(step, name),
         )
         outer = (
             DiLoCo(parts, self.algorithm)
@@ -465,6 +481,13 @@ class FakeRun:
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]
+
+    def _stage(self, step: int, name: str) -> StagedState:
+        """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
+        if name not in self.checkpoints.get(step, (None, ()))[1]:
+            raise RecoveryFailed(f"{name} has no checkpoint of step {step}")
+        copy = self.checkpoints[step][0]
+        return StagedState(copy.round, copy.payload, copy.state)
 
     def _fetch_entry(self, round: int, asker: str) -> FetchedRound:
         """What a node asks of the others: an entry of their journals, into its own result buffer."""
@@ -490,7 +513,9 @@ class FakeRun:
             running = {name: pool.submit(work) for name, work in works.items()}
             errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
             unexpected = [
-                e for e in errors.values() if e is not None and not isinstance(e, NodeDied | Fenced | RunOver)
+                e
+                for e in errors.values()
+                if e is not None and not isinstance(e, NodeDied | Fenced | RunOver | RolledBack)
             ]
             if unexpected:
                 raise unexpected[0]

@@ -29,7 +29,7 @@ def run(optimizer: OuterOptimizer, slices: int = 1, n: int = N) -> tuple[Tensor,
     for round in range(1, ROUNDS + 1):
         mean = noise(round, n)
         for part in (slice(a, b) for a, b in itertools.pairwise(bounds)):
-            optimizer.apply(outer[part], momentum[part], mean[part], round=round)
+            optimizer.apply(outer[part], momentum[part], mean[part], outer_step=round)
     return outer, momentum
 
 
@@ -94,7 +94,7 @@ def test_plain_average_of_one_node_keeps_every_bit() -> None:
     outer, inner, momentum, sent = noise(1), 1e-7 * noise(2), torch.zeros(N), torch.empty(N)
     optimizer = build_outer_optimizer(OuterSGDConfig(lr=1.0, momentum=0.0, nesterov=False))
     optimizer.contribution(outer, inner, sent)
-    optimizer.apply(outer, momentum, sent, round=1)
+    optimizer.apply(outer, momentum, sent, outer_step=1)
     assert torch.equal(outer, inner)
     assert not momentum.any()
     assert not torch.equal(noise(1) - (noise(1) - inner), inner)  # what the pseudo-gradient would have cost

@@ -1,0 +1,80 @@
+"""Orders of an operator to the whole run, as pure rules: what stands in the store, and what a command makes of it.
+
+An order is in force from the next opening on: an opening names the orders that it was proposed under, and the store
+refuses one that was proposed under others. So a round begins under the same orders on all nodes, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from zeroband.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What operators want of a run."""
+
+    version: int = 0
+    """Grows by one with every change."""
+    is_paused: bool = False
+    """Members wait at their boundary, with their leases."""
+    rollback: int | None = None
+    """Inner step of the checkpoint to which the run goes back; done with the round that did it."""
+    leaving: tuple[str, ...] = ()
+    """Members that leave after their round."""
+
+    def to_fields(self) -> dict[str, str]:
+        """As the store keeps them."""
+        fields = {"version": str(self.version), "paused": str(int(self.is_paused)), "leaving": " ".join(self.leaving)}
+        return fields if self.rollback is None else {**fields, "rollback": str(self.rollback)}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, str]) -> Orders:
+        """The inverse of `to_fields`; of nothing, no orders."""
+        return Orders(
+            version=int(fields.get("version", "0")),
+            is_paused=fields.get("paused") == "1",
+            rollback=int(fields["rollback"]) if "rollback" in fields else None,
+            leaving=tuple(fields.get("leaving", "").split()),
+        )
+
+
+def pause(orders: Orders) -> Orders:
+    """Have all members wait at their next boundary."""
+    return _changed(orders, is_paused=True)
+
+
+def go_on(orders: Orders) -> Orders:
+    """End a pause."""
+    return _changed(orders, is_paused=False)
+
+
+def drain(orders: Orders, node_id: str, alive: Mapping[str, str]) -> Orders:
+    """Have a node leave after its round. `alive`: the node of each living member. Raises ConfigError."""
+    members = sorted(member for member, node in alive.items() if node == node_id)
+    if not members:
+        here = ", ".join(sorted(set(alive.values()))) or "none"
+        raise ConfigError(f"no living member of this run is on node {node_id!r}; there are {here}")
+    leaving = [member for member in orders.leaving if member in alive]
+    return _changed(orders, leaving=tuple(dict.fromkeys([*leaving, *members])))
+
+
+def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:
+    """Have the run go back to the checkpoint of an inner step. `steps`: those that there are. Raises ConfigError."""
+    if step not in steps:
+        there_are = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"there is no good checkpoint of step {step}; there are {there_are}")
+    return _changed(orders, rollback=step)
+
+
+def give_up_rollback(orders: Orders, step: int) -> Orders:
+    """Take back the order to go to a checkpoint that cannot be loaded, unless another was given meanwhile."""
+    return _changed(orders, rollback=None) if orders.rollback == step else orders
+
+
+def _changed(orders: Orders, **fields: object) -> Orders:
+    """The next version, or the same orders where nothing changes."""
+    changed = replace(orders, **fields)
+    return orders if changed == orders else replace(changed, version=orders.version + 1)

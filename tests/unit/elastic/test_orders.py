@@ -1,0 +1,65 @@
+"""Orders of an operator: what a command makes of them, and how they come through the store."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.orders import Orders, drain, give_up_rollback, go_on, pause, roll_back
+from zeroband.errors import ConfigError
+
+ALIVE = {"a#1": "a", "b#1": "b", "b#2": "b"}
+MEMBERS = st.sampled_from(sorted(ALIVE))
+ORDERS = st.builds(
+    Orders,
+    version=st.integers(0, 9),
+    is_paused=st.booleans(),
+    rollback=st.none() | st.integers(0, 500),
+    leaving=st.lists(MEMBERS, unique=True).map(tuple),
+)
+COMMANDS = st.sampled_from(
+    [pause, go_on, lambda o: drain(o, "b", ALIVE), lambda o: roll_back(o, 5, {5}), lambda o: give_up_rollback(o, 5)]
+)
+
+
+@given(ORDERS)
+def test_orders_come_back_from_the_fields_that_the_store_keeps(orders: Orders) -> None:
+    assert Orders.from_fields(orders.to_fields()) == orders
+
+
+def test_store_without_orders_has_version_0() -> None:
+    assert Orders.from_fields({}) == Orders()
+
+
+@given(ORDERS, COMMANDS)
+def test_command_takes_the_next_version_exactly_when_it_changes_something(orders: Orders, command) -> None:
+    changed = command(orders)
+    assert changed.version == orders.version + (changed != orders)
+    assert command(changed) == changed
+
+
+@given(ORDERS)
+def test_pause_and_what_ends_it_leave_the_other_orders_alone(orders: Orders) -> None:
+    paused, ended = pause(orders), go_on(orders)
+    assert (paused.is_paused, ended.is_paused) == (True, False)
+    assert {(o.rollback, o.leaving) for o in (orders, paused, ended)} == {(orders.rollback, orders.leaving)}
+
+
+def test_drain_names_every_living_member_of_a_node_and_forgets_the_dead() -> None:
+    assert drain(Orders(leaving=("gone#1", "a#1")), "b", ALIVE).leaving == ("a#1", "b#1", "b#2")
+
+
+def test_drain_of_a_node_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"'c'; there are a, b$"):
+        drain(Orders(), "c", ALIVE)
+
+
+def test_rollback_to_a_checkpoint_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"of step 7; there are 5, 10$"):
+        roll_back(Orders(), 7, [10, 5])
+
+
+def test_rollback_that_failed_is_given_up_unless_another_was_ordered() -> None:
+    assert give_up_rollback(Orders(3, rollback=5), 5) == Orders(4, rollback=None)
+    assert give_up_rollback(Orders(3, rollback=10), 5) == Orders(3, rollback=10)

@@ -1,0 +1,143 @@
+"""Going back to a checkpoint at a boundary: all members at once, or nobody; what follows is as the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.outer.conftest import FakeRun, StartRun
+from torch import Tensor
+
+from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.elastic.beginning import Beginning
+from zeroband.elastic.orders import roll_back
+from zeroband.elastic.progress import Progress
+from zeroband.outer.base import RoundReport, StateCopy
+from zeroband.outer.rollback import RolledBack
+from zeroband.parallel import LocalMesh
+
+Noise = Callable[..., Tensor]
+OUTER = OuterSGDConfig(momentum_warmup_rounds=5)
+ALGORITHMS = [DilocoConfig(type="diloco", inner_steps=1, optimizer=OUTER), DdpConfig(type="ddp")]
+
+
+def save(run: FakeRun, step: int, *readers: str) -> None:
+    """Keep the state of now as a checkpoint."""
+    run.checkpoints[step] = (run["a"].outer.copy_state(), readers or tuple(run.nodes))
+
+
+def order(run: FakeRun, step: int) -> None:
+    run.store.change(lambda: setattr(run.store, "orders", roll_back(run.store.orders, step, [step])))
+
+
+def go_back(run: FakeRun, **updates: Tensor) -> dict[str, RoundReport]:
+    """A round of which all members learn that they go back; they take the checkpoint."""
+    outcomes: dict[str, Any] = run.together(
+        **{name: lambda name=name, u=u: run[name].take_step(u, 10) for name, u in updates.items()}
+    )
+    for name, outcome in outcomes.items():
+        assert isinstance(outcome, RolledBack), outcome
+        copy = run.checkpoints[outcome.step][0]
+        run[name].inner.zero_grad()
+        digest = run[name].outer.adopt(outcome.report.round, outcome.payload, copy.sections)
+        assert digest == outcome.report.state == copy.state
+        run[name].steps = 0
+    return {name: outcome.report for name, outcome in outcomes.items()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rounds_after_a_rollback_are_those_of_the_first_time(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1)
+    first = [run.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
+    order(run, 1)
+    back = go_back(run, a=noise(50), b=noise(51))
+    assert back["a"].round == 5 and back["a"].progress.inner_step == 1
+    again = [run.round(a=noise(10 + n), b=noise(20 + n)) for n in range(3)]
+    assert [r["a"].state for r in again] == [r["b"].state for r in again] == [r.state for r in first]
+    assert [r["a"].round for r in again] == [6, 7, 8]
+    assert [r["a"].progress.assigned for r in again] == [r.progress.assigned for r in first]
+    assert torch.equal(run["a"].params, run["b"].params)
+
+
+def test_progress_of_a_rollback_says_what_it_follows(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(ALGORITHMS[0], "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1)
+    before = run["a"].outer.progress
+    run.round(a=noise(3), b=noise(4))
+    order(run, 1)
+    progress = go_back(run, a=noise(5), b=noise(6))["b"].progress
+    assert progress.follows == (before.founding, 1) and progress.founding != before.founding
+    assert (progress.tokens, progress.ledger, progress.assigned) == (before.tokens, before.ledger, before.assigned)
+
+
+def test_run_goes_on_as_it_was_where_a_member_cannot_have_the_checkpoint(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(ALGORITHMS[0], "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1, "a")
+    order(run, 1)
+    reports = run.round(a=noise(3), b=noise(4))
+    assert {r.round for r in reports.values()} == {2} and reports["a"].progress.inner_step == 2
+    assert any("b has no checkpoint of step 1" in failure for failure in reports["b"].failures)
+    assert run.store.orders.rollback is None
+
+
+def test_member_that_dies_before_it_goes_back_is_gone_without(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(ALGORITHMS[0], "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1)
+    run.round(a=noise(3), b=noise(4))
+    order(run, 1)
+    run["b"].member.close()
+    assert go_back(run, a=noise(5))["a"].members == ("a",)
+
+
+def test_nobody_catches_up_over_a_rollback(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(ALGORITHMS[0], "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1)
+    run.round(a=noise(3), b=noise(4))
+    order(run, 1)
+    go_back(run, a=noise(5), b=noise(6))
+    run.round(a=noise(7), b=noise(8))
+    journal = run["a"].journal
+    kept = [journal.await_entry(round, patience_s=0.0) is not None for round in (1, 2, 3, 4)]
+    assert kept == [False, False, False, True]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig, local: LocalMesh, tmp_path: Path
+) -> None:
+    first = start_run(algorithm, "a", "b")
+    first.round(a=noise(1), b=noise(2))
+    first.round(a=noise(3), b=noise(4))
+    copy = first["a"].outer.copy_state()
+    reports = [first.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
+    (tmp_path / "again").mkdir()
+    run = FakeRun(algorithm, tmp_path / "again", local, founders=2)
+    run.store.beginning = Beginning(9, 2, copy.state, "a")
+    for name in ("a", "b"):
+        assert run.add(name).outer.adopt(copy.round, copy.payload, copy.sections) == copy.state
+        if algorithm.type == "diloco":  # whose inner state the checkpoint holds by node
+            run[name].inner.load_state_dict(first[name].inner.state_dict())
+            run[name].inner.seek(2)
+    run.together(**{name: partial(run[name].outer.found, 9) for name in ("a", "b")})
+    assert run["a"].outer.progress.assigned == first_assigned(copy)
+    again = [run.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
+    assert [r.round for r in again] == [10, 11, 12]
+    assert [r.state for r in again] == [r.state for r in reports]
+    assert [r.progress.inner_step for r in again] == [r.progress.inner_step for r in reports]
+    assert [r.progress.assigned for r in again] == [r.progress.assigned for r in reports]
+
+
+def first_assigned(copy: StateCopy) -> dict[str, tuple[tuple[int, int], ...]]:
+    return dict(Progress.from_record(copy.payload["progress"]).assigned)
