@@ -19,6 +19,7 @@ from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
+from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.outer.alone import MEMBER_ID, Alone
@@ -27,7 +28,7 @@ from zeroband.outer.flat import FlatLayout, ShardMap, parameter_shards
 from zeroband.outer.memory import HeldState
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
-from zeroband.parts import NodeParts, RunParts, shape_of
+from zeroband.parts import RunParts, shape_of
 from zeroband.restorer import Restorer, SavedState, source_of
 
 PARAMS = "params"

@@ -1,4 +1,4 @@
-"""Builds what a node trains with, from its configuration: model, data, optimizer, its place among other nodes."""
+"""Builds a node's place among the others: membership, data path, outer state, journal, checkpoints to begin from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,17 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroband.checkpoint.hub_files import start_from
 from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
-from zeroband.data.index import SampleIndex
-from zeroband.data.loader import Loader
-from zeroband.data.tokenizer import Tokenizer, open_tokenizer
-from zeroband.data.tokens import prepare
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import (
     Rules,
     View,
@@ -38,13 +30,10 @@ from zeroband.elastic.records import view_to_record
 from zeroband.elastic.shm import NodeFolder, restarting_launcher
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
-from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
-from zeroband.model.init import init_weights
-from zeroband.model.transformer import Transformer
+from zeroband.node import NodeParts
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
-from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
@@ -54,7 +43,7 @@ from zeroband.outer.journal import Journal
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
-from zeroband.parallel import LocalMesh, all_ok, parallelize
+from zeroband.parallel import LocalMesh, all_ok
 from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
 from zeroband.restorer import Restorer, SavedState, source_of
@@ -68,88 +57,6 @@ _FIRST_CONTACT_S = 30.0
 """A Redis that does not answer at the start for so long is most likely not there."""
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class NodeParts:
-    """What a node needs to train alone."""
-
-    config: RunConfig
-    node_id: str
-    node_dir: Path
-    """`<run.dir>/<run.id>/<node id>`."""
-    local: LocalMesh
-    tokenizer: Tokenizer
-    loader: Loader
-    data_fingerprint: str
-    weights_fingerprint: str
-    """Of the files that the weights came from; empty where they are random."""
-    model: Transformer
-    inner: InnerOptimizer
-    departure: Departure
-    faults: FaultPoints
-
-
-def node_id_of(config: RunConfig) -> str:
-    """The name of this machine for the life of the run."""
-    return config.node.id or socket.gethostname()
-
-
-def node_dir_of(config: RunConfig) -> Path:
-    """`<run.dir>/<run.id>/<node id>`, where this node writes."""
-    return config.run.dir / config.run.id / node_id_of(config)
-
-
-def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> NodeParts:
-    """Data, model and inner optimizer of this rank. Called by all local ranks."""
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
-    tokenizer = open_tokenizer(config.data.tokenizer)
-    tokens = prepare(config.data, config.run.seed, _log_progress if local.rank == 0 else None)
-    index = SampleIndex(len(tokens), config.data.seq_length, config.run.seed, config.data.hold_out)
-    loader = Loader(
-        tokens,
-        index,
-        batch_size=config.train.batch_size,
-        micro_bs=config.train.micro_bs,
-        local_rank=local.rank,
-        local_world_size=local.world_size,
-        document_mask=config.data.document_mask,
-    )
-    with torch.device("meta"):
-        model = Transformer(config.model, tokenizer.padded_vocab_size)
-    parallelize(model, config.train, local)
-    model.to_empty(device=local.device)
-    init_weights(model, config.run.seed)
-    weights = _weights_to_start_from(config, model, tokenizer, local)
-    is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
-    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp)
-    return NodeParts(
-        config=config,
-        node_id=node_id_of(config),
-        node_dir=node_dir_of(config),
-        local=local,
-        tokenizer=tokenizer,
-        loader=loader,
-        data_fingerprint=tokens.fingerprint,
-        weights_fingerprint=weights,
-        model=model,
-        inner=inner,
-        departure=departure,
-        faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
-    )
-
-
-def _weights_to_start_from(config: RunConfig, model: Transformer, tokenizer: Tokenizer, local: LocalMesh) -> str:
-    """Load the weights of `train.init_from`. Returns the fingerprint of their files, empty without any."""
-    if config.train.init_from is None:
-        return ""
-    files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
-    return on_first_rank(local, files.fingerprint)
-
-
-def _log_progress(tokens: int) -> None:
-    _log.info("preparing data", extra={"fields": {"tokens": tokens}})
 
 
 def shape_of(config: RunConfig) -> RunShape:

@@ -19,12 +19,12 @@ from zeroband.data.ledger import Ledger
 from zeroband.elastic.progress import Progress
 from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.model.size import flops_per_token, parameter_count
+from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
 from zeroband.outer.base import RoundReport
-from zeroband.parts import NodeParts
 
 CONFIG_FILE = "config.toml"
 """The resolved configuration, in the node's folder of the run directory."""

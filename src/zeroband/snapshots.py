@@ -27,6 +27,7 @@ from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
+from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
@@ -34,7 +35,7 @@ from zeroband.outer.base import RoundReport, SyncHooks
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
-from zeroband.parts import NodeParts, RunParts
+from zeroband.parts import RunParts
 
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
@@ -61,6 +62,9 @@ class Staging:
         folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
         if run is None:
             on_first_rank(self._local, lambda: _claim(config, node.node_id, stack))
+        self._moments = [  # their places never change, and asking for them takes as long as copying a small model
+            {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(_MOMENTS))
+        ]
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
         self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
         self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
@@ -91,9 +95,7 @@ class Staging:
         if self._run is None:
             shards[_PARAMS] = parameter_shards(self._node.model)
         if self.inner:
-            moments = self._node.inner.moments()
-            for number, name in enumerate(_MOMENTS):
-                shards[name] = {parameter: pair[number] for parameter, pair in moments.items()}
+            shards |= dict(zip(_MOMENTS, self._moments, strict=True))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._local.device))
             with torch.cuda.stream(self._stream):

@@ -33,6 +33,7 @@ from zeroband.entry import Entry, LoneEntry
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
+from zeroband.node import NodeParts, build_node, node_dir_of, node_id_of
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.offline.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
@@ -40,7 +41,7 @@ from zeroband.offline.parity import check_parity, describe
 from zeroband.outer.base import RoundReport
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
-from zeroband.parts import NodeParts, RunParts, build_node, node_dir_of, node_id_of
+from zeroband.parts import RunParts
 from zeroband.report import Committed, Learned, Report
 from zeroband.snapshots import NoSnapshots, Snapshots
 

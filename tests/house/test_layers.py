@@ -16,7 +16,7 @@ LAYERS = (
     {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
-    {"fetcher", "offline", "plane_parts", "restorer"},
+    {"fetcher", "node", "offline", "plane_parts", "restorer"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},

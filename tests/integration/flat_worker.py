@@ -11,13 +11,18 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zeroband.checkpoint.inner_state import load_inner
+from zeroband.checkpoint.layout import inner_header
+from zeroband.checkpoint.manifest import StoredFile
 from zeroband.config.schema import ModelConfig, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
@@ -58,7 +63,20 @@ def shards_of(model: nn.Module, local: LocalMesh, folder: Path) -> dict[str, boo
     numbers = torch.arange(float(layout.numel))
     shards.load(parameter_shards(model), numbers)
     seen["parameters loaded"] = torch.equal(whole(dict(model.named_parameters())), numbers)
+    seen["inner optimizer of other ranks loaded"] = is_inner_loaded(model, layout, local, folder)
     return seen | renewal_of(buffers, local)
+
+
+def is_inner_loaded(model: nn.Module, layout: FlatLayout, local: LocalMesh, folder: Path) -> bool:
+    """A file that knows no ranks, loaded by torch.distributed.checkpoint into the shards of these."""
+    numbers = torch.arange(float(layout.numel))
+    data = inner_header(layout.slots, ("exp_avg",)) + numbers.numpy().tobytes()
+    path = folder / f"inner{local.rank}"
+    path.write_bytes(data)
+    moments = {f"exp_avg.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
+    expected = StoredFile(len(data), xxhash.xxh3_128_hexdigest(data))
+    load_inner(moments, lambda: cast(BinaryIO, path.open("rb", buffering=0)), expected)
+    return torch.equal(whole(moments), numbers)
 
 
 def renewal_of(buffers: SharedBuffers, local: LocalMesh) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from zeroband.doctor.pairs import LEASE_S, Meeting, PairFinding
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
-from zeroband.parts import node_id_of
+from zeroband.node import node_id_of
 from zeroband.plane.handshake import RunKey
 from zeroband.plane_parts import address_towards, door_of
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
-from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
+from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
 from zeroband.parallel import barrier
 

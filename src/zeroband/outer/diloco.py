@@ -15,10 +15,11 @@ from zeroband.config.schema import DilocoConfig
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
-from zeroband.outer.base import OuterParts, RoundKeeper, RoundReport, StateCopy, open_buffers
+from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.optimizer import build_outer_optimizer
+from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
 from zeroband.parallel import barrier
 
