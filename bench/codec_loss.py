@@ -1,6 +1,6 @@
 """What a codec costs in loss: the demo's run, undisturbed, with each codec and the same seeds.
 
-    python bench/codec_loss.py [--codecs fp32 int8 int4] [--seeds 0 1]
+python bench/codec_loss.py [--codecs fp32 int8 int4] [--seeds 0 1]
 """
 
 from __future__ import annotations
