@@ -65,7 +65,7 @@ def why_not(way: str) -> str | None:
         if kind == "uint8 blocks":
             import_module("bitsandbytes")
     except (ImportError, OSError) as error:
-        return f"{error}; pip install {package if kind != 'uint8 blocks' else 'bitsandbytes'}"
+        return f"{error}; pip install {getattr(error, 'name', None) or package}"
     if package == "hivemind":
         return _why_not_compressed(kind)
     return _why_not_quantised() if way == "torchft/quantised" else None
