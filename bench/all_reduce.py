@@ -69,6 +69,24 @@ class Job:
     ways: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Lap:
+    """One repetition at one node."""
+
+    began_at_s: float
+    ended_at_s: float
+    cpu_s: float
+    staging_bytes: int | None = None
+    """The most that the engine's frames in transit took; None where there is no engine."""
+    error: float | None = None
+    """Relative, of the mean against float64; None where nobody looked."""
+
+
+def values_of(rank: int, numel: int) -> torch.Tensor:
+    """What a node averages. Shape: (numel,) float32."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 1e-3
+
+
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
@@ -79,10 +97,10 @@ class Worker:
         self.job = job
         self.store = dist.FileStore(f"{job.folder}/store", job.world)
         self.store.set_timeout(timedelta(seconds=DEADLINE_S))
-        generator = torch.Generator().manual_seed(job.rank)
-        self.values = torch.randn(job.numel, generator=generator) * 1e-3
+        self.values = values_of(job.rank, job.numel)
         self.result = torch.zeros(job.numel)
         self.round = 0
+        self.engines: dict[str, Engine] = {}
         self.runs = {name: self._prepare(Way(name)) for name in job.ways}
 
     def barrier(self) -> None:
@@ -115,7 +133,7 @@ class Worker:
     def _prepare_native(self, way: Way) -> Callable[[], None]:
         job = self.job
         _, codec, streams, sealing, form, congestion = way.parts
-        engine = Engine(threads=1)
+        engine = self.engines[way.name] = Engine(threads=1)
         links = Links(engine, RunKey(b""), sealing == "sealed")
         self._connect(way, engine, links, int(streams), sealing == "sealed")
         for peer in range(job.world):
@@ -158,28 +176,40 @@ class Worker:
         ends = [bytes([a, b, stream]).ljust(32, b"k") for a, b in ((self.job.rank, peer), (peer, self.job.rank))]
         engine.add_stream(peer, connection, StreamKeys(*ends) if is_sealed else OPEN)
 
-    def measure(self) -> dict[str, list[tuple[float, float, float]]]:
-        """Of every way and repetition: begin, end and processor seconds."""
-        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in self.job.ways}
-        for name in [*self.job.ways] + [*self.job.ways] * self.job.repeats:
-            self.barrier()
-            cpu, began_at_s = _cpu_s(), time.monotonic()
-            self.runs[name]()
-            times[name].append((began_at_s, time.monotonic(), _cpu_s() - cpu))
+    def lap(self, name: str) -> Lap:
+        """Once, together with the others."""
+        engine = self.engines.get(name)
         self.barrier()
-        return {name: values[1:] for name, values in times.items()}  # the first warms up
+        if engine is not None:
+            engine.forget_peak()
+        cpu_s, began_at_s = self.cpu_s(), time.monotonic()
+        self.runs[name]()
+        ended_at_s = time.monotonic()
+        return Lap(began_at_s, ended_at_s, self.cpu_s() - cpu_s, None if engine is None else engine.peak_bytes)
+
+    def measure(self) -> dict[str, list[Lap]]:
+        """Of every way, its repetitions; one more, which warms up, comes before."""
+        laps: dict[str, list[Lap]] = {name: [] for name in self.job.ways}
+        for name in [*self.job.ways] * (1 + self.job.repeats):
+            laps[name].append(self.lap(name))
+        self.barrier()
+        return {name: values[1:] for name, values in laps.items()}
+
+    def cpu_s(self) -> float:
+        """Of the processor, so far."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def work(job: Job) -> None:
-    worker = Worker(job)
-    times = worker.measure()
-    Path(job.folder, f"{job.rank}.json").write_text(json.dumps(times))
+def work(worker: Worker) -> None:
+    laps = {name: [asdict(lap) for lap in values] for name, values in worker.measure().items()}
+    Path(worker.job.folder, f"{worker.job.rank}.json").write_text(json.dumps(laps))
     worker.barrier()
+    worker.close()
     os._exit(0)  # gloo's threads take their time
 
 
@@ -194,6 +224,16 @@ class Taken:
     best_s: float
     cpu_s: float
     """Of all processes, median."""
+    staging_bytes: int | None
+    """The most at any node in any repetition."""
+    error: float | None
+    """Of the last repetition, where the first node looked."""
+
+
+def job_of(text: str) -> Job:
+    """What `measure` hands to a process."""
+    record = json.loads(text)
+    return Job(**{**record, "ways": tuple(record["ways"])})
 
 
 def measure(
@@ -204,42 +244,50 @@ def measure(
     repeats: int,
     host: Callable[[int], str] = lambda rank: "127.0.0.1",
     prefix: Callable[[int], list[str]] = lambda rank: [],
+    program: str = __file__,
 ) -> dict[str, Taken]:
-    """Run the ways in turns in `world` processes."""
+    """Run the ways in turns in `world` processes of a program that takes `--job`."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
                 [
                     *prefix(rank),
-                    *(sys.executable, __file__, "--job"),
+                    *(sys.executable, program, "--job"),
                     json.dumps(asdict(Job(folder, rank, world, host(rank), numel, repeats, tuple(ways)))),
                 ],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             for rank in range(world)
         ]
-        for process in processes:
-            assert process.wait() == 0
-        times = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
-    taken: dict[str, Taken] = {}
-    for way in ways:
-        rounds = list(zip(*(one[way] for one in times), strict=True))
-        spans = [max(end for _, end, _ in r) - min(begin for begin, _, _ in r) for r in rounds]
-        cpu = [sum(seconds for _, _, seconds in r) for r in rounds]
-        taken[way] = Taken(statistics.median(spans), min(spans), statistics.median(cpu))
-    return taken
+        try:
+            for process in processes:
+                assert process.wait() == 0
+        finally:
+            for process in processes:  # of one that failed the others would wait
+                process.kill()
+        laps = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    return {way: _taken([[Lap(**lap) for lap in one[way]] for one in laps]) for way in ways}
 
 
-def _heading(*columns: str) -> str:
+def _taken(laps: Sequence[Sequence[Lap]]) -> Taken:
+    """`laps`: of every node, of every repetition."""
+    rounds = list(zip(*laps, strict=True))
+    spans = [max(lap.ended_at_s for lap in r) - min(lap.began_at_s for lap in r) for r in rounds]
+    cpu = [sum(lap.cpu_s for lap in r) for r in rounds]
+    staging = [lap.staging_bytes for r in rounds for lap in r if lap.staging_bytes is not None]
+    error = laps[0][-1].error
+    return Taken(statistics.median(spans), min(spans), statistics.median(cpu), max(staging, default=None), error)
+
+
+def heading(*columns: str) -> str:
     return "\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|"
 
 
 def loopback() -> None:
     numel = 64 << 20
     print("\n256 MB of float32 over loopback, one thread for each process\n")
-    print(
-        "| nodes | way | median s | best s | processor s | gloo / way, medians | bests |\n|---|---|---|---|---|---|---|"
-    )
+    heads = ("nodes", "way", "median s", "best s", "processor s", "gloo / way, medians", "bests")
+    print(heading(*heads, "peak staging bytes for each value"))
     for world in (2, 4):
         kinds = ("int8/1/open", "int8/1/sealed", "int4/1/open", "fp32/1/open")
         ways = ["gloo/1", *(f"native/{kind}/all/cubic" for kind in kinds)]
@@ -247,12 +295,13 @@ def loopback() -> None:
         for way, one in taken.items():
             ratio, best = taken["gloo/1"].median_s / one.median_s, taken["gloo/1"].best_s / one.best_s
             seconds = f"{one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f}"
-            print(f"| {world} | {way} | {seconds} | {ratio:.2f} | {best:.2f} |", flush=True)
+            staging = "" if one.staging_bytes is None else f"{one.staging_bytes / numel:.2f}"
+            print(f"| {world} | {way} | {seconds} | {ratio:.2f} | {best:.2f} | {staging} |", flush=True)
 
 
 def messages() -> None:
     print("\nA block of int8 for each member over loopback, one stream between any two\n")
-    print(_heading("nodes", "form", "median ms", "processor ms, all nodes", "processor µs for each message"))
+    print(heading("nodes", "form", "median ms", "processor ms, all nodes", "processor µs for each message"))
     for world in (2, 4, 8):
         ways = [f"native/int8/1/sealed/{form}/cubic" for form in ("all", "ring")]
         for way, one in measure(world, 256 * world, ways, repeats=50).items():
@@ -262,7 +311,7 @@ def messages() -> None:
 
 def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], loss: float) -> None:
     heads = ("Mbit/s", "RTT ms", "loss %", "nodes", "iperf3", "way", "median s", "Mbit/s out", "of iperf3", "gloo/way")
-    print(_heading(*heads, "CPU s"))
+    print(heading(*heads, "CPU s"))
     for rate, rtt, world in itertools.product(rates, rtts, worlds):
         numel = int(rate * 1e6 / 8 * LEAST_S / 2 * world / (world - 1)) // 256 * 256
         with Wan(world, rate_mbit=rate, rtt_ms=rtt, loss_percent=loss) as wan:
@@ -302,7 +351,7 @@ def codecs() -> None:
 
     memcpy = rate(lambda: torch.from_numpy(y.numpy()).copy_(x))
     print(f"\nGB of float32 per second on one core, pieces of {chunk} values; memcpy {memcpy:.1f}\n")
-    print(_heading("codec", "ratio", "instructions", "encode", "of memcpy", "decode and add", "of memcpy"))
+    print(heading("codec", "ratio", "instructions", "encode", "of memcpy", "decode and add", "of memcpy"))
     for codec, (variant, name) in itertools.product(CODECS.values(), enumerate(native.variants())):
         size = codec.encoded_size(chunk)
         encoded = torch.zeros(size * (n // chunk), dtype=torch.uint8)
@@ -410,7 +459,7 @@ def accuracy() -> None:
     ways["uint8, 6 sigma, bucket means | all-to-all"] = partial(all_to_all_of, six_sigma)
     ways["uint8, min-max, rounded down | ring, encoded at every hop"] = partial(requantised_ring_of, min_max)
     ways["uint8, min-max, rounded down | all-to-all"] = partial(all_to_all_of, min_max)
-    print(_heading("values", "encoding", "way", *(f"W={world}" for world in worlds)))
+    print(heading("values", "encoding", "way", *(f"W={world}" for world in worlds)))
     for (kind, make), (way, average) in itertools.product(kinds.items(), ways.items()):
         errors: list[str] = []
         for world in worlds:
@@ -425,15 +474,14 @@ def accuracy() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["codecs", "loopback", "links", "messages", "accuracy"])
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=job_of, help=argparse.SUPPRESS)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], help="Mbit/s of the links")
     parser.add_argument("--rtts", type=float, nargs="+", default=[1, 80], help="ms")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="nodes")
     parser.add_argument("--loss", type=float, default=0.0, help="percent of packets")
     arguments = parser.parse_args()
     if arguments.job:
-        record = json.loads(arguments.job)
-        return work(Job(**{**record, "ways": tuple(record["ways"])}))
+        return work(Worker(arguments.job))
     for what in arguments.what:
         match what:
             case "codecs":
