@@ -80,6 +80,7 @@ def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path) -> None:
         assert_exact(cluster)
 
 
+@pytest.mark.soak
 def test_run_that_was_killed_goes_on_with_other_nodes_and_an_empty_store(tmp_path: Path) -> None:
     with cluster_of(tmp_path, 2, "--train.total-steps", "1000000", "--fault.inject", "inner@+0=TAKES0.05") as cluster:
         for _ in range(2):
@@ -123,6 +124,7 @@ def test_last_node_that_is_asked_to_leave_saves_and_the_same_command_goes_on(tmp
         assert_exact(cluster)
 
 
+@pytest.mark.soak
 def test_operator_pauses_drains_and_rolls_back_a_run(tmp_path: Path) -> None:
     more = ("--train.total-steps", "1000000", "--fault.inject", "inner@+0=TAKES0.05")
     with cluster_of(tmp_path, 2, *more) as cluster:
@@ -156,6 +158,7 @@ def test_operator_pauses_drains_and_rolls_back_a_run(tmp_path: Path) -> None:
         assert_exact(cluster)
 
 
+@pytest.mark.soak
 def test_crashed_trainer_goes_on_with_what_was_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other node is there to give it the state, and no checkpoint is read."""
     monkeypatch.setenv("PET_MAX_RESTARTS", "1")

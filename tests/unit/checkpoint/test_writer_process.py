@@ -38,6 +38,7 @@ class Trainer:
         self.told.release()
 
     def stage(self, step: int) -> None:
+        self.writer.await_free()  # an event is told a moment before the save is over
         staged = {**buffers_of(step), **buffers_of(step + 1000, INNER)}
         for name, descriptor in self.descriptors.items():
             os.pwrite(descriptor, bytes_of(staged[name]), 0)

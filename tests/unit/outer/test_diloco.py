@@ -121,7 +121,7 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
         apply(*args, **kwargs)
 
     monkeypatch.setattr(module, "barrier", barrier_)
-    monkeypatch.setattr("zeroband.outer.base.barrier", barrier_)
+    monkeypatch.setattr("zeroband.outer.rounds.barrier", barrier_)
     monkeypatch.setattr(outer._optimizer, "apply", apply_)
     run.round(a=noise(1))
     assert order[order.index("apply") - 1] == "barrier, copies kept away"

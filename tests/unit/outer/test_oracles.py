@@ -48,7 +48,7 @@ def run_diloco(problem: Problem) -> list[Tensor]:
     theta, v = problem.start(), zeros()
     history: list[Tensor] = []
     for round in range(ROUNDS):
-        optimizer.apply(theta, v, mean(contributions(problem, round, theta, optimizer)), round=round + 1)
+        optimizer.apply(theta, v, mean(contributions(problem, round, theta, optimizer)), outer_step=round + 1)
         history.append(theta.clone())
     return history
 
@@ -59,7 +59,7 @@ def run_delayed(problem: Problem, config: OuterSGDConfig) -> list[Tensor]:
     history: list[Tensor] = []
     for round in range(ROUNDS):
         fresh = mean(contributions(problem, round, theta, optimizer))
-        optimizer.apply(theta, v, late, round=round + 1)
+        optimizer.apply(theta, v, late, outer_step=round + 1)
         late = fresh
         history.append(theta.clone())
     return history
@@ -75,7 +75,7 @@ def run_eager(problem: Problem, config: OuterSGDConfig) -> tuple[list[list[Tenso
     for round in range(ROUNDS):
         first = 1 + round * INNER_STEPS
         fresh = [own[m] - problem.inner_steps(m, first, INNER_STEPS, own[m]) for m in nodes]
-        optimizer.apply(canonical, v, late, round=round + 1)
+        optimizer.apply(canonical, v, late, outer_step=round + 1)
         for m in nodes:
             view.add(histories[m], fresh[m], share=1 / problem.nodes)
             view.write(canonical, histories[m], fresh[m], own[m], share=1 / problem.nodes)
@@ -100,7 +100,7 @@ def run_streaming(
         if applied is not None:
             for i, (start, stop) in enumerate(fragments[applied].ranges):
                 part = slice(start, stop)
-                optimizer.apply(anchor[part], v[part], means[step - schedule.overlap][i], round=1)
+                optimizer.apply(anchor[part], v[part], means[step - schedule.overlap][i], outer_step=1)
                 for theta in thetas:
                     mix(theta[part], anchor[part], alpha=alpha)
     return anchor, thetas
@@ -263,7 +263,7 @@ def test_sparseloco_is_its_oracle_bit_for_bit() -> None:
             payloads.append(feedback.extract(errors[m]).payload)
         result = torch.empty_like(theta)
         feedback.codec.decode([feedback.codec.check(p) for p in payloads], result, weights=[0.25] * 4)
-        optimizer.apply(theta, v, result, round=round + 1)
+        optimizer.apply(theta, v, result, outer_step=round + 1)
         ours.append(theta.clone())
     theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs_of(feedback.codec), decay=0.95, lr=0.8)
     assert equal(ours, theirs)
