@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from zeroband.config.schema import TrainConfig
@@ -58,14 +60,24 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: floa
     if gpus:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
-    store = None if "RANK" in environ else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = _store_of_this_start(environ, rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
+    control = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(control, dist.ProcessGroup)
     return LocalMesh(rank, world_size, device, mesh, control)
+
+
+def _store_of_this_start(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks tell each other their addresses.
+
+    torchrun's own store outlives a restart of its ranks, and the addresses of the dead ones still lie in it.
+    """
+    if "RANK" not in environ:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    return PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
