@@ -63,6 +63,7 @@ def assert_exact(cluster: LocalCluster) -> None:
     assert result.is_exact, result
 
 
+@pytest.mark.soak
 def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path) -> None:
     with cluster_of(tmp_path, 2, "--train.total-steps", "60") as cluster:
         for _ in range(2):
