@@ -18,5 +18,5 @@ step ruff check .
 step ruff format --check .
 step pyright
 step hadolint Dockerfile
-step pytest -q --durations=10 --numprocesses=2 --cov --cov-report= tests/integration tests/native tests/house tests/contract tests/unit
+step pytest -q --durations=10 --numprocesses=2 --dist=loadfile --no-loadscope-reorder --cov --cov-report= tests/integration tests/native tests/house tests/contract tests/unit
 step pytest -q --durations=10 --cov --cov-append --cov-report=term tests/faults # one after the other: they measure time
