@@ -21,7 +21,15 @@ from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.rollback import RolledBack, describe_return
-from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed, commit_round, found_run
+from zeroband.outer.transaction import (
+    CONTRIBUTION,
+    RESULT,
+    Committed,
+    Exchange,
+    MeanExchange,
+    commit_round,
+    found_run,
+)
 from zeroband.parallel import all_ok, barrier
 
 _log = get_logger(__name__)
@@ -31,11 +39,18 @@ class RoundKeeper:
     """The bookkeeping of rounds that the algorithms share by composition.
 
     `sections`: of the outer state. `replay`: the algorithm's, for rounds that were committed while this node was late
-    or joining.
+    or joining. `exchange`: of a round; None: the mean of the contributions.
     """
 
-    def __init__(self, parts: OuterParts, sections: tuple[str, ...], replay: Callable[[JournalEntry], str]) -> None:
+    def __init__(
+        self,
+        parts: OuterParts,
+        sections: tuple[str, ...],
+        replay: Callable[[JournalEntry], str],
+        exchange: Exchange | None = None,
+    ) -> None:
         self.parts = parts
+        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback.residual)
         self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()
@@ -135,13 +150,7 @@ class RoundKeeper:
             try:
                 describe = partial(self._describe, extra)
                 outcome = commit_round(
-                    parts.mesh,
-                    parts.buffers,
-                    await_turn,
-                    describe,
-                    self._vote_to_go_back,
-                    parts.faults,
-                    parts.feedback.residual,
+                    parts.mesh, self._exchange, await_turn, describe, self._vote_to_go_back, parts.faults
                 )
             except Fenced as fence:
                 if not is_joining or parts.mesh.is_fenced:

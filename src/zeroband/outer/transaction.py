@@ -7,10 +7,10 @@ so no inner step is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,51 @@ CONTRIBUTION, RESULT = "contribution", "result"
 """Names of the shared buffers that a transaction reads and writes."""
 
 GoBack = Callable[[Opening], tuple[str, Callable[[], Mapping[str, Any]]]]
+
+
+class Exchange(Protocol):
+    """What the members of a round make together of what each of them contributes. Called by all local ranks."""
+
+    @property
+    def result(self) -> Tensor:
+        """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
+        ...
+
+    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+        """Move the contributions and write the result; what is contributed stays, so that it can be run again.
+
+        `on_progress`, `stops`: as in `DataPlane.reduce_mean`. Raises PeerLost.
+        """
+        ...
+
+    def discard(self) -> None:
+        """After PeerLost: make the result's memory this node's alone again."""
+        ...
+
+
+class MeanExchange:
+    """The weighted mean of the members' contributions.
+
+    `errors`: gets what encoding took from the contribution in the attempt that is committed.
+    """
+
+    def __init__(self, mesh: ElasticDeviceMesh, buffers: SharedBuffers, errors: Tensor | None = None) -> None:
+        self._mesh = mesh
+        self._buffers = buffers
+        self._errors = errors
+
+    @property
+    def result(self) -> Tensor:
+        return self._buffers[RESULT]
+
+    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+        contribution = self._buffers[CONTRIBUTION]
+        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, self._errors)
+
+    def discard(self) -> None:
+        if not self._mesh.keeps_buffers:
+            self._buffers.renew(RESULT)
+
 
 _log = get_logger(__name__)
 
@@ -47,16 +92,13 @@ class Committed:
 
 def commit_round(
     mesh: ElasticDeviceMesh,
-    buffers: SharedBuffers,
+    exchange: Exchange,
     await_turn: Callable[[], Opening | Verdict],
     payload: Callable[[Opening, Tensor], Mapping[str, Any]],
     go_back: GoBack,
     faults: FaultPoints,
-    errors: Tensor | None = None,
 ) -> Committed | Verdict:
-    """Bring a round to its verdict with whoever is left; the contribution lies in its buffer.
-
-    `errors`: gets what encoding took from the contribution in the attempt that is committed.
+    """Bring a round to its verdict with whoever is left.
 
     Called by all local ranks. `payload` runs on local rank 0. `go_back`: stages what an opening asks for that reduces
     nothing, and gives its digest and the verdict's payload. Returns the verdict of the others where they committed
@@ -75,20 +117,19 @@ def commit_round(
                 return costs.of(_go_back(mesh, opening, go_back), torch.empty(0))
             progress = faults.at_progress(opening.round)
             stops = faults.stops(opening.round)
-            costs.add(mesh.reduce_mean(buffers[CONTRIBUTION], buffers[RESULT], opening, progress, stops, errors))
+            costs.add(exchange.run(opening, progress, stops))
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
-            digest = digest_of(buffers[RESULT]) if mesh.local.rank == 0 else ""
-            verdict = mesh.commit(opening, digest, partial(_describe, opening, buffers[RESULT], payload, faults))
+            digest = digest_of(exchange.result) if mesh.local.rank == 0 else ""
+            verdict = mesh.commit(opening, digest, partial(_describe, opening, exchange.result, payload, faults))
         except PeerLost as error:
             costs.failures.append(str(error))
             _log.warning("round opened again", extra={"fields": {"round": opening.round, "why": str(error)}})
-            if not mesh.keeps_buffers:
-                buffers.renew(RESULT)
+            exchange.discard()
             continue
         costs.wait_s += time.monotonic() - waited_from_s
         faults.at("committed", opening.round)
-        return costs.of(verdict, buffers[RESULT])
+        return costs.of(verdict, exchange.result)
 
 
 def _go_back(mesh: ElasticDeviceMesh, opening: Opening, go_back: GoBack) -> Verdict:
