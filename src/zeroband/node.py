@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from zeroband.checkpoint.hub_files import start_from
-from zeroband.config.schema import DdpConfig, RunConfig
+from zeroband.config.outer import DdpConfig
+from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer

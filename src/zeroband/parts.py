@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
+from zeroband.config.outer import DdpConfig, DilocoConfig
 from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
+from zeroband.config.schema import RunConfig
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import (
     Rules,

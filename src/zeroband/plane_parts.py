@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroband.config.schema import DdpConfig, RunConfig
+from zeroband.config.outer import DdpConfig
+from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import DataPlane

@@ -22,7 +22,8 @@ from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
-from zeroband.config.schema import DilocoConfig, RunConfig
+from zeroband.config.outer import DilocoConfig
+from zeroband.config.schema import RunConfig
 from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank

@@ -15,7 +15,7 @@ import pytest
 
 from zeroband.cluster import RedisServer
 from zeroband.config import RunConfig, load_config
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.departure import Departure
 from zeroband.model.size import parameter_count
 from zeroband.parallel import init_local_mesh

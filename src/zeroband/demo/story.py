@@ -13,7 +13,7 @@ from pathlib import Path
 from zeroband.cluster import LocalCluster
 from zeroband.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.config import RunConfig, load_config
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.demo.ending import epilogue, final_digests, is_one_state
 from zeroband.demo.scene import Chronicle, Scene
 from zeroband.demo.screen import Screen, open_screen

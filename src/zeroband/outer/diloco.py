@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""

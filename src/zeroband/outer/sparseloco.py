@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 from zeroband.outer.flat import FlatLayout
 from zeroband.outer.optimizer import OuterSGD
 from zeroband.outer.sparse.codec import Payload, SparseCodec, SparseRule

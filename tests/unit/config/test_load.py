@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.outer import DilocoConfig
 from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import CosineSchedule, DilocoConfig, ParquetSource, WandbConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import CosineSchedule, ParquetSource, WandbConfig, WarmupStableDecaySchedule
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 Load = Callable[..., RunConfig]

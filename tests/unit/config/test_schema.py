@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zeroband.config.schema import DilocoConfig, FaultConfig, ModelConfig
+from zeroband.config.outer import DilocoConfig
+from zeroband.config.schema import FaultConfig, ModelConfig
 from zeroband.config.time_outs import TimeOuts
 
 

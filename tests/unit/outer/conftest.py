@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
-from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig
+from zeroband.config.schema import AdamWConfig, OptimConfig
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import Rates

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.outer.flat import digest_of
 

@@ -10,7 +10,7 @@ from tests.oracles.sparse import demo, sparseloco
 from tests.oracles.streaming import streaming
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 from zeroband.config.stability import largest_stable_lr
 from zeroband.outer.demo import DemoRule, sign_step
 from zeroband.outer.fragments import fragments_of

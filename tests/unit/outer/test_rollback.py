@@ -12,7 +12,7 @@ import torch
 from tests.unit.outer.conftest import FakeRun, StartRun
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.orders import roll_back
 from zeroband.elastic.progress import Progress
