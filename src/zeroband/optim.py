@@ -1,13 +1,13 @@
-"""The inner optimizer of a node: AdamW over the local shards and the schedule of its learning rate.
+"""The inner optimizer of a node: AdamW over the local shards, or steps by signs, and the schedule of its learning rate.
 
-Knows nothing of other nodes. Its whole state is two counters and two moments for each parameter.
+Knows nothing of other nodes. Its whole state is two counters and, with AdamW, two moments for each parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ from zeroband.errors import ConfigError
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CHUNK = 1 << 20
+"""Elements handled at a time, so that the temporary stays in the cache."""
+
+StepRule = Literal["adamw", "sign"]
+"""How gradients become a step; `sign` has no state, and what lies in the gradients was made for it by DeMo."""
 
 
 def learning_rate(step: int, *, optim: OptimConfig, total_steps: int) -> float:
@@ -48,6 +53,42 @@ def _progress(step: int, start: float, stop: float) -> float:
     return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
 
 
+def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
+    """Step by the sign of an update, in place; any slice of one dimension. Where the update is 0 nothing moves.
+
+    One rounding for each operation, so that the bits do not depend on devices and slices.
+    """
+    for theta, q in zip(params.split(_CHUNK), update.split(_CHUNK), strict=True):
+        theta.sub_(q.sign().mul_(lr))
+
+
+class SignDescent(torch.optim.Optimizer):
+    """theta <- theta (1 - lr weight_decay) - lr sign(gradient): the step of DeMo (arXiv:2411.19870). No state."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                theta, update = _local(parameter.data).view(-1), _local(parameter.grad).reshape(-1)
+                theta.mul_(1.0 - group["lr"] * group["weight_decay"])
+                sign_step(theta, update, lr=group["lr"])
+
+
+def _groups(model: nn.Module, config: AdamWConfig) -> list[dict[str, Any]]:
+    """Matrices and embeddings, which are decayed, and vectors (norms), which are not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
 def build_adamw(model: nn.Module, config: AdamWConfig, *, slice_exact: bool = False) -> torch.optim.AdamW:
     """AdamW with decoupled decay of matrices and embeddings; vectors (norms) are not decayed.
 
@@ -55,32 +96,41 @@ def build_adamw(model: nn.Module, config: AdamWConfig, *, slice_exact: bool = Fa
     cut into shards, which those of the fused CPU kernel do; slower.
     """
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
     devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
     fused = all(p.device.type in devices for p in parameters)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return torch.optim.AdamW(_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
 class InnerOptimizer:
-    """AdamW and its learning-rate schedule as one stateful part.
+    """The update rule and its learning-rate schedule as one stateful part.
 
     The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
     can be written into them before the first step. `slice_exact`: see `build_adamw`.
     """
 
-    def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int, slice_exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        *,
+        total_steps: int,
+        slice_exact: bool = False,
+        rule: StepRule = "adamw",
+    ) -> None:
         self._names = dict(model.named_parameters())
         self._optim = optim
         self._total_steps = total_steps
-        self._adamw = build_adamw(model, optim.adamw, slice_exact=slice_exact)
+        self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
+        """Of the state of each parameter."""
+        if rule == "adamw":
+            self._rule: torch.optim.Optimizer = build_adamw(model, optim.adamw, slice_exact=slice_exact)
+        else:
+            self._rule = SignDescent(_groups(model, optim.adamw), optim.adamw.lr)
         self._step_count = 0
         for parameter in self._names.values():
-            self._adamw.state[parameter] = {
+            self._rule.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+                **{moment: torch.zeros_like(parameter) for moment in self.moment_names},
             }
 
     @property
@@ -100,14 +150,14 @@ class InnerOptimizer:
 
     def step(self) -> None:
         """Update the parameters from their gradients and move on by one inner step."""
-        for group in self._adamw.param_groups:
+        for group in self._rule.param_groups:
             group["lr"] = self.lr
-        self._adamw.step()  # pyright: ignore[reportUnknownMemberType]
+        self._rule.step()  # pyright: ignore[reportUnknownMemberType]
         self._step_count += 1
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        self._rule.zero_grad(set_to_none=True)
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
         """Continue the schedule at inner step `step`, for a node that joins late.
@@ -131,12 +181,12 @@ class InnerOptimizer:
         """First and second moment of this rank's shard by parameter name; writing into them sets them."""
         return {
             name: (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
-            for name, state in ((name, self._state(name)) for name in self._names)
+            for name, state in ((name, self._state(name)) for name in self._names if self.moment_names)
         }
 
     def named_moments(self) -> dict[str, Tensor]:
         """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
-        return {f"{moment}.{name}": self._state(name)[moment] for moment in _MOMENTS for name in self._names}
+        return {f"{moment}.{name}": self._state(name)[moment] for moment in self.moment_names for name in self._names}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
@@ -161,7 +211,7 @@ class InnerOptimizer:
         self.seek(state["step_count"], update_count=state["update_count"])
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        return self._adamw.state[self._names[name]]
+        return self._rule.state[self._names[name]]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroband.checkpoint.serving import StateServer
 from zeroband.config.load import shared_items
-from zeroband.config.outer import DdpConfig, DilocoConfig
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.board import NodeBoard
@@ -37,6 +37,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
+from zeroband.outer.demo import Demo
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
@@ -44,7 +45,8 @@ from zeroband.outer.journal import Journal
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
-from zeroband.parallel import LocalMesh, all_ok
+from zeroband.outer.sparseloco import SparseLoCo
+from zeroband.parallel import LocalMesh, all_ok, barrier
 from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
 from zeroband.restorer import Restorer, SavedState, source_of
@@ -66,15 +68,15 @@ def shape_of(config: RunConfig) -> RunShape:
 
 
 def pace_of(config: RunConfig) -> Pace:
-    """How many inner steps this node makes in a round; DDP has rounds of one step."""
-    if not isinstance(config.outer, DilocoConfig):
+    """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
+    if not isinstance(config.outer, RoundsConfig):
         return Pace(1)
     return Pace(config.outer.most_inner_steps, config.outer.inner_seconds)
 
 
 def rules_of(config: RunConfig) -> Rules:
     """What the run asks of a round."""
-    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, DilocoConfig) else None
+    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, RoundsConfig) else None
     return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
 
 
@@ -218,6 +220,10 @@ class RunParts:
                 return DiLoCo(parts, config.outer)
             case DdpConfig():
                 return Ddp(parts, clip_norm=config.optim.clip_norm)
+            case DemoConfig():
+                return Demo(parts, config.outer, clip_norm=config.optim.clip_norm)
+            case SparseLocoConfig():
+                return SparseLoCo(parts, config.outer)
             case None:
                 raise AssertionError("a run of several nodes has an outer algorithm")
 
@@ -278,15 +284,21 @@ class RunParts:
     def load_inner(self, step: int) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
 
-        Called by all local ranks. DDP has it in the outer state.
+        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all in the outer
+        state.
         """
         if isinstance(self.outer, Ddp):
             return True
-        has_inner = self.restorer.load_inner(step, self._node.inner, self._node.local)
-        if not all_ok(has_inner, self._node.local):
-            self._node.inner.forget_moments()
-            return False
-        return True
+        local, own = self._node.local, {name: self.buffers[name] for name in self.outer.local_sections}
+        has_inner = self.restorer.load_inner(step, self._node.inner, local, own if local.rank == 0 else {})
+        if all_ok(has_inner, local):
+            return True
+        self._node.inner.forget_moments()
+        for buffer in own.values():
+            if local.rank == 0:
+                buffer.zero_()
+        barrier(local)
+        return False
 
     def point_latest(self, step: int) -> None:
         """Whoever resumes begins with this step. Local rank 0."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from zeroband.config.section import NODE_LOCAL, Section
+
+ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
+"""How the chosen values of a sparse payload travel."""
 
 
 class OuterSGDConfig(Section):
@@ -28,26 +31,76 @@ class DdpConfig(Section):
     type: Literal["ddp"]
 
 
-class DilocoConfig(Section):
-    """Many inner steps on each node, then one outer step."""
+class RoundsConfig(Section):
+    """What algorithms have in common whose rounds are many inner steps."""
 
-    type: Literal["diloco"]
+    usual_inner_steps: ClassVar[int] = 500
+    """Where neither steps nor seconds are set."""
+
     inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
-    averages. A slower node may do fewer. None: 500, or as many as fit into inner_seconds."""
+    averages. A slower node may do fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
     inner_seconds: PositiveFloat | None = None
     """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
     None: inner_steps alone decides."""
     straggler_deadline_s: PositiveFloat | None = None
     """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
     later round. None: they wait for every node that is alive."""
-    optimizer: OuterSGDConfig = OuterSGDConfig()
-    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
 
     @property
     def most_inner_steps(self) -> int:
         """The limit of a round in inner steps."""
-        return self.inner_steps or (500 if self.inner_seconds is None else 1_000_000)
+        return self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
 
 
-Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
+class DilocoConfig(RoundsConfig):
+    """Many inner steps on each node, then one outer step."""
+
+    type: Literal["diloco"]
+    optimizer: OuterSGDConfig = OuterSGDConfig()
+    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+
+
+class DemoConfig(Section):
+    """DeMo / DisTrO: in every step the largest frequencies of each node's momentum, and the sign of their mean.
+
+    There is no AdamW: [optim] gives learning rate, schedule, decay and clipping.
+    """
+
+    type: Literal["demo"]
+    k: PositiveInt = 4
+    """Coefficients sent of each chunk: 32 in DeMo's source; 4 signs make 1260 times less than 2 bytes a parameter."""
+    chunk: int = Field(default=64, ge=1, le=128)
+    """Longest side of a chunk."""
+    values: ValueCodingName = "sign"
+    """How coefficients travel: sign as in Psyche's runs, float32 as in the paper."""
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    """Of the momentum (beta); 0.995 in Psyche's Consilience."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Part of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second."""
+    aggregator: bool = False
+    """Every node uploads once, to the member with the fastest link, which combines the payloads and sends them back:
+    for home uplinks and many nodes; needs comm.backend = "native"."""
+
+
+class SparseLocoConfig(RoundsConfig):
+    """SparseLoCo: the largest values of pseudo-gradients with error feedback, an outer step without momentum."""
+
+    usual_inner_steps: ClassVar[int] = 30
+    """Where neither steps nor seconds are set."""
+    type: Literal["sparseloco"]
+    k: PositiveInt = 64
+    """Values sent of each chunk of chunk x chunk; 64 of 4096 is 1.56 %. Smaller chunks send the same part."""
+    chunk: int = Field(default=64, ge=1, le=256)
+    """Longest side of the tile of a matrix; vectors are cut into chunk x chunk values."""
+    values: ValueCodingName = "two_bit"
+    """How values travel."""
+    decay: float = Field(default=0.95, ge=0, le=1)
+    """Of what was not sent (beta)."""
+    lr: PositiveFloat = 1.0
+    """Of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
+    clip_to_median: bool = False
+    """Scale contributions down that are longer than the median one: a guard against a broken or hostile node."""
+
+
+Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig, Field(discriminator="type")]

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validat
 
 from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
-from zeroband.config.outer import Outer
+from zeroband.config.outer import DemoConfig, Outer, SparseLocoConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
@@ -342,6 +342,19 @@ class RunConfig(Section):
                 "store.url is set but there is no [outer] section: every node would train alone; "
                 'set outer.type = "diloco" or "ddp", or drop store.url'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _payloads_travel_as_they_are(self) -> RunConfig:
+        if not isinstance(self.outer, DemoConfig | SparseLocoConfig):
+            return self
+        if self.comm.codec is not None:
+            raise ValueError(
+                f"comm.codec={self.comm.codec!r} is for averages, and outer.type={self.outer.type!r} sends payloads: "
+                "drop it; outer.values says how their values travel"
+            )
+        if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
+            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
         return self
 
     @model_validator(mode="after")

@@ -55,6 +55,10 @@ class RoundReport:
     """Why the round was opened again, once for each time."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Members whose payload was left out, and why."""
+    payload_bytes: int | None = None
+    """Of this node's payload, counted on its way to one other node; None: it sent none."""
 
     @property
     def retries(self) -> int:
@@ -146,6 +150,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
     @property
     def sections(self) -> tuple[str, ...]:
         """Names of the buffers that make up the outer state."""
+        ...
+
+    @property
+    def local_sections(self) -> tuple[str, ...]:
+        """Names of the buffers that only this node has; saved with its inner optimizer."""
         ...
 
     @property

@@ -30,6 +30,7 @@ class DiLoCo:
     """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters."""
 
     sections = (PARAMS, MOMENTUM)
+    local_sections: tuple[str, ...] = ()
 
     def __init__(self, parts: OuterParts, config: DilocoConfig) -> None:
         self._parts = parts

@@ -111,10 +111,10 @@ def gradient_shards(model: nn.Module) -> dict[str, Tensor]:
 
 
 class SharedBuffers:
-    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks.
+    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks; bytes of any length.
 
-    `open` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer is made, so
-    that a full shared memory is an error here and not a bus error later.
+    `open`, `open_bytes` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer
+    is made, so that a full shared memory is an error here and not a bus error later.
     """
 
     def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
@@ -130,22 +130,36 @@ class SharedBuffers:
     def open(self, *names: str) -> None:
         """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
         new = [name for name in names if name not in self._buffers]
+        self._reserve_all({self._path(name): 4 * self.numel for name in new})
+        for name in new:
+            self._buffers[name] = torch.from_file(
+                str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
+            )
+
+    def open_bytes(self, name: str, size: int) -> Tensor:
+        """Make and map (size,) uint8 of zeros, in place of what had the name before. Raises ConfigError as `open`."""
+        path = self._folder / f"{name}.u8"
+        barrier(self._local)
+        if self._local.rank == 0:
+            path.unlink(missing_ok=True)
+        self._reserve_all({path: max(size, 1)})
+        return torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)[:size]
+
+    def _reserve_all(self, sizes: Mapping[Path, int]) -> None:
+        """Make files of so many bytes, on local rank 0."""
         problem = ""
         if self._local.rank == 0:
             try:
-                for name in new:
-                    self._reserve(name)
+                for path, size in sizes.items():
+                    _reserve(path, size)
             except OSError as error:
-                problem = f"{error.strerror} ({len(new)} buffers of {4 * self.numel} bytes in {self._folder})"
+                each = sorted(set(sizes.values()))
+                problem = f"{error.strerror} ({len(sizes)} buffers of {each[-1]} bytes in {self._folder})"
         problem = broadcast_json(problem, self._local)
         if problem:
             raise ConfigError(
                 f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
                 "or set node.shm_dir to another memory file system"
-            )
-        for name in new:
-            self._buffers[name] = torch.from_file(
-                str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
             )
 
     def renew(self, name: str) -> None:
@@ -159,12 +173,13 @@ class SharedBuffers:
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.f32"
 
-    def _reserve(self, name: str) -> None:
-        descriptor = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, 4 * self.numel)
-        finally:
-            os.close(descriptor)
+
+def _reserve(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
 
 
 def digest_of(*buffers: Tensor) -> str:
