@@ -71,7 +71,7 @@ def trained(
     flags = [f"--{key}={value}" for key, value in TINY.items()]
     flags += [f"--run.dir={folder}", f"--run.id={folder.name}", "--node.id=n0", f"--data.cache_dir={folder / 'cache'}"]
     outer = tomllib.loads(preset.read_text()).get("outer")
-    if outer and outer["type"] == "diloco":
+    if outer and outer["type"] in ("diloco", "sparseloco"):
         flags.append("--outer.inner_steps=1")
     environ = {"ZERO_BAND_STORE__URL": redis_server.url} if outer else {}
     config = load_config([f"@{preset}", *flags], environ)
