@@ -25,10 +25,14 @@ struct Gathering {
         return made;
     }
 
-    std::vector<RunningPtr> start_all(uint64_t opening, uint32_t receiver = EVERYBODY) {
+    // `allowed`: share of its frames that member 0 may send.
+    std::vector<RunningPtr> start_all(uint64_t opening, uint32_t receiver = EVERYBODY, double allowed = 1) {
         std::vector<RunningPtr> running;
-        for (uint32_t member = 0; member < members.shape.world; ++member)
-            running.push_back(members.engines[member]->start(spec(member, opening, receiver), members.links));
+        for (uint32_t member = 0; member < members.shape.world; ++member) {
+            GatherSpec made = spec(member, opening, receiver);
+            if (member == 0) made.allowed = allowed;
+            running.push_back(members.engines[member]->start(std::move(made), members.links));
+        }
         return running;
     }
 
@@ -88,8 +92,8 @@ void aborted_gathering_leaves_the_links_as_they_were() {
 
 void lost_link_ends_the_gathering_of_both() {
     for (int round = 0; round < 10; ++round) {
-        Gathering gathering({3, 4000037, FP32, false, false});
-        const auto running = gathering.start_all(1);
+        Gathering gathering({3, 100003, FP32, false, false});
+        const auto running = gathering.start_all(1, EVERYBODY, 0.5);
         gathering.members.engines[0]->drop_link(1);
         REQUIRE(running[1]->transfer->wait(DEADLINE_S));
         REQUIRE(running[1]->transfer->state() == PEER_LOST && running[1]->transfer->detail() == 0);

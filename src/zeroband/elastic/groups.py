@@ -133,8 +133,8 @@ class LaneGroups:
         if len(opening.members) > 1:
             works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
             self._await_all(works, result, opening, on_progress)
-        moved = gathering.total_bytes * (len(opening.members) - 1) // len(opening.members)
-        return moved, moved  # of a mean member: gloo passes a broadcast on along a tree
+        own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
+        return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
 
     def _connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
