@@ -148,6 +148,9 @@ def leave_if_asked(
     If nobody goes on with the run, it saves what it holds first.
     """
     if broadcast_json(node.departure.is_asked, node.local):
+        for synced in entry.hooks.flush():
+            if report is not None:
+                report.committed(synced)
         round = entry.hooks.round
         save_if_last(entry, snapshots)
         if report is not None and not node.departure.is_hurried:
@@ -209,13 +212,13 @@ def enter(
 def train_round(
     node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
-    """The inner steps from one boundary to the next, and the outer step that ends them."""
-    hooks, inner, before = entry.hooks, node.inner, entry.hooks.progress
-    node.loader.assign(entry.assigned())
-    step = before.inner_step
-    while hooks.progress is before:
-        lr, began_at_s = inner.lr, time.monotonic()
-        passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - before.inner_step))  # noqa: B023
+    """The inner steps from one boundary to the next, and what they contribute to the outer step."""
+    hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
+    node.loader.assign(hooks.upcoming())
+    step, ends_round = first, False
+    while not ends_round:
+        lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
+        passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
         norm = hooks.sync_gradients(step, passed.tokens)
@@ -228,7 +231,7 @@ def train_round(
         step += 1
         committed = Committed(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
-            snapshots.take_if_due(synced)
+            snapshots.take_if_due(synced[-1] if synced else None)
         if report is not None:
             learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s)
             report.stepped(step, learned, synced, committed, snapshots.measured())

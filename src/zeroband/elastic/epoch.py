@@ -37,7 +37,7 @@ class Ready:
     steps: int = 0
     """Inner steps behind what it contributes."""
     wants: int = 0
-    """Inner steps for which it asks samples in the next round; 0 says that it leaves after this one."""
+    """Inner steps for which it is to hold samples after this round; 0 says that it leaves."""
     rate: int = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
