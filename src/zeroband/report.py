@@ -45,6 +45,8 @@ class Learned:
     lr: float
     grad_norm: float
     data_s: float
+    blocked_s: float
+    """In which training stood still for the outer algorithm."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Report:
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
             "train/data_s": learned.data_s,
+            "outer/blocked_s": None if self._node.config.outer is None else learned.blocked_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             "data/pass": self._node.loader.data_pass,
             "node/rss_bytes": resident_bytes(),

@@ -221,20 +221,36 @@ def train_round(
         passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
-        norm = hooks.sync_gradients(step, passed.tokens)
+        blocked = Stopwatch()
+        with blocked:
+            norm = hooks.sync_gradients(step, passed.tokens)
         if norm is None:
             norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
         inner.step()
         inner.zero_grad()
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
-        synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
+        with blocked:
+            synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
         step += 1
         committed = Committed(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
             snapshots.take_if_due(synced[-1] if synced else None)
         if report is not None:
-            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s)
+            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
             report.stepped(step, learned, synced, committed, snapshots.measured())
+
+
+class Stopwatch:
+    """Adds up the time spent inside it."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def __enter__(self) -> None:
+        self._from_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += time.monotonic() - self._from_s
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,11 @@ METRICS: Mapping[str, Metric] = {
     "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
     "outer/nodes": Metric("nodes", "Members of that epoch."),
     "outer/digest": Metric("hex", "Digest of the outer state after that round; equal on all members."),
+    "outer/blocked_s": Metric("s", "Part of the step in which training stood still for the outer algorithm."),
     "outer/wait_s": Metric(
-        "s", "Part of the outer step spent on waiting for other members: at the boundary and for the verdict."
+        "s",
+        "Part of the outer step spent on waiting for other members: at the boundary and for the verdict; like the "
+        "transfer it may pass beside training (outer.overlap).",
     ),
     "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes."),
     "outer/apply_s": Metric(
