@@ -161,6 +161,7 @@ class Report:
             "outer/apply_s": sum(r.apply_s for r in rounds),
             "outer/retries": sum(r.retries for r in rounds),
             "outer/weight": round.weights[round.members.index(round.member_id)],
+            "outer/clip": round.clip,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),

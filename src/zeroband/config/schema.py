@@ -256,6 +256,10 @@ class DilocoConfig(Section):
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Part of a node's own parameters that merge = "mix" keeps."""
 
+    clip_to_median: bool = False
+    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
+    broken. From 3 nodes on."""
+
     @property
     def phase_steps(self) -> int:
         """Inner steps from one contribution to the next, at most."""

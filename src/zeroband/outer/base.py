@@ -57,6 +57,8 @@ class RoundReport:
     """Why the round was opened again, once for each time."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
+    clip: float | None = None
+    """What this node's update was scaled by; None: updates are not clipped."""
 
     @property
     def retries(self) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.config.schema import DilocoConfig
@@ -46,6 +47,7 @@ class DiLoCo:
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._overlap = config.overlap_steps
+        self._clips = config.clip_to_median
         self._bounds = bounds_of(parts.fragments)
         self._optimizer = build_outer_optimizer(config.optimizer, of_differences=config.merge == "eager")
         exchange = MeanExchange(parts.mesh, parts.buffers, parts.feedback, lambda: self._bounds[self._turn()])
@@ -130,7 +132,7 @@ class DiLoCo:
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
         barrier(self._local)
-        offer = keeper.offer(weighted=is_finite)
+        offer = keeper.offer(weighted=is_finite, norm=self._norm(turn))
         if waits:
             restarts = self._overlap != 0 or closes
             land = self._replica.restart if restarts else self._replica.receive
@@ -163,9 +165,11 @@ class DiLoCo:
         """Send the fragments whose turn it was not, without inner steps in between."""
         reports: list[RoundReport] = []
         for _ in self._bounds[1:]:
-            is_finite = self._contribute(self._turn())
+            turn = self._turn()
+            is_finite = self._contribute(turn)
             barrier(self._local)
-            committed = self._keeper.commit(self._keeper.offer(weighted=is_finite, weight=weight))
+            offer = self._keeper.offer(weighted=is_finite, weight=weight, norm=self._norm(turn))
+            committed = self._keeper.commit(offer)
             reports.append(self._take_over(committed, self._replica.restart))
         return reports
 
@@ -183,6 +187,12 @@ class DiLoCo:
             self._optimizer.contribution(anchor[name], inner, out)
         self._parts.feedback.add_to(contribution, shards)
         return self._keeper.is_contribution_finite(shards)
+
+    def _norm(self, turn: int) -> float:
+        """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
+        if not self._clips or self._local.rank != 0:
+            return 0.0
+        return float(torch.linalg.vector_norm(self._buffers[CONTRIBUTION][self._bounds[turn]], dtype=torch.float64))
 
     def _shards_of(self, turn: int) -> dict[str, Tensor]:
         shards = parameter_shards(self._parts.model)

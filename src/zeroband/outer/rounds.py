@@ -56,6 +56,8 @@ class Offer:
     """Tokens; 0: it counts for nothing."""
     steps: int
     wants: int
+    norm: float = 0.0
+    """Of the contribution; 0: nobody asks."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -182,7 +184,9 @@ class RoundKeeper:
         faults, passes = self.parts.faults, not offer.is_joining
         if passes:
             faults.at("ready", round)
-        self.parts.mesh.announce_ready(Ready(round, offer.weight, self.state, offer.steps, offer.wants))
+        self.parts.mesh.announce_ready(
+            Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm)
+        )
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
@@ -194,7 +198,9 @@ class RoundKeeper:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def offer(self, *, is_joining: bool = False, weighted: bool = True, weight: int | None = None) -> Offer:
+    def offer(
+        self, *, is_joining: bool = False, weighted: bool = True, weight: int | None = None, norm: float = 0.0
+    ) -> Offer:
         """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
 
         `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
@@ -212,6 +218,7 @@ class RoundKeeper:
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
             wants=0 if is_leaving else self._wanted_steps(steps),
+            norm=norm if counts else 0.0,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
@@ -366,4 +373,5 @@ class RoundKeeper:
             received_bytes=committed.received_bytes,
             failures=committed.failures,
             is_left_out=self._is_left_out,
+            clip=opening.clip(self.parts.mesh.member_id),
         )

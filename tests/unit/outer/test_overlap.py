@@ -230,6 +230,17 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_ot
     assert_every_sample_once(run)
 
 
+@every_way
+def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    run = train(diloco_with(**settings, clip_to_median=True), 3, 3 * H)
+    run["c"].set_params(run["c"].params + 1e6)
+    go_on(run, 3 * H)
+    run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
+    assert min(report.clip or 1.0 for report in run["c"].reports) < 1e-3
+    assert run["a"].buffers[PARAMS].abs().max() < 100
+    assert_one_outer_state(run)
+
+
 def test_training_does_not_wait_for_a_round_that_travels(train: Callable[..., Run]) -> None:
     run = train(diloco_with(overlap="full", merge="eager"), 2, 0)
     go_on(run, 2 * H - 1, "a", nodes=2)  # b has not come to its boundary at all
