@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from zeroband.config.overlap import overlap_problem
 from zeroband.config.section import NODE_LOCAL, Section
 
 ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
@@ -47,9 +48,13 @@ class RoundsConfig(Section):
     """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
     later round. None: they wait for every node that is alive."""
 
+    clip_to_median: bool = False
+    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
+    broken. From 3 nodes on."""
+
     @property
-    def most_inner_steps(self) -> int:
-        """The limit of a round in inner steps."""
+    def phase_steps(self) -> int:
+        """Inner steps from one contribution to the next, at most."""
         return self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
 
 
@@ -59,6 +64,44 @@ class DilocoConfig(RoundsConfig):
     type: Literal["diloco"]
     optimizer: OuterSGDConfig = OuterSGDConfig()
     """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    fragments: PositiveInt = 1
+    """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
+    same bytes, a lower peak. Divides inner_steps."""
+    fragment_pattern: Literal["strided", "sequential"] = "strided"
+    """Which layers a fragment has: every so many-th, or neighbours. The embedding goes with the first, the rest with
+    the last."""
+    overlap: NonNegativeInt | Literal["full"] = 0
+    """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
+    "full". 0: training waits for it."""
+    merge: Literal["overwrite", "mix", "eager"] = "overwrite"
+    """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
+    alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
+    (arXiv:2502.12996); needs an overlap."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Part of a node's own parameters that merge = "mix" keeps."""
+
+    @property
+    def phase_steps(self) -> int:
+        return super().phase_steps // self.fragments
+
+    @property
+    def overlap_steps(self) -> int | None:
+        """Inner steps that a round travels; None: until the next one is sent."""
+        return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DilocoConfig:
+        problem = overlap_problem(
+            inner_steps=self.inner_steps or self.usual_inner_steps,
+            has_fixed_steps=self.inner_seconds is None,
+            fragments=self.fragments,
+            overlap=None if self.overlap == "full" else self.overlap,
+            is_eager=self.merge == "eager",
+            has_deadline=self.straggler_deadline_s is not None,
+        )
+        if problem is not None:
+            raise ValueError(problem)
+        return self
 
 
 class DemoConfig(Section):
@@ -99,8 +142,6 @@ class SparseLocoConfig(RoundsConfig):
     """Of what was not sent (beta)."""
     lr: PositiveFloat = 1.0
     """Of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
-    clip_to_median: bool = False
-    """Scale contributions down that are longer than the median one: a guard against a broken or hostile node."""
 
 
 Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig, Field(discriminator="type")]

@@ -75,7 +75,7 @@ class NativePlane:
             if errors is not None:
                 errors.zero_()
             return 0, 0
-        shape = shape_of(result.numel(), self._codec, opening.weights, opening.network)
+        shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
             buffers = (contribution, result)

@@ -37,7 +37,7 @@ class Ddp(EveryStep):
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)
         is_finite = self._keeper.is_contribution_finite(gradients)
-        self._committed = self._keeper.commit(weighted=is_finite, extra=self._describe)
+        self._committed = self._keeper.commit(self._keeper.offer(weighted=is_finite), self._describe)
         payload = self._committed.verdict.payload
         self._set_gradients(self._committed.result, payload)
         return float(payload["grad_norm"])

@@ -73,18 +73,16 @@ class Demo(EveryStep):
 
     def _commit(self, weighted: bool) -> Committed:
         try:
-            committed = self._keeper.commit(weighted=weighted)
+            committed = self._keeper.commit(self._keeper.offer(weighted=weighted))
         except (Fenced, RolledBack):
             self._memory.restore()
             raise
         self._memory.settle()
         return committed
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool = True) -> RoundReport | None:
-        report = super().sync_parameters(step, tokens, ends_round=ends_round)
-        assert report is not None
+    def _take_over(self) -> RoundReport:
         refused = tuple(self._exchange.refused.items())
-        return replace(report, refused=refused, payload_bytes=self._exchange.payload_bytes)
+        return replace(super()._take_over(), refused=refused, payload_bytes=self._exchange.payload_bytes)
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {PARAMS: parameter_shards(self._parts.model)}

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundReport, StateCopy
@@ -93,18 +94,36 @@ class EveryStep(ABC):
     def state(self) -> str:
         return self._keeper.state
 
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way between two steps."""
+        return ()
+
+    def abandon(self) -> None:  # noqa: B027
+        """Nothing is on its way between two steps."""
+
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
         return self._keeper.found(round, self._at_founding())
 
     def is_time_over(self, steps: int) -> bool:
         return False
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool = True) -> RoundReport | None:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        return (self._take_over(),)
+
+    def _take_over(self) -> RoundReport:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
         with self._keeper.changing_state():
             self._keeper.advance(committed.verdict, self._store_state())
+        self._keeper.begin_phase()
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
@@ -117,11 +136,9 @@ class EveryStep(ABC):
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
     def join(self) -> RoundReport:
-        self._committed = self._keeper.commit(is_joining=True, extra=self._describe)
+        self._committed = self._keeper.commit(self._keeper.offer(is_joining=True), self._describe)
         self._step(self._committed.result, self._committed.verdict.payload)
-        report = self.sync_parameters(self.progress.inner_step, 0)
-        assert report is not None
-        return report
+        return self._take_over()
 
     def _step(self, result: Tensor, payload: Mapping[str, Any]) -> None:
         self._set_gradients(result, payload)
@@ -142,10 +159,8 @@ class EveryStep(ABC):
         barrier(self._local)  # all have read before anybody writes
 
     def replay(self, entry: JournalEntry) -> str:
-        if self._local.rank == 0:
-            self._buffers[RESULT].copy_(entry.result)
         barrier(self._local)
-        self._step(self._buffers[RESULT], entry.payload)
+        self._step(entry.result, entry.payload)
         with self._keeper.changing_state():
             self._keeper.settle(entry.round, entry.payload, self._store_state())
         return self._keeper.state

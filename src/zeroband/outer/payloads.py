@@ -22,20 +22,14 @@ from zeroband.parallel import all_ok, barrier, each_ok
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 
-Weigh = Callable[[Sequence[Payload], Sequence[int]], Sequence[float] | None]
-"""Of the payloads that count, and the tokens behind each: their weights; None: each counts 1."""
-
 _log = get_logger(__name__)
-
-
-def count_alike(payloads: Sequence[Payload], tokens: Sequence[int]) -> None:
-    """Each payload counts 1."""
 
 
 class PayloadExchange:
     """Gathers the payloads of the members that have weight, and decodes them in the order of the members.
 
-    `divisor`: as in `SparseCodec.decode`. `weigh`: the same on all nodes. Called by all local ranks.
+    `divisor`: as in `SparseCodec.decode`. `counts_tokens`: payloads count with their members' shares of the round,
+    else each counts 1. Called by all local ranks.
     """
 
     def __init__(
@@ -45,7 +39,7 @@ class PayloadExchange:
         codec: SparseCodec,
         *,
         divisor: Divisor = "none",
-        weigh: Weigh = count_alike,
+        counts_tokens: bool = False,
     ) -> None:
         buffers.open(RESULT)
         self.payload = buffers.open_bytes(_PAYLOAD, codec.nbytes)
@@ -58,7 +52,7 @@ class PayloadExchange:
         self._buffers = buffers
         self._codec = codec
         self._divisor: Divisor = divisor
-        self._weigh = weigh
+        self._counts_tokens = counts_tokens
         self._gathered: Tensor | None = None
 
     @property
@@ -134,13 +128,12 @@ class PayloadExchange:
     def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""
         local, is_finite = self._mesh.local, True
-        tokens = [weight for m, weight in zip(opening.members, opening.weights, strict=True) if m in payloads]
         if payloads:
             try:
                 self._codec.decode(
                     list(payloads.values()),
                     self.result,
-                    weights=self._weigh(list(payloads.values()), tokens),
+                    weights=shares_of(opening, list(payloads)) if self._counts_tokens else None,
                     divisor=self._divisor,
                     rank=local.rank,
                     world_size=local.world_size,
@@ -158,7 +151,7 @@ class PayloadExchange:
         barrier(self._mesh.local)
 
 
-def shares_of(tokens: Sequence[int]) -> tuple[float, ...]:
-    """Tokens over their sum."""
-    total = sum(tokens)
-    return tuple(count / total for count in tokens)
+def shares_of(opening: Opening, members: Sequence[str]) -> tuple[float, ...]:
+    """Of some members, as if the others had no weight."""
+    counted = sum(weight for member, weight in zip(opening.members, opening.weights, strict=True) if member in members)
+    return tuple(opening.share(member) * (opening.total_weight / counted) for member in members)

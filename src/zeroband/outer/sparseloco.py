@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
@@ -25,13 +26,13 @@ from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import FlatLayout, digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.local_memory import LocalMemory
-from zeroband.outer.payloads import PayloadExchange, shares_of
+from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.rollback import RolledBack
-from zeroband.outer.rounds import RoundKeeper
+from zeroband.outer.rounds import Offer, RoundKeeper
 from zeroband.outer.sparse.codec import Payload, SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.sparse.norms import norm_of, weights_within_median
-from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
+from zeroband.outer.sparse.norms import norm_of
+from zeroband.outer.transaction import CONTRIBUTION, Committed
 from zeroband.parallel import barrier
 
 PARAMS, ERRORS = "params", "errors"
@@ -64,19 +65,12 @@ class SparseLoCo:
         rule = error_rule(config, FlatLayout.of(parts.model))
         self._codec = rule.codec
         self._memory = LocalMemory(parts, ERRORS, rule)
-        weigh = self._weigh_within_median if config.clip_to_median else self._weigh
-        self._exchange = PayloadExchange(parts.mesh, parts.buffers, rule.codec, weigh=weigh)
+        self._clips = config.clip_to_median
+        self._exchange = PayloadExchange(parts.mesh, parts.buffers, rule.codec, counts_tokens=True)
         self._keeper = RoundKeeper(parts, self.sections, self.replay, self._exchange)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._keeper.state = self._digest()
-
-    def _weigh(self, payloads: Sequence[Payload], tokens: Sequence[int]) -> Sequence[float]:
-        return shares_of(tokens)
-
-    def _weigh_within_median(self, payloads: Sequence[Payload], tokens: Sequence[int]) -> Sequence[float]:
-        norms = [norm_of(self._codec, payload) for payload in payloads]
-        return weights_within_median(shares_of(tokens), norms)
 
     @property
     def round(self) -> int:
@@ -94,6 +88,20 @@ class SparseLoCo:
     def state(self) -> str:
         return self._keeper.state
 
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way between two rounds."""
+        return ()
+
+    def abandon(self) -> None:
+        """Nothing is on its way between two rounds."""
+
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
         return self._keeper.found(round, {})
 
@@ -104,17 +112,17 @@ class SparseLoCo:
     def is_time_over(self, steps: int) -> bool:
         return self._parts.pace.is_over(time.monotonic(), steps)
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)
         if not ends_round:
-            return None
+            return ()
         is_finite = self._contribute()
         if not is_finite:
             self._parts.inner.forget_moments()
-        return self._finish_round(weighted=is_finite)
+        return (self._finish_round(self._keeper.offer(weighted=is_finite, norm=self._norm())),)
 
     def join(self) -> RoundReport:
-        return self._finish_round(is_joining=True)
+        return self._finish_round(self._keeper.offer(is_joining=True))
 
     def _contribute(self) -> bool:
         """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""
@@ -129,13 +137,18 @@ class SparseLoCo:
             return True
         return False
 
-    def _finish_round(self, *, weighted: bool = True, is_joining: bool = False) -> RoundReport:
+    def _norm(self) -> float:
+        """Of the payload; on local rank 0, where the run asks for it."""
+        return norm_of(self._codec, Payload(self._exchange.payload)) if self._clips and self._local.rank == 0 else 0.0
+
+    def _finish_round(self, offer: Offer) -> RoundReport:
         barrier(self._local)
-        committed = self._commit(weighted=weighted, is_joining=is_joining)
+        committed = self._commit(offer)
         started_at_s = time.monotonic()
         with self._keeper.changing_state():
             self._apply(committed.result, committed.verdict.payload)
             self._keeper.advance(committed.verdict, self._digest())
+        self._keeper.begin_phase()
         self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
@@ -143,9 +156,9 @@ class SparseLoCo:
         refused = tuple(self._exchange.refused.items())
         return replace(report, refused=refused, payload_bytes=self._exchange.payload_bytes)
 
-    def _commit(self, *, weighted: bool, is_joining: bool) -> Committed:
+    def _commit(self, offer: Offer) -> Committed:
         try:
-            committed = self._keeper.commit(weighted=weighted, is_joining=is_joining)
+            committed = self._keeper.commit(offer)
         except (Fenced, RolledBack):
             self._memory.restore()
             raise
@@ -176,10 +189,8 @@ class SparseLoCo:
         return self._keeper.state
 
     def replay(self, entry: JournalEntry) -> str:
-        if self._local.rank == 0:
-            self._buffers[RESULT].copy_(entry.result)
         with self._keeper.changing_state():
-            self._apply(self._buffers[RESULT], entry.payload)
+            self._apply(entry.result, entry.payload)
             self._keeper.settle(entry.round, entry.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state

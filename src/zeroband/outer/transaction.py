@@ -20,6 +20,7 @@ from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import SharedBuffers, digest_of
 
 CONTRIBUTION, RESULT = "contribution", "result"
@@ -51,21 +52,31 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    `errors`: gets what encoding took from the contribution in the attempt that is committed.
+    `feedback`: gets what encoding took from the contribution in the attempt that is committed. `part`: of the buffers,
+    that the next round is about.
     """
 
-    def __init__(self, mesh: ElasticDeviceMesh, buffers: SharedBuffers, errors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        mesh: ElasticDeviceMesh,
+        buffers: SharedBuffers,
+        feedback: ErrorFeedback,
+        part: Callable[[], slice] = lambda: slice(None),
+    ) -> None:
         self._mesh = mesh
         self._buffers = buffers
-        self._errors = errors
+        self._feedback = feedback
+        self._part = part
 
     @property
     def result(self) -> Tensor:
-        return self._buffers[RESULT]
+        return self._buffers[RESULT][self._part()]
 
     def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
-        contribution = self._buffers[CONTRIBUTION]
-        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, self._errors)
+        part = self._part()
+        errors = None if self._feedback.residual is None else self._feedback.residual[part]
+        contribution = self._buffers[CONTRIBUTION][part]
+        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, errors)
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:

@@ -75,8 +75,8 @@ def train_sparseloco(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
     for round in range(ROUNDS):
         first = 1 + round * INNER_STEPS
         node.set_params(problem.inner_steps("ab".index(name), first, INNER_STEPS, node.params))
-        report = node.outer.sync_parameters(first, 10, ends_round=True)
-        assert report is not None and digest_of(node.params) == report.state
+        (report,) = node.outer.sync_parameters(first, 10, ends_round=True)
+        assert digest_of(node.params) == report.state
         history.append(node.params)
     return history
 
@@ -101,7 +101,7 @@ def start_problem(start_run: StartRun, problem: Problem, config: Any, *, faults:
         return model
 
     names = "abcd"[: problem.nodes]
-    return start_run(config, *names, inject=faults, optim=CONSTANT, make_model=make_model, total_steps=10_000)
+    return start_run(config, *names, inject=faults, optim=CONSTANT, model=make_model, total_steps=10_000)
 
 
 # -- members --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
-"""How long payloads are, and the weights that keep one of them from being longer than most. Pure."""
+"""How long payloads are. Pure."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
 
 import torch
 
@@ -29,14 +27,3 @@ def norm_of(codec: SparseCodec, payload: Payload) -> float:
     unit = 2.0 ** (math.frexp(largest)[1] - _NORM_BITS)
     whole = sum(int((part.double() / unit).round().to(torch.int64).square().sum()) for part in values)
     return unit * math.sqrt(whole)
-
-
-def weights_within_median(shares: Sequence[float], norms: Sequence[float]) -> tuple[float, ...]:
-    """The members' shares, each scaled down so that no contribution is longer than the median one.
-
-    Guards against a broken or hostile member, as SparseLoCo's repository does. The lower median of an even number.
-    """
-    if not norms:
-        return ()
-    most = statistics.median_low(norms)
-    return tuple(share * (most / norm if norm > most else 1.0) for share, norm in zip(shares, norms, strict=True))
