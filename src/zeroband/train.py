@@ -112,7 +112,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     entry = build_entry(node, report, stack)
     joined = enter(entry, report)
     snapshots = build_snapshots(node, entry, report, stack)
-    snapshots.take_if_due(joined)
+    if joined is not None:
+        snapshots.take_if_due(joined)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
         leave_if_asked(node, entry, snapshots, report)

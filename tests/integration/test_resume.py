@@ -69,23 +69,23 @@ EAGER = ("--outer.overlap", "full", "--outer.merge", "eager", "--outer.optimizer
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "outer",
+    ("outer", "saved"),
     [
-        pytest.param((), id="diloco"),
-        pytest.param(("--model.n-layers", "2", *STREAMING), id="streaming"),
-        pytest.param(EAGER, id="eager"),
+        pytest.param((), 10, id="diloco"),
+        pytest.param(("--model.n-layers", "2", "--ckpt.every-rounds", "4", *STREAMING), 15, id="streaming"),
+        pytest.param(EAGER, 10, id="eager"),
     ],
 )
-def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path, outer: tuple[str, ...]) -> None:
-    with cluster_of(tmp_path, 2, "--train.total-steps", "60", *outer) as cluster:
+def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path, outer: tuple[str, ...], saved: int) -> None:
+    with cluster_of(tmp_path, 2, "--train.total-steps", str(saved + 50), *outer) as cluster:
         for _ in range(2):
             cluster.start()
         finish(cluster)
-        first = {node_id: losses(node.metrics(), 10) for node_id, node in cluster.nodes.items()}
-        assert all(set(of_node) == set(range(11, 61)) for of_node in first.values())
+        first = {node_id: losses(node.metrics(), saved) for node_id, node in cluster.nodes.items()}
+        assert all(set(of_node) == set(range(saved + 1, saved + 51)) for of_node in first.values())
         for _ in range(2):
             seen = {node_id: len(node.metrics()) for node_id, node in cluster.nodes.items()}
-            start_again(cluster, "--resume.step", "10")
+            start_again(cluster, "--resume.step", str(saved))
             finish(cluster)
             for node_id, node in cluster.nodes.items():
                 assert node.events("resumed_from")[-1]["has_inner"]

@@ -40,7 +40,8 @@ class Ready:
     steps: int = 0
     """Inner steps behind what it contributes."""
     wants: int = 0
-    """Inner steps for which it is to hold samples after this round; 0 says that it leaves."""
+    """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
+    round."""
     rate: int = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -63,8 +64,6 @@ class Opening:
     """Of each member, as in its `Ready`; so are the next two."""
     steps: tuple[int, ...] = ()
     wants: tuple[int, ...] = ()
-    norms: tuple[float, ...] = ()
-    """Of what each member contributes; none: nothing is clipped."""
     late: tuple[str, ...] = ()
     """Members that the others stopped waiting for: what they learned goes into the round after."""
     disputes: int = 0
@@ -75,6 +74,8 @@ class Opening:
     """Version of the operators' orders that it was proposed under."""
     rollback: int | None = None
     """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
+    norms: tuple[float, ...] = ()
+    """Of what each member contributes; none: nothing is clipped."""
 
     @property
     def id(self) -> str:

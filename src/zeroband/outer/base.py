@@ -109,7 +109,7 @@ class OuterParts:
     stage: Callable[[int], StagedState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     flush_every: int | None = None
-    """Rounds from one checkpoint to the next, at which nodes that overlap rounds wait for one another; None: never."""
+    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 

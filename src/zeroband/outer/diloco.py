@@ -144,7 +144,8 @@ class DiLoCo:
             keeper.start(offer)
             if before is None and self._overlap is None and len(self._bounds) == 1:
                 self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
-            self._replica.sent(turn, keeper.share, self.progress.outer_step // len(self._bounds) + 1)
+            share = 1 / len(keeper.members) if before is None else keeper.share  # all are equal after a flush
+            self._replica.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
         keeper.begin_phase()
         return reports
 
@@ -154,7 +155,7 @@ class DiLoCo:
         Then all nodes hold one model: at the end, and at a checkpoint, so that it can be gone on from to the last bit.
         """
         count, keeper, every = len(self._bounds), self._keeper, self._parts.flush_every
-        is_due = every is not None and (keeper.round + count) % every == 0
+        is_due = every is not None and (self.progress.outer_step + count) % every == 0
         is_leaving, is_end = self._parts.departure.is_asked, keeper.is_last or is_due
         is_new = is_member_new and keeper.has_new_members and count == 1
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new

@@ -86,12 +86,13 @@ class RoundKeeper:
         self.payload: Mapping[str, Any] = {}
         self.state = ""
         self.share = 0.0
-        """Of this node in the newest round; each the same in the founding."""
+        """Of this node in the newest round."""
+        self.members: tuple[str, ...] = ()
+        """Of the newest round."""
         self.has_new_members = False
         """The newest round had other members than the one before."""
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
-        self._members: tuple[str, ...] = ()
         self._replay = replay
         self._tokens = 0
         self._steps = 0
@@ -160,7 +161,7 @@ class RoundKeeper:
 
         `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
         """
-        self._announce(round, Offer(0, 0, self._wanted_steps(0), is_joining=True))
+        self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
         founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
         self.begin_phase()
@@ -190,11 +191,10 @@ class RoundKeeper:
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
-    def _wanted_steps(self, steps: int) -> int:
+    def _wanted_steps(self, steps: int, *, phases: int) -> int:
         """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
-        shape = self.parts.shape
-        left = shape.total_steps - self.progress.inner_step - steps
-        return min(self.parts.pace.wanted_steps() * (2 if shape.reads_ahead else 1), max(left, 0))
+        left = self.parts.shape.total_steps - self.progress.inner_step - steps
+        return min(self.parts.pace.wanted_steps() * phases, max(left, 0))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class RoundKeeper:
         return Offer(
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
-            wants=0 if is_leaving else self._wanted_steps(steps),
+            wants=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
             is_joining=is_joining,
             is_leaving=is_leaving,
@@ -336,8 +336,8 @@ class RoundKeeper:
         self._offered_steps = 0
         self.settle(verdict.round, verdict.payload, state)
         opening, own = verdict.opening, self.parts.mesh.member_id
-        self.share = opening.share(own) if opening.total_weight else 1 / len(opening.members)
-        self.has_new_members, self._members = opening.members != self._members, opening.members
+        self.share = opening.share(own)
+        self.has_new_members, self.members = opening.members != self.members, opening.members
 
     def settle(self, round: int, payload: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""
