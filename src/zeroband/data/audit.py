@@ -66,7 +66,7 @@ def audit(rounds: Iterable[CommittedRound]) -> Audit:
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                trained += [span for m, used in after.used.items() for span in take(before.assigned[m], used)[0]]
+                trained += [s for m, used in after.used.items() if used for s in take(before.assigned[m], used)[0]]
     last = line[-1].rounds[line[-1].last] if line else None
     owed = [] if last is None else _owed(last)
     repeated, skipped = _overlaps_and_holes([*trained, *owed], 0 if last is None else last.ledger.next)
