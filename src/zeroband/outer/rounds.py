@@ -70,8 +70,6 @@ class RoundKeeper:
         Local rank 0 holds the lock, and the others may write when they have passed.
         """
         with self.state_lock:
-            if self.parts.memory is not None:
-                self.parts.memory.spoil()
             for name, section in (sections or {}).items():
                 self.parts.buffers[name].copy_(section)
             barrier(self.parts.mesh.local)
