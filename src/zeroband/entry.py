@@ -263,7 +263,9 @@ class Entry:
         digest = self.run.outer.adopt(report.round, order.payload, sections)
         verify(digest, report.state, f"the checkpoint of step {order.step}", self._local)
         has_inner = self.run.load_inner(order.step)
-        self._emit("rolled_back", round=report.round, step=order.step, digest=digest, has_inner=has_inner)
+        skipped = [list(span) for span in order.payload.get("skipped", ())]
+        place = {"round": report.round, "step": order.step, "digest": digest}
+        self._emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self.run.point_latest(order.step))
         if report.progress.is_complete or self.assigned():
             return report

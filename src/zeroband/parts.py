@@ -35,6 +35,7 @@ from zeroband.elastic.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
 from zeroband.fetcher import Fetcher
+from zeroband.going_back import GoingBack
 from zeroband.node import NodeParts
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
@@ -227,6 +228,8 @@ class RunParts:
             faults=self._node.faults,
             fetch_entry=self._fetch_entry,
             stage=self._stage,
+            step_loss=self._node.step_loss,
+            going_back=self._going_back(),
             memory=self.memory if local.rank == 0 else None,
         )
         match config.outer:
@@ -236,6 +239,12 @@ class RunParts:
                 return Ddp(parts, clip_norm=config.optim.clip_norm)
             case None:
                 raise AssertionError("a run of several nodes has an outer algorithm")
+
+    def _going_back(self) -> GoingBack | None:
+        config = self._node.config.rollback
+        if config is None:
+            return None
+        return GoingBack(config, self.store, lambda: self.restorer, self._node.local, self._on_event)
 
     def _fetch_entry(self, round: int) -> FetchedRound:
         return FetchedRound(**on_first_rank(self._node.local, lambda: self.fetcher.fetch_entry(round)))

@@ -216,6 +216,7 @@ def train_round(
     while hooks.progress is before:
         lr, began_at_s = inner.lr, time.monotonic()
         passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - before.inner_step))  # noqa: B023
+        node.step_loss.nats = passed.loss
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
         norm = hooks.sync_gradients(step, passed.tokens)

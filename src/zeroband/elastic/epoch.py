@@ -42,6 +42,8 @@ class Ready:
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """Mbit/s to each other member, as far as known."""
+    loss: float | None = None
+    """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Opening:
     """Version of the operators' orders that it was proposed under."""
     rollback: int | None = None
     """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
+    skips_data: bool = False
+    """With a rollback: what was learned from since that checkpoint is not learned from again."""
+    losses: tuple[float | None, ...] = ()
+    """Of each member, as in its `Ready`."""
 
     @property
     def id(self) -> str:
@@ -252,6 +258,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
+        skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
+        losses=tuple(r.loss for r in ready),
     )
 
 

@@ -48,10 +48,21 @@ EVENTS: Mapping[str, EventKind] = {
     "resumed": EventKind("It goes on.", ("round", "paused_s")),
     "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),
     "rolled_back": EventKind(
-        "The run went back to the checkpoint of this inner step, as an operator ordered; has_inner: with this node's "
-        "own optimizer state from it.",
-        ("round", "step", "digest", "has_inner"),
+        "The run went back to the checkpoint of this inner step, as was ordered; has_inner: with this node's own "
+        "optimizer state from it; skipped: samples that are not learned from again.",
+        ("round", "step", "digest", "has_inner", "skipped"),
         logging.WARNING,
+    ),
+    "rollback_ordered": EventKind(
+        "The loss of this round calls for going back, as [rollback] says; times: so often in a row to this step.",
+        ("round", "step", "reason", "times"),
+        logging.WARNING,
+    ),
+    "rollback_given_up": EventKind(
+        "It does, but there is no checkpoint from before (step is null), or the run came back to it rollback.most "
+        "times: it is paused instead.",
+        ("round", "step", "reason", "most"),
+        logging.ERROR,
     ),
     "rollback_refused": EventKind(
         "It does not go back: this node cannot have that checkpoint.", ("round", "step", "reason"), logging.ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -20,6 +21,7 @@ from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.losses import RECORD, LossRecord
 from zeroband.outer.rollback import RolledBack, describe_return
 from zeroband.outer.transaction import (
     CONTRIBUTION,
@@ -61,6 +63,7 @@ class RoundKeeper:
         self._replay = replay
         self._tokens = 0
         self._steps = 0
+        self._loss_sum = 0.0
         self._is_left_out = False
 
     @contextmanager
@@ -77,6 +80,7 @@ class RoundKeeper:
 
     def count(self, tokens: int) -> None:
         """Add an inner step to the round in progress, and show the guardian that this node trains."""
+        self._loss_sum = (self._loss_sum if self._steps else 0.0) + self.parts.step_loss.nats * tokens
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:
@@ -98,6 +102,7 @@ class RoundKeeper:
         after_round = self.round if self.round >= FOUNDING_ROUND else None
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        said[RECORD] = LossRecord.of(self.payload).carried().to_record()
         return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
@@ -105,15 +110,27 @@ class RoundKeeper:
         assert opening.rollback is not None
         staged = self.parts.stage(opening.rollback)
         before = {"state_before": self.state, "session": self.payload["session"]}
-        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
+        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
 
     def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
         faults, leaves = self.parts.faults, self.parts.departure.is_asked
         if passes_faults:
             faults.at("ready", round)
-        self.parts.mesh.announce_ready(Ready(round, weight, self.state, self._steps, self._wanted_steps()))
+        ready = Ready(round, weight, self.state, self._steps, self._wanted_steps(), loss=self._loss())
+        self.parts.mesh.announce_ready(ready)
         if passes_faults:
             faults.at("leaving", 0) if leaves else faults.at("waiting", round)
+
+    def _loss(self) -> float | None:
+        """Of the steps since the last round, in nats per token; None: there are none, or it is not finite."""
+        loss = self._loss_sum / self._tokens if self._steps and self._tokens else math.nan
+        return loss if math.isfinite(loss) else None
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the newest round called for going back, so that the steps until then are in vain."""
+        watch = self.parts.going_back
+        return watch is not None and watch.is_due(LossRecord.of(self.payload))
 
     def _wanted_steps(self) -> int:
         """For the next round, as far as the run lasts; none when this node leaves."""
@@ -143,6 +160,8 @@ class RoundKeeper:
         weight = self._tokens if weighted and not is_joining else 0
         while True:
             round = self.round + 1
+            if parts.going_back is not None and not is_joining:
+                parts.going_back.answer(self.round, LossRecord.of(self.payload))
             self._announce(round, weight, passes_faults=not is_joining)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
             try:
@@ -193,6 +212,7 @@ class RoundKeeper:
             "weight": opening.total_weight,
             "state_before": self.state,
             "session": self.payload["session"],
+            RECORD: LossRecord.of(self.payload).after(opening, self.progress.inner_step).to_record(),
             **extra(result),
         }
 
