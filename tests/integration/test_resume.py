@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -235,10 +236,33 @@ def test_crashed_trainer_goes_on_with_what_was_in_memory(tmp_path: Path, monkeyp
         (recovered,) = node.events("recovered")
         known = {event["round"]: event["digest"] for event in node.events("round_committed")}
         assert (recovered["source"], recovered["round"], recovered["digest"]) == ("memory", 2, known[2])
+        assert "asked" not in node.events("left")[0]["reason"], "torchrun sends SIGTERM to the rank that is left"
         finish(cluster)
         assert node.metrics()[-1]["step"] == 30
         assert_exact(cluster)
         assert not node.spec.memory.exists()
+
+
+@pytest.mark.soak
+def test_trainer_whose_ranks_are_killed_at_any_moment_goes_on_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its memory, or with a checkpoint where that was being changed."""
+    monkeypatch.setenv("PET_MAX_RESTARTS", "5")
+    chance = random.Random(7)
+    more = ("--train.total-steps", "1000000", "--elastic.start-timeout-s", "4")
+    with cluster_of(tmp_path, 1, *more) as cluster:
+        node = cluster.start(ranks=2)
+        for crash in range(5):
+            until(cluster, lambda crash=crash: len(node.events("joined")) > crash, "it is a member")
+            rounds = len(node.events("round_committed"))
+            until(cluster, lambda rounds=rounds: len(node.events("round_committed")) > rounds + 3, "rounds")
+            time.sleep(chance.uniform(0.0, 0.5))
+            node.signal_rank(crash % 2, signal.SIGKILL)
+            until(cluster, lambda crash=crash: len(node.events("joined")) > crash + 1, "it comes back")
+        sources = [e.get("source", "checkpoint") for e in node.events() if e["kind"] in ("recovered", "resumed_from")]
+        assert len(sources) >= 5 and sources.count("memory") >= 3, sources
+        assert_exact(cluster)
 
 
 @pytest.mark.soak
