@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
+from zeroband.outer.losses import StepLoss
 from zeroband.parallel import LocalMesh, parallelize
 
 _log = get_logger(__name__)
@@ -44,6 +45,8 @@ class NodeParts:
     inner: InnerOptimizer
     departure: Departure
     faults: FaultPoints
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Of the newest inner step, for the outer algorithm."""
 
 
 def node_id_of(config: RunConfig) -> str:

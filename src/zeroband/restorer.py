@@ -90,6 +90,16 @@ class Restorer:
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
+    def is_whole(self, step: int) -> bool:
+        """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
+        try:
+            open_checkpoint(self._source.own, step).require_sizes()
+        except CheckpointDamaged:
+            return False
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+        return True
+
     def restore(self, step: int | None = None) -> SavedState | None:
         """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
 

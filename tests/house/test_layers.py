@@ -17,6 +17,7 @@ LAYERS = (
     {"elastic"},
     {"checkpoint", "outer"},
     {"fetcher", "node", "offline", "plane_parts", "restorer"},
+    {"going_back"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},

@@ -48,6 +48,8 @@ class Ready:
     """Mbit/s to each other member, as far as known."""
     norm: float = 0.0
     """Of what it contributes; 0: the run does not ask for it."""
+    loss: float | None = None
+    """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Opening:
     """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
     norms: tuple[float, ...] = ()
     """Of what each member contributes; none: nothing is clipped."""
+    skips_data: bool = False
+    """With a rollback: what was learned from since that checkpoint is not learned from again."""
+    losses: tuple[float | None, ...] = ()
+    """Of each member, as in its `Ready`."""
 
     @property
     def id(self) -> str:
@@ -281,6 +287,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
+        skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
+        losses=tuple(r.loss for r in ready),
     )
 
 

@@ -88,7 +88,7 @@ class DiLoCo:
         return None
 
     def is_time_over(self, steps: int) -> bool:
-        return self._parts.pace.is_over(time.monotonic(), steps)
+        return self._keeper.goes_back or self._parts.pace.is_over(time.monotonic(), steps)
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)

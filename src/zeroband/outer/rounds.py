@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
 from zeroband.outer.flight import Flight
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.losses import RECORD, LossRecord
 from zeroband.outer.rollback import RolledBack, describe_return
 from zeroband.outer.transaction import (
     CONTRIBUTION,
@@ -58,6 +60,8 @@ class Offer:
     wants: int
     norm: float = 0.0
     """Of the contribution; 0: nobody asks."""
+    loss: float | None = None
+    """Of its steps, in nats per token; None: there are none, or it is not finite."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -99,6 +103,7 @@ class RoundKeeper:
         self._offered_steps = 0
         """In a round that the state does not hold yet."""
         self._flight: tuple[Offer, Extra, Flight[Committed | Verdict]] | None = None
+        self._loss_sum = 0.0
         self._is_left_out = False
 
     @contextmanager
@@ -108,8 +113,6 @@ class RoundKeeper:
         Local rank 0 holds the lock, and the others may write when they have passed.
         """
         with self.state_lock:
-            if self.parts.memory is not None:
-                self.parts.memory.spoil()
             for name, section in (sections or {}).items():
                 self.parts.buffers[name].copy_(section)
             barrier(self.parts.mesh.local)
@@ -146,6 +149,7 @@ class RoundKeeper:
 
     def count(self, tokens: int) -> None:
         """Add an inner step, and show the guardian that this node trains."""
+        self._loss_sum += self.parts.step_loss.nats * tokens
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:
@@ -153,7 +157,7 @@ class RoundKeeper:
 
     def begin_phase(self) -> None:
         """Training goes on: the inner steps until the next contribution begin."""
-        self._tokens = self._steps = 0
+        self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
         self.parts.pace.begin(time.monotonic())
 
     def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
@@ -172,6 +176,7 @@ class RoundKeeper:
         after_round = self.round if self.round >= FOUNDING_ROUND else None
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        said[RECORD] = LossRecord.of(self.payload).carried().to_record()
         return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
@@ -179,17 +184,22 @@ class RoundKeeper:
         assert opening.rollback is not None
         staged = self.parts.stage(opening.rollback)
         before = {"state_before": self.state, "session": self.payload["session"]}
-        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
+        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
 
     def _announce(self, round: int, offer: Offer) -> None:
         faults, passes = self.parts.faults, not offer.is_joining
         if passes:
             faults.at("ready", round)
-        self.parts.mesh.announce_ready(
-            Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm)
-        )
+        ready = Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm, loss=offer.loss)
+        self.parts.mesh.announce_ready(ready)
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the newest round called for going back, so that the steps until then are in vain."""
+        watch = self.parts.going_back
+        return watch is not None and watch.is_due(LossRecord.of(self.payload))
 
     def _wanted_steps(self, steps: int, *, phases: int) -> int:
         """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
@@ -207,18 +217,20 @@ class RoundKeeper:
         """
         parts, is_leaving = self.parts, self.parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
-            self._tokens = self._steps = 0
+            self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
             parts.feedback.forget()
         parts.pace.learn(time.monotonic(), self._steps)
         counts = weighted and not is_joining
         tokens, self._tokens = self._tokens, 0
         steps, self._steps = self._steps, 0
+        nats, self._loss_sum = self._loss_sum, 0.0
         self._offered_steps = steps
         return Offer(
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
             wants=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
+            loss=nats / tokens if tokens and math.isfinite(nats) else None,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
@@ -260,6 +272,8 @@ class RoundKeeper:
         parts = self.parts
         while True:
             round = self.round + 1
+            if parts.going_back is not None and not offer.is_joining:
+                parts.going_back.answer(self.round, LossRecord.of(self.payload))
             self._announce(round, offer)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
             try:
@@ -311,6 +325,7 @@ class RoundKeeper:
             "weight": opening.total_weight,
             "state_before": self.state,
             "session": self.payload["session"],
+            RECORD: LossRecord.of(self.payload).after(opening, self.progress.inner_step).to_record(),
             **extra(result),
         }
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
+from zeroband.config.rollback import RollbackConfig
 from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
@@ -43,6 +45,7 @@ from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
+from zeroband.going_back import GoingBack
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
@@ -52,6 +55,7 @@ from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
 from zeroband.outer.journal import Journal
+from zeroband.outer.losses import StepLoss
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
 from zeroband.parallel import LocalMesh, init_local_mesh
@@ -120,6 +124,10 @@ class MemoryStore:
             answer = answers[0]
             assert not isinstance(answer, Wait)
             return answer
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        self.change(lambda: setattr(self, "orders", change(self.orders)))
+        return self.orders
 
     def await_connected(self, dying: str) -> None:
         """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
@@ -346,6 +354,8 @@ class FakeNode:
     departure: Departure
     faults: FaultPoints
     outer: OuterAlgorithm
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Of its next inner steps."""
     steps: int = 0
     """Made since this node was last dealt samples."""
     dealt: int = 0
@@ -454,6 +464,9 @@ class FakeRun:
     nodes: dict[str, FakeNode] = field(default_factory=dict)
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
+    rollback: RollbackConfig | None = None
+    said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Events of going back, and their rounds."""
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]
@@ -500,6 +513,7 @@ class FakeRun:
             fetch_entry=lambda round, out: self._fetch_entry(round, name, out),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,
+            going_back=None if self.rollback is None else self._going_back(self.rollback, local),
         )
         outer = (
             DiLoCo(parts, self.algorithm)
@@ -507,8 +521,13 @@ class FakeRun:
             else Ddp(parts, clip_norm=CLIP_NORM)
         )
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
-        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
         return self.nodes[name]
+
+    def _going_back(self, config: RollbackConfig, local: LocalMesh) -> GoingBack:
+        restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
+        tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
+        return GoingBack(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
 
     def _stage(self, step: int, name: str) -> StagedState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
@@ -606,6 +625,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         pace: Mapping[str, int] | None = None,
         flush_every: int | None = None,
         model: Callable[[], nn.Module] = TinyModel,
+        rollback: RollbackConfig | None = None,
     ) -> FakeRun:
         run = FakeRun(
             algorithm,
@@ -618,6 +638,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
             codec=CODECS[codec],
             flush_every=flush_every,
             model=model,
+            rollback=rollback,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))
