@@ -36,6 +36,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.ddp import Ddp
+from zeroband.outer.device_state import require_device
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
@@ -195,6 +196,8 @@ class RunParts:
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self._node.local
+        if isinstance(config.outer, DilocoConfig):
+            require_device(config.outer, codec_of(config), local.device)
         shards = ShardMap(layout, local.rank, local.world_size)
         parts = OuterParts(
             mesh=self.mesh,

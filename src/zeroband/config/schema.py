@@ -239,6 +239,9 @@ class DilocoConfig(Section):
     later round. None: they wait for every node that is alive."""
     optimizer: OuterSGDConfig = OuterSGDConfig()
     """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
+    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
+    instead of the parameters; needs comm.codec int8."""
 
     @property
     def most_inner_steps(self) -> int:

@@ -21,6 +21,7 @@ from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers, digest_of
+from zeroband.plane.engine import Encoded
 
 CONTRIBUTION, RESULT = "contribution", "result"
 """Names of the shared buffers that a transaction reads and writes."""
@@ -51,13 +52,21 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    `errors`: gets what encoding took from the contribution in the attempt that is committed.
+    `errors`: gets what encoding took from the contribution in the attempt that is committed. `encoded`: holds the
+    contribution, and gets the mean, as it travels.
     """
 
-    def __init__(self, mesh: ElasticDeviceMesh, buffers: SharedBuffers, errors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        mesh: ElasticDeviceMesh,
+        buffers: SharedBuffers,
+        errors: Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> None:
         self._mesh = mesh
         self._buffers = buffers
         self._errors = errors
+        self._encoded = encoded
 
     @property
     def result(self) -> Tensor:
@@ -65,7 +74,8 @@ class MeanExchange:
 
     def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
         contribution = self._buffers[CONTRIBUTION]
-        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, self._errors)
+        encodings = (self._errors, self._encoded)
+        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, *encodings)
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
