@@ -138,7 +138,7 @@ class Worker:
         self._connect(way, engine, links, int(streams), sealing == "sealed")
         for peer in range(job.world):
             engine.set_congestion(peer, congestion)
-        shape = replace(shape_of(job.numel, CODECS[codec], [1] * job.world), is_ring=form == "ring")
+        shape = replace(shape_of(job.numel, CODECS[codec], [1 / job.world] * job.world), is_ring=form == "ring")
         numbers = itertools.count(1)
 
         def run() -> None:

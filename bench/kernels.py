@@ -165,11 +165,11 @@ def compare_rounds(numel: int) -> None:
         buffers.open("params", "momentum", "contribution", "result")
         params, momentum, contribution = (buffers[name] for name in ("params", "momentum", "contribution"))
         places.store(shards, params)
-        state = {"params": params, "momentum": momentum, "contribution": contribution}
-        device = DeviceState(buffers, places, optimizer, torch.device("cuda"), **state)
+        gpu, state = torch.device("cuda"), {"params": params, "momentum": momentum}
+        device = DeviceState(buffers, places, optimizer, gpu, lambda: shards, **state)
 
         def send_from_gpu() -> None:
-            device.contribute(shards)
+            device.contribute()
             device.encode_borders()
 
         def send_from_cpu() -> Tensor:
@@ -181,7 +181,7 @@ def compare_rounds(numel: int) -> None:
         device.encoded.result.copy_(codec.encode(1e-3 * torch.randn(n)))
         ways: list[tuple[str, str, Callable[[], object]]] = [
             ("GPU", "contribution", send_from_gpu),
-            ("GPU", "step on the GPU, inner parameters", lambda: device.take_step(shards, outer_step=1)),
+            ("GPU", "step on the GPU, inner parameters", lambda: device.take_step(outer_step=1)),
             ("CPU", "contribution, encoded", send_from_cpu),
             ("CPU", "inner parameters", lambda: places.load(shards, params)),
         ]

@@ -7,14 +7,12 @@ part in the next one with weight 0, which hands it the same result as everybody.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 
 from zeroband.config.resume import ResumeConfig
-from zeroband.data.ledger import Range
 from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
@@ -22,7 +20,7 @@ from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
-from zeroband.outer.alone import MEMBER_ID, Alone
+from zeroband.outer.alone import Alone
 from zeroband.outer.base import RoundReport, SyncHooks, verify
 from zeroband.outer.flat import FlatLayout, ShardMap, parameter_shards
 from zeroband.outer.memory import HeldState
@@ -92,9 +90,6 @@ class LoneEntry:
     def come_back(self, why: Fenced | RolledBack) -> RoundReport | None:
         raise AssertionError("nobody fences a node that trains alone") from why
 
-    def assigned(self) -> Sequence[Range]:
-        return self.hooks.progress.assigned.get(MEMBER_ID, ())
-
 
 class Entry:
     """Brings a node into its run. All local ranks call the methods together; `events` is there on local rank 0."""
@@ -116,10 +111,6 @@ class Entry:
         if not assigned:
             return "together"
         return None if assigned & set(staying) else "alone"
-
-    def assigned(self) -> Sequence[Range]:
-        """The samples that this node reads in the next round."""
-        return self.hooks.progress.assigned.get(self.run.mesh.member_id, ())
 
     def enter(self) -> RoundReport:
         """Found the run, or join it where others did. Returns the report of the round that made this node a member."""
@@ -243,7 +234,7 @@ class Entry:
         has_inner = self.run.load_inner(order.step)
         self._emit("rolled_back", round=report.round, step=order.step, digest=digest, has_inner=has_inner)
         on_first_rank(self._local, lambda: self.run.point_latest(order.step))
-        if report.progress.is_complete or self.assigned():
+        if report.progress.is_complete or self.hooks.upcoming():
             return report
         return self.run.outer.join()  # it asked for no samples, since the run was about to end
 

@@ -6,6 +6,8 @@ import random
 import time
 from typing import Any
 
+from torch import Tensor
+
 from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.recovery import FetchedState, StateFetch, fetch_entry
 from zeroband.elastic.board import NodeBoard
@@ -16,7 +18,6 @@ from zeroband.errors import RunOver
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers
-from zeroband.outer.transaction import RESULT
 from zeroband.plane.sealed import Dialler
 
 _SAY_S = 1.0
@@ -54,10 +55,10 @@ class Fetcher:
         assert self._state is not None, "begin comes first"
         return self._state
 
-    def fetch_entry(self, round: int) -> dict[str, Any]:
-        """Fetch what a round did into the result buffer; its payload and state. Raises RecoveryFailed, RunOver."""
+    def fetch_entry(self, round: int, out: Tensor) -> dict[str, Any]:
+        """Fetch what a round did; its payload and state. `out`: (n,) float32. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._board, self._faults)
-        entry = fetch_entry(self._donors(), self._dialler, round, out=self._buffers[RESULT], on_chunk=meter.count)
+        entry = fetch_entry(self._donors(), self._dialler, round, out=out, on_chunk=meter.count)
         return {"payload": entry.payload, "state": entry.state}
 
     def _donors(self) -> list[Donor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -40,6 +40,10 @@ class LocalMesh:
     control: dist.ProcessGroup
     """gloo on CPU tensors, for decisions; never shared with the data of training."""
 
+    def twin(self) -> LocalMesh:
+        """The same ranks with a control group of their own, for another thread. Called by all ranks together."""
+        return replace(self, control=_control_group(CONTROL_TIMEOUT_S))
+
     def close(self) -> None:
         """End all process groups of this process; a second call does nothing."""
         if dist.is_initialized():
@@ -64,9 +68,13 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: floa
     store = _store_of_this_start(environ, rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    control = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportUnknownMemberType]
-    assert isinstance(control, dist.ProcessGroup)
-    return LocalMesh(rank, world_size, device, mesh, control)
+    return LocalMesh(rank, world_size, device, mesh, _control_group(timeout_s))
+
+
+def _control_group(timeout_s: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _store_of_this_start(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> Store:

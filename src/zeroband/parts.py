@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,7 @@ from zeroband.outer.device_state import require_device
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
+from zeroband.outer.fragments import arranged, fragments_of, whole
 from zeroband.outer.journal import Journal
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
@@ -62,14 +64,18 @@ _log = get_logger(__name__)
 
 def shape_of(config: RunConfig) -> RunShape:
     """What turns rounds into steps and samples."""
-    return RunShape(config.train.total_steps, config.train.batch_size)
+    shape = RunShape(config.train.total_steps, config.train.batch_size)
+    if isinstance(config.outer, DilocoConfig):
+        outer = config.outer
+        return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
+    return shape
 
 
 def pace_of(config: RunConfig) -> Pace:
     """How many inner steps this node makes in a round; DDP has rounds of one step."""
     if not isinstance(config.outer, DilocoConfig):
         return Pace(1)
-    return Pace(config.outer.most_inner_steps, config.outer.inner_seconds)
+    return Pace(config.outer.phase_steps, config.outer.inner_seconds)
 
 
 def rules_of(config: RunConfig) -> Rules:
@@ -108,12 +114,13 @@ class RunParts:
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
-            self.buffers = SharedBuffers(self._folder, layout.numel, local)
+            self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.fetcher = Fetcher(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults
             )
             self._restorer: Restorer | None = None
             self.outer = self._build_outer(layout)
+            stack.callback(self.outer.abandon)
             self._restorer = self._build_restorer(layout)
             self._serve(stack)
             self._stack = stack.pop_all()
@@ -186,7 +193,7 @@ class RunParts:
     def _build_mesh(self) -> ElasticDeviceMesh:
         config, local = self._node.config, self._node.local
         return ElasticDeviceMesh(
-            local,
+            local.twin(),
             self._new_member(),
             self._plane.open(),
             self._board,
@@ -195,17 +202,23 @@ class RunParts:
         )
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
-        config, local = self._node.config, self._node.local
+        config, local = self._node.config, self.mesh.local
         if isinstance(config.outer, DilocoConfig):
             require_device(config.outer, codec_of(config), local.device)
-        shards = ShardMap(layout, local.rank, local.world_size)
+        fragments = whole(layout)
+        if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
+            fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
+        sent = ShardMap(arranged(layout, fragments), local.rank, local.world_size)
+        every = config.ckpt.rounds_between(are_rounds_steps=isinstance(config.outer, DdpConfig))
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,
             inner=self._node.inner,
             buffers=self.buffers,
-            shards=shards,
-            feedback=ErrorFeedback(self.buffers, shards, codec_of(config)),
+            shards=ShardMap(layout, local.rank, local.world_size),
+            fragments=fragments,
+            sent=sent,
+            feedback=ErrorFeedback(self.buffers, sent, codec_of(config)),
             journal=self.journal,
             shape=shape_of(config),
             pace=pace_of(config),
@@ -213,6 +226,7 @@ class RunParts:
             faults=self._node.faults,
             fetch_entry=self._fetch_entry,
             stage=self._stage,
+            flush_every=every if config.ckpt.path is not None else None,
             memory=self.memory if local.rank == 0 else None,
         )
         match config.outer:
@@ -223,8 +237,8 @@ class RunParts:
             case None:
                 raise AssertionError("a run of several nodes has an outer algorithm")
 
-    def _fetch_entry(self, round: int) -> FetchedRound:
-        return FetchedRound(**on_first_rank(self._node.local, lambda: self.fetcher.fetch_entry(round)))
+    def _fetch_entry(self, round: int, out: Tensor) -> FetchedRound:
+        return FetchedRound(**on_first_rank(self.mesh.local, lambda: self.fetcher.fetch_entry(round, out)))
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -271,7 +285,7 @@ class RunParts:
             saved = self.restorer.stage(step)
             return {"round": saved.round, "payload": saved.payload, "state": saved.state}
 
-        return StagedState(**on_first_rank(self._node.local, stage))
+        return StagedState(**on_first_rank(self.mesh.local, stage))
 
     def take_staged(self) -> Mapping[str, Tensor] | None:
         """What was staged, on local rank 0."""

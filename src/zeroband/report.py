@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,8 @@ class Learned:
     lr: float
     grad_norm: float
     data_s: float
+    blocked_s: float
+    """In which training stood still for the outer algorithm."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,15 @@ class Report:
         self._tokens_since_round = self._steps_since_round = 0
         self._step_from_s = time.monotonic()
 
+    def committed(self, round: RoundReport) -> None:
+        """The state got another round, between two inner steps."""
+        self._round_event(round)
+
     def stepped(
         self,
         step: int,
         learned: Learned,
-        synced: RoundReport | None,
+        synced: Sequence[RoundReport],
         committed: Committed,
         checkpoints: Mapping[str, MetricValue | None],
     ) -> None:
@@ -123,6 +129,7 @@ class Report:
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
             "train/data_s": learned.data_s,
+            "outer/blocked_s": None if self._node.config.outer is None else learned.blocked_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             "data/pass": self._node.loader.data_pass,
             "node/rss_bytes": resident_bytes(),
@@ -131,14 +138,17 @@ class Report:
         }
         if committed.is_now:
             self._tokens_since_round = 0
-        if synced is not None:
+        if synced:
             values |= self._round_values(synced) | _ledger_values(committed.progress.ledger)
-            self._round_event(synced)
+        for report in synced:
+            self._round_event(report)
         self._metrics.record(step, values)
-        if step % self._node.config.observe.log_every_steps == 0 or synced is not None:
+        if step % self._node.config.observe.log_every_steps == 0 or synced:
             self._say(step, values)
 
-    def _round_values(self, round: RoundReport) -> dict[str, MetricValue | None]:
+    def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
+        """Of the newest round; what the rounds took, of all of them."""
+        round = rounds[-1]
         nodes = len(round.members)
         steps, self._steps_since_round = self._steps_since_round, 0
         return {
@@ -146,13 +156,14 @@ class Report:
             "outer/epoch": round.epoch,
             "outer/nodes": nodes,
             "outer/digest": round.state,
-            "outer/wait_s": round.wait_s,
-            "outer/transfer_s": round.transfer_s,
-            "outer/apply_s": round.apply_s,
-            "outer/retries": round.retries,
+            "outer/wait_s": sum(r.wait_s for r in rounds),
+            "outer/transfer_s": sum(r.transfer_s for r in rounds),
+            "outer/apply_s": sum(r.apply_s for r in rounds),
+            "outer/retries": sum(r.retries for r in rounds),
             "outer/weight": round.weights[round.members.index(round.member_id)],
-            "outer/sent_bytes": round.sent_bytes,
-            "outer/received_bytes": round.received_bytes,
+            "outer/clip": round.clip,
+            "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
+            "outer/received_bytes": sum(r.received_bytes for r in rounds),
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
         }
 

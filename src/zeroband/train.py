@@ -148,6 +148,9 @@ def leave_if_asked(
     If nobody goes on with the run, it saves what it holds first.
     """
     if broadcast_json(node.departure.is_asked, node.local):
+        for synced in entry.hooks.flush():
+            if report is not None:
+                report.committed(synced)
         round = entry.hooks.round
         save_if_last(entry, snapshots)
         if report is not None and not node.departure.is_hurried:
@@ -209,29 +212,45 @@ def enter(
 def train_round(
     node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
-    """The inner steps from one boundary to the next, and the outer step that ends them."""
-    hooks, inner, before = entry.hooks, node.inner, entry.hooks.progress
-    node.loader.assign(entry.assigned())
-    step = before.inner_step
-    while hooks.progress is before:
-        lr, began_at_s = inner.lr, time.monotonic()
-        passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - before.inner_step))  # noqa: B023
+    """The inner steps from one boundary to the next, and what they contribute to the outer step."""
+    hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
+    node.loader.assign(hooks.upcoming())
+    step, ends_round = first, False
+    while not ends_round:
+        lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
+        passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
-        norm = hooks.sync_gradients(step, passed.tokens)
+        blocked = Stopwatch()
+        with blocked:
+            norm = hooks.sync_gradients(step, passed.tokens)
         if norm is None:
             norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
         inner.step()
         inner.zero_grad()
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
-        synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
+        with blocked:
+            synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
         step += 1
         committed = Committed(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
-            snapshots.take_if_due(synced)
+            snapshots.take_if_due(synced[-1] if synced else None)
         if report is not None:
-            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s)
+            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
             report.stepped(step, learned, synced, committed, snapshots.measured())
+
+
+class Stopwatch:
+    """Adds up the time spent inside it."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def __enter__(self) -> None:
+        self._from_s = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.total_s += time.monotonic() - self._from_s
 
 
 @dataclass(frozen=True)

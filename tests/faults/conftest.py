@@ -62,6 +62,11 @@ class Setup:
         return self.steps_per_round * self.batch_size * self.seq_length
 
     @property
+    def rounds_held(self) -> int:
+        """For which a member holds samples: two where it trains on while its round travels."""
+        return 2 if "--outer.overlap" in self.outer else 1
+
+    @property
     def ragged_tokens(self) -> int:
         """What a round may lack of them: the last sample of a data pass is shorter, and two passes may end in it."""
         return 2 * self.seq_length

@@ -1,6 +1,6 @@
 """Nodes are killed, frozen and refused: the others go on, lost ones come back, no step, sample or process is left over.
 
-Three runs of real processes serve many faults; the tests read what the runs recorded. Faults of `fault.inject` strike
+Four runs of real processes serve many faults; the tests read what the runs recorded. Faults of `fault.inject` strike
 at exact points of a round, which is counted from the one in which the node founds or joins.
 """
 
@@ -25,8 +25,8 @@ Recorded = Any
 SLACK_S = 8.0
 """What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 
-RUNS = ("diloco", "ddp", "uneven")
-STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1"}
+RUNS = ("diloco", "ddp", "uneven", "eager")
+STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"}
 """A node of each run to which nothing happens."""
 
 
@@ -89,6 +89,22 @@ def uneven(record_run: RecordRun) -> Recorded:
     return record_run(tell, outer=outer, ranks=(2, 1), faults={"node0": kill("committed@+2")}, steps_per_round=20)
 
 
+@pytest.fixture(scope="module")
+def eager(record_run: RecordRun) -> Recorded:
+    """Rounds travel beside training: a node is killed in one, comes back, and is killed between two."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node1")
+        story.cluster.restart("node1", arguments=kill("inner@+3"))
+        story.until_struck("node1")
+        story.cluster.restart("node1", arguments=[])
+        story.until_contributing("node0", "node1")
+
+    outer = ("diloco", "--outer.inner-steps", "20", "--outer.overlap", "full", "--outer.merge", "eager")
+    faults = {"node1": kill("reduced@+3")}
+    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=20)
+
+
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Recorded:
     """Any of the three runs, by its name."""
@@ -147,7 +163,7 @@ def test_every_sample_is_trained_once_or_still_owed(run: Recorded) -> None:
 def test_steady_node_loses_no_inner_step(run: Recorded, steady: str) -> None:
     steps = [record["step"] for record in run.metrics[steady]]
     assert steps == list(range(1, len(steps) + 1))
-    rounds = [record["outer/round"] for record in run.metrics[steady] if "outer/round" in record]
+    rounds = [event["round"] for event in run.events[steady] if event["kind"] == "round_committed" and event["round"]]
     assert rounds == list(range(1, len(rounds) + 1))
     openings = [verdict.opening for verdict in list(run.history.values())[1:]]
     for opening in [o for o in openings if o.round <= len(rounds)]:  # the others may end a moment after it
@@ -179,6 +195,8 @@ LOSSES = [
     pytest.param("ddp", "node2", 0, id="before its vote"),
     pytest.param("ddp", "node2", 1, id="after it applied"),
     pytest.param("uneven", "node0", 0, id="before it applied"),
+    pytest.param("eager", "node1", 0, id="beside training"),
+    pytest.param("eager", "node1", 1, id="between two rounds beside training"),
 ]
 every_loss = pytest.mark.parametrize(("run", "node_id", "life"), LOSSES, indirect=["run"])
 
@@ -201,7 +219,7 @@ def test_survivors_commit_the_round_of_a_loss_with_all_their_tokens(run: Recorde
 def test_samples_of_a_lost_node_are_trained_by_others(run: Recorded, node_id: str, life: int) -> None:
     lost = run.lives(node_id)[life]
     owed = run.assigned(lost.last + 1)[lost.member_id]
-    assert len(owed) == run.setup.steps_per_round * run.setup.batch_size
+    assert len(owed) == run.setup.rounds_held * run.setup.steps_per_round * run.setup.batch_size
     trainers: set[str] = set()
     for number in range(lost.last + 2, len(run.history)):
         for member, samples in run.trained(number).items():

@@ -63,9 +63,21 @@ def assert_exact(cluster: LocalCluster) -> None:
     assert result.is_exact, result
 
 
+STREAMING = ("--outer.inner-steps", "10", "--outer.fragments", "2", "--outer.overlap", "2", "--outer.merge", "mix")
+EAGER = ("--outer.overlap", "full", "--outer.merge", "eager", "--outer.optimizer.lr", "0.4")
+
+
 @pytest.mark.soak
-def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path) -> None:
-    with cluster_of(tmp_path, 2, "--train.total-steps", "60") as cluster:
+@pytest.mark.parametrize(
+    "outer",
+    [
+        pytest.param((), id="diloco"),
+        pytest.param(("--model.n-layers", "2", *STREAMING), id="streaming"),
+        pytest.param(EAGER, id="eager"),
+    ],
+)
+def test_resumed_run_repeats_every_bit_twice_in_a_row(tmp_path: Path, outer: tuple[str, ...]) -> None:
+    with cluster_of(tmp_path, 2, "--train.total-steps", "60", *outer) as cluster:
         for _ in range(2):
             cluster.start()
         finish(cluster)

@@ -17,7 +17,10 @@ def streaming(
     lr: float,
     mu: float,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The outer parameters and each replica's own, after so many inner steps. `fragments`: indices of values."""
+    """The outer parameters and each replica's own, after so many inner steps. `fragments`: indices of values.
+
+    Fragments take turns from the first window on, as in torchft; in the paper's example the first turns are left out.
+    """
     nodes, count = range(problem.nodes), len(fragments)
     anchor, v = problem.start(), torch.zeros(problem.numel)
     thetas = [anchor.clone() for _ in nodes]
@@ -25,8 +28,7 @@ def streaming(
     for t in range(1, steps + 1):
         thetas = [problem.inner_step(m, t, thetas[m]) for m in nodes]
         for p in range(count):
-            offset = p * inner_steps // count
-            if t >= inner_steps + offset and (t - offset) % inner_steps == 0:
+            if (t - (p + 1) * inner_steps // count) % inner_steps == 0:
                 here = fragments[p]
                 in_flight.append((t + overlap, p, mean([anchor[here] - theta[here] for theta in thetas])))
         for due, p, delta in in_flight:

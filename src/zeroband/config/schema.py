@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
+from zeroband.config.overlap import overlap_problem
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
@@ -239,14 +240,52 @@ class DilocoConfig(Section):
     later round. None: they wait for every node that is alive."""
     optimizer: OuterSGDConfig = OuterSGDConfig()
     """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    fragments: PositiveInt = 1
+    """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
+    same bytes, a lower peak. Divides inner_steps."""
+    fragment_pattern: Literal["strided", "sequential"] = "strided"
+    """Which layers a fragment has: every so many-th, or neighbours. The embedding goes with the first, the rest with
+    the last."""
+    overlap: NonNegativeInt | Literal["full"] = 0
+    """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
+    "full". 0: training waits for it."""
+    merge: Literal["overwrite", "mix", "eager"] = "overwrite"
+    """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
+    alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
+    (arXiv:2502.12996); needs an overlap."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Part of a node's own parameters that merge = "mix" keeps."""
+
+    clip_to_median: bool = False
+    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
+    broken. From 3 nodes on."""
     state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
     """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
     instead of the parameters; needs comm.codec int8."""
 
     @property
-    def most_inner_steps(self) -> int:
-        """The limit of a round in inner steps."""
-        return self.inner_steps or (500 if self.inner_seconds is None else 1_000_000)
+    def phase_steps(self) -> int:
+        """Inner steps from one contribution to the next, at most."""
+        return (self.inner_steps or (500 if self.inner_seconds is None else 1_000_000)) // self.fragments
+
+    @property
+    def overlap_steps(self) -> int | None:
+        """Inner steps that a round travels; None: until the next one is sent."""
+        return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DilocoConfig:
+        problem = overlap_problem(
+            inner_steps=self.inner_steps or 500,
+            has_fixed_steps=self.inner_seconds is None,
+            fragments=self.fragments,
+            overlap=None if self.overlap == "full" else self.overlap,
+            is_eager=self.merge == "eager",
+            has_deadline=self.straggler_deadline_s is not None,
+        )
+        if problem is not None:
+            raise ValueError(problem)
+        return self
 
 
 Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]

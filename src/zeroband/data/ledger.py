@@ -7,12 +7,15 @@ index below `next` was contributed exactly once, or is assigned, or is in `retur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 Range = tuple[int, int]
 """Global sample indices (start, stop), half open."""
+
+
+NOTHING: Mapping[str, tuple[Range, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,22 @@ class Ledger:
         return assigned, ledger
 
     def settle(
-        self, assigned: Mapping[str, tuple[Range, ...]], used: Mapping[str, int], kept: Collection[str] = ()
+        self,
+        assigned: Mapping[str, tuple[Range, ...]],
+        used: Mapping[str, int],
+        kept: Mapping[str, tuple[Range, ...]] = NOTHING,
     ) -> Ledger:
-        """Close a round: what its members did not use of their ranges goes back to the pool.
+        """Close a round: what its members neither used of their ranges nor keep goes back to the pool.
 
-        `used`: samples of those that contributed, the first ones of their ranges. `kept`: members that are late and
-        keep theirs.
+        `used`: samples of those that contributed, the first ones of their ranges. `kept`: the last ones of the ranges
+        of members that still train on them.
         """
         strangers = set(used) - set(assigned)
         assert not strangers, f"contributed without an assignment: {sorted(strangers)}"
         left: list[Range] = []
         for member, spans in assigned.items():
-            if member in used or member not in kept:
-                left += take(spans, used.get(member, 0))[1]
+            rest = take(spans, used.get(member, 0))[1]
+            left += take(rest, count(rest) - count(kept.get(member, ())))[0]
         return Ledger(self.next, _merge([*self.returned, *left]))
 
     def to_json(self) -> dict[str, Any]:
@@ -72,10 +78,15 @@ class Ledger:
 
     def _take(self, n: int) -> tuple[tuple[Range, ...], Ledger]:
         taken, left = take(self.returned, n)
-        fresh = n - sum(stop - start for start, stop in taken)
+        fresh = n - count(taken)
         if fresh:
             taken = (*taken, (self.next, self.next + fresh))
         return _merge(taken), Ledger(self.next + fresh, left)
+
+
+def count(ranges: Iterable[Range]) -> int:
+    """How many indices the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def take(ranges: Sequence[Range], n: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:

@@ -101,7 +101,7 @@ class Story:
         self._cluster = cluster
         self._total_steps = config.train.total_steps
         self._kill_step, self._restart_step = turning_points(self._total_steps)
-        steps_per_round = config.outer.most_inner_steps if isinstance(config.outer, DilocoConfig) else 1
+        steps_per_round = config.outer.phase_steps if isinstance(config.outer, DilocoConfig) else 1
         self._total_rounds = -(-self._total_steps // steps_per_round)
         self._started_at_s = time.time()
         self._from_s = time.monotonic()

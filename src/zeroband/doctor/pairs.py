@@ -161,7 +161,7 @@ class Meeting:
     def _average(self, number: int, other: str, values: Tensor) -> tuple[Tensor, float] | None:
         """The mean of both nodes' values, and the seconds that it took. Every node counts the numbers alike."""
         pair, result, is_over = sorted((self.member_id, other)), torch.zeros_like(values), _after(_PAIR_S)
-        shape = shape_of(values.numel(), CODECS["fp32"], [1, 1])
+        shape = shape_of(values.numel(), CODECS["fp32"], [0.5, 0.5])
         numbers = [self._links.number(member) for member in pair]
         operation = Operation(_RUN, number + 1 << 16, 1, number)
         began_at_s = time.monotonic()

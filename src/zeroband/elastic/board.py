@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
@@ -26,6 +27,7 @@ class NodeBoard:
             self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
         finally:
             os.close(descriptor)
+        self._counts_only: int | None = None
 
     def _read(self, word: int) -> int:
         return int(_WORD.unpack_from(self._page, word * _WORD.size)[0])
@@ -39,7 +41,15 @@ class NodeBoard:
         return self._read(_PROGRESS)
 
     def advance(self) -> None:
-        self._write(_PROGRESS, self.progress + 1)
+        if self._counts_only in (None, threading.get_ident()):
+            self._write(_PROGRESS, self.progress + 1)
+
+    def count_only(self, thread: int | None) -> None:
+        """From now on only this thread of this process shows the trainer alive, by its ident; None: all do.
+
+        A transfer beside training must not hide that training hangs.
+        """
+        self._counts_only = thread
 
     @property
     def aborted_version(self) -> int:

@@ -14,12 +14,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from statistics import median_low
 from typing import Any
 
 from zeroband.elastic.beginning import Beginning, begins_with
 from zeroband.elastic.disputes import disputes, outvoted
 from zeroband.elastic.orders import Orders
 from zeroband.plane.topology import Network, Seen, plan
+
+_TOO_FEW_FOR_A_MEDIAN = 2
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -37,11 +40,13 @@ class Ready:
     steps: int = 0
     """Inner steps behind what it contributes."""
     wants: int = 0
-    """Inner steps for which it asks samples in the next round; 0 says that it leaves after this one."""
+    """Inner steps for which it is to hold samples after this round; 0 says that it leaves."""
     rate: int = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """Mbit/s to each other member, as far as known."""
+    norm: float = 0.0
+    """Of what it contributes; 0: the run does not ask for it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Opening:
     """Of each member, as in its `Ready`; so are the next two."""
     steps: tuple[int, ...] = ()
     wants: tuple[int, ...] = ()
+    norms: tuple[float, ...] = ()
+    """Of what each member contributes; none: nothing is clipped."""
     late: tuple[str, ...] = ()
     """Members that the others stopped waiting for: what they learned goes into the round after."""
     disputes: int = 0
@@ -78,9 +85,29 @@ class Opening:
     def total_weight(self) -> int:
         return sum(self.weights)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each member in the mean of this round, in 0..1.
+
+        They add up to 1, unless contributions are clipped: one that is longer than the median of the round counts as
+        if it were that long. Of two contributions nobody can say which is too long.
+        """
+        total = self.total_weight
+        shares = tuple(weight / total if total else 0.0 for weight in self.weights)
+        counted = [norm for norm, share in zip(self.norms, shares, strict=False) if share > 0]
+        if len(counted) <= _TOO_FEW_FOR_A_MEDIAN:
+            return shares
+        most = median_low(counted)
+        return tuple(s * most / norm if norm > most else s for s, norm in zip(shares, self.norms, strict=True))
+
     def share(self, member_id: str) -> float:
-        """Weight of a member in the mean of this round, in 0..1."""
-        return self.weights[self.members.index(member_id)] / self.total_weight if self.total_weight else 0.0
+        """Of one member."""
+        return self.shares[self.members.index(member_id)]
+
+    def clip(self, member_id: str) -> float | None:
+        """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
+        weight = self.weights[self.members.index(member_id)]
+        return self.share(member_id) * self.total_weight / weight if self.norms and weight else None
 
     def contributors(self) -> dict[str, int]:
         """Inner steps of the members whose update counts."""
@@ -243,6 +270,7 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         weights=tuple(r.weight for r in ready),
         steps=tuple(r.steps for r in ready),
         wants=tuple(r.wants for r in ready),
+        norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
         late=_late(view, missing),
         disputes=disputes(view, round),
         network=plan(

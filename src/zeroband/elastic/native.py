@@ -72,7 +72,7 @@ class NativePlane:
             self._take_alone(contribution, result, opening.share(member_id), errors, encoded)
             return 0, 0
         self._connect(self._reach, opening, member_id)
-        shape = shape_of(result.numel(), self._codec, opening.weights, opening.network)
+        shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
         for member in opening.members:
             self._reach.links.set_congestion(member, self._tuning(member).congestion)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroband.data.ledger import Ledger, Range
+from zeroband.data.ledger import Ledger, Range, count, take
 from zeroband.elastic.epoch import Opening
 
 
@@ -16,6 +16,10 @@ class RunShape:
 
     total_steps: int
     batch_size: int
+    reads_ahead: bool = False
+    """A member trains on while its round is still being reduced, so it holds the samples of two rounds."""
+    closing_rounds: int = 0
+    """Rounds without inner steps at the end, in which the fragments are sent that the last one did not send."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Progress:
     """Id of the opening with which this line of rounds began."""
     follows: tuple[str, int] | None = None
     """The line and the round whose state it began with; None: with the initial one."""
+    closing: int = 0
+    """Rounds since all inner steps were done."""
 
     @staticmethod
     def at_start() -> Progress:
@@ -45,22 +51,34 @@ class Progress:
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
         inner_step = min(self.inner_step + max(opening.steps, default=0), shape.total_steps)
-        is_complete = inner_step >= shape.total_steps
-        late = () if is_complete else opening.late
-        used = {member: steps * shape.batch_size for member, steps in opening.contributors().items()}
-        ledger = self.ledger.settle(self.assigned, used, late)
-        wanted = {m: min(s, shape.total_steps - inner_step) * shape.batch_size for m, s in opening.wanted().items()}
-        assigned, ledger = ledger.allocate(wanted)
-        kept = {member: spans for member, spans in self.assigned.items() if member in late}
+        closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
+        is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
+        used = {member: steps * shape.batch_size for member, steps in opening.contributors().items() if steps}
+        kept = {} if is_complete else self._kept(opening, shape)
+        ledger = self.ledger.settle(self.assigned, used, kept)
+        left = shape.total_steps - inner_step
+        wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in opening.wanted().items()}
+        dealt, ledger = ledger.allocate(wanted)
         return replace(
             self,
             inner_step=inner_step,
-            tokens=self.tokens + opening.total_weight,
+            tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=True) if s),
             ledger=ledger,
-            assigned={**assigned, **kept},
+            assigned={m: (*kept.get(m, ()), *dealt.get(m, ())) for m in [*dealt, *(m for m in kept if m not in dealt)]},
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
+            closing=closing,
         )
+
+    def _kept(self, opening: Opening, shape: RunShape) -> dict[str, tuple[Range, ...]]:
+        """What members still train on: those that are late, and, where they read ahead, those that stay."""
+        kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
+        if shape.reads_ahead:
+            for member, steps, wants in zip(opening.members, opening.steps, opening.wants, strict=True):
+                _, rest = take(self.assigned.get(member, ()), steps * shape.batch_size)
+                if wants and rest:
+                    kept[member] = rest
+        return kept
 
     def begin(self, opening: Opening, shape: RunShape, *, after_round: int | None) -> Progress:
         """The progress of a line that begins with this opening, on the state that this progress belongs to.
@@ -73,7 +91,13 @@ class Progress:
         assigned, ledger = self.ledger.settle(self.assigned, {}).allocate(wanted)
         follows = None if after_round is None else (self.founding, after_round)
         return replace(
-            self, ledger=ledger, assigned=assigned, is_complete=left <= 0, founding=opening.id, follows=follows
+            self,
+            ledger=ledger,
+            assigned=assigned,
+            is_complete=left <= 0,
+            founding=opening.id,
+            follows=follows,
+            closing=0,
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -86,6 +110,7 @@ class Progress:
             "outer_step": self.outer_step,
             "founding": self.founding,
             "follows": None if self.follows is None else list(self.follows),
+            "closing": self.closing,
         }
 
     @staticmethod
@@ -101,4 +126,5 @@ class Progress:
             outer_step=record["outer_step"],
             founding=record["founding"],
             follows=follows,
+            closing=record["closing"],
         )

@@ -55,8 +55,11 @@ METRICS: Mapping[str, Metric] = {
     "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
     "outer/nodes": Metric("nodes", "Members of that epoch."),
     "outer/digest": Metric("hex", "Digest of the outer state after that round; equal on all members."),
+    "outer/blocked_s": Metric("s", "Part of the step in which training stood still for the outer algorithm."),
     "outer/wait_s": Metric(
-        "s", "Part of the outer step spent on waiting for other members: at the boundary and for the verdict."
+        "s",
+        "Part of the outer step spent on waiting for other members: at the boundary and for the verdict; like the "
+        "transfer it may pass beside training (outer.overlap).",
     ),
     "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes."),
     "outer/apply_s": Metric(
@@ -64,6 +67,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "outer/retries": Metric("count", "Times this round was opened again before it was committed."),
     "outer/weight": Metric("tokens", "Weight of this node's update in the mean: the tokens that it contributed."),
+    "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
     "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
     "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),
     "outer/ddp_bytes": Metric(

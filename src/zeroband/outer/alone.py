@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.outer.base import RoundReport
@@ -44,6 +45,17 @@ class Alone:
     def payload(self) -> Mapping[str, Any]:
         return {"progress": self._progress.to_record(), "session": self._session}
 
+    @property
+    def inner_step(self) -> int:
+        return self._progress.inner_step + self._steps
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._progress.assigned.get(MEMBER_ID, ())
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nobody is waited for."""
+        return ()
+
     def is_time_over(self, steps: int) -> bool:
         return False
 
@@ -51,10 +63,10 @@ class Alone:
         self._tokens += tokens
         return None
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._steps += 1
         if ends_round:
             self._round += 1
             self._progress = self._progress.after(self._opening(self._round), self._shape)
             self._tokens = self._steps = 0
-        return None
+        return ()

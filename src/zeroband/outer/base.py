@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from zeroband.data.ledger import Range
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.mesh import ElasticDeviceMesh
@@ -18,6 +19,7 @@ from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import ShardMap, SharedBuffers
+from zeroband.outer.fragments import Fragment
 from zeroband.outer.journal import Journal, JournalEntry
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
@@ -55,6 +57,8 @@ class RoundReport:
     """Why the round was opened again, once for each time."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
+    clip: float | None = None
+    """What this node's update was scaled by; None: updates are not clipped."""
 
     @property
     def retries(self) -> int:
@@ -89,16 +93,23 @@ class OuterParts:
     inner: InnerOptimizer
     buffers: SharedBuffers
     shards: ShardMap
+    """Where this rank's shards lie in the sections."""
+    fragments: tuple[Fragment, ...]
+    """The parts of the state that are synchronised one after the other; one: the whole."""
+    sent: ShardMap
+    """Where this rank's shards lie in contributions and results, which have the fragments one after the other."""
     feedback: ErrorFeedback
     journal: Journal
     shape: RunShape
     pace: Pace
     departure: Departure
     faults: FaultPoints
-    fetch_entry: Callable[[int], FetchedRound]
-    """Has the journal's entry of a round fetched from the others, its result written to the result buffer."""
+    fetch_entry: Callable[[int, Tensor], FetchedRound]
+    """Has the journal's entry of a round fetched from the others, its result written to this part of its buffer."""
     stage: Callable[[int], StagedState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
+    flush_every: int | None = None
+    """Rounds from one checkpoint to the next, at which nodes that overlap rounds wait for one another; None: never."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 
@@ -121,6 +132,15 @@ class SyncHooks(Protocol):
         """What its verdict recorded: the progress, and the run's session."""
         ...
 
+    @property
+    def inner_step(self) -> int:
+        """Inner steps behind this node, those included that are in no committed round yet."""
+        ...
+
+    def upcoming(self) -> Sequence[Range]:
+        """The samples that this node trains on up to its next contribution."""
+        ...
+
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Before the inner optimizer step. `tokens`: targets that this node learned from in this step.
 
@@ -128,12 +148,16 @@ class SyncHooks(Protocol):
         """
         ...
 
+    def flush(self) -> Sequence[RoundReport]:
+        """Wait for a round that is on its way beside training, and take its state over; its report, if there is one."""
+        ...
+
     def is_time_over(self, steps: int) -> bool:
         """Whether the round should end with this inner step, the `steps`-th that this node made in it."""
         ...
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
-        """After the inner optimizer step; the report of the round, if it ended here.
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        """After the inner optimizer step; reports of the rounds that the state has got, which may be earlier ones.
 
         `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
         """
@@ -180,6 +204,10 @@ class OuterAlgorithm(SyncHooks, Protocol):
 
     def copy_state(self) -> StateCopy:
         """A copy of the outer state. Any thread of local rank 0."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up what is under way: this trainer ends."""
         ...
 
 

@@ -8,19 +8,20 @@ out after every step, so that a joiner can fetch it at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
 from zeroband.outer.flat import digest_of, gradient_shards, parameter_shards
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.rounds import RoundKeeper
-from zeroband.outer.transaction import CONTRIBUTION, RESULT, Committed
+from zeroband.outer.transaction import CONTRIBUTION, Committed
 from zeroband.parallel import barrier
 
 PARAMS, FIRST_MOMENT, SECOND_MOMENT = "params", "exp_avg", "exp_avg_sq"
@@ -57,6 +58,20 @@ class Ddp:
     def state(self) -> str:
         return self._keeper.state
 
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way between two steps."""
+        return ()
+
+    def abandon(self) -> None:
+        """Nothing is on its way between two steps."""
+
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
         return self._keeper.found(round, {"grad_norm": 0.0, "updates_before": self._parts.inner.update_count})
 
@@ -66,7 +81,7 @@ class Ddp:
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)
         is_finite = self._keeper.is_contribution_finite(gradients)
-        self._committed = self._keeper.commit(weighted=is_finite, extra=self._describe)
+        self._committed = self._keeper.commit(self._keeper.offer(weighted=is_finite), self._describe)
         return self._set_gradients(self._committed.result, self._committed.verdict.payload)
 
     def _set_gradients(self, mean: Tensor, payload: Mapping[str, Any]) -> float:
@@ -93,12 +108,16 @@ class Ddp:
     def is_time_over(self, steps: int) -> bool:
         return False
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool = True) -> RoundReport | None:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        return (self._take_over(),)
+
+    def _take_over(self) -> RoundReport:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
         with self._keeper.changing_state():
             self._keeper.advance(committed.verdict, self._store_state())
+        self._keeper.begin_phase()
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
@@ -114,11 +133,9 @@ class Ddp:
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
     def join(self) -> RoundReport:
-        self._committed = self._keeper.commit(is_joining=True, extra=self._describe)
+        self._committed = self._keeper.commit(self._keeper.offer(is_joining=True), self._describe)
         self._step(self._committed.result, self._committed.verdict.payload)
-        report = self.sync_parameters(self.progress.inner_step, 0)
-        assert report is not None
-        return report
+        return self._take_over()
 
     def _step(self, mean: Tensor, payload: Mapping[str, Any]) -> None:
         self._set_gradients(mean, payload)
@@ -144,10 +161,8 @@ class Ddp:
         barrier(self._local)  # all have read before anybody writes
 
     def replay(self, entry: JournalEntry) -> str:
-        if self._local.rank == 0:
-            self._buffers[RESULT].copy_(entry.result)
         barrier(self._local)
-        self._step(self._buffers[RESULT], entry.payload)
+        self._step(entry.result, entry.payload)
         with self._keeper.changing_state():
             self._keeper.settle(entry.round, entry.payload, self._store_state())
         return self._keeper.state

@@ -7,7 +7,7 @@ that follows it; it is loaded anew where the state comes from elsewhere, and a p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.transaction import CONTRIBUTION
 from zeroband.plane.engine import Encoded
 
 _CODEC = CODECS["int8"]
@@ -49,6 +50,11 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
             f"outer.state_device = 'cuda' encodes as int8 and the nodes of this run exchange {codec.name}; set "
             f"comm.backend = 'native' and comm.codec = 'int8' on all nodes, {way_out}"
         )
+    if (config.fragments, config.overlap, config.merge, config.clip_to_median) != (1, 0, "overwrite", False):
+        raise ConfigError(
+            "outer.state_device = 'cuda' goes with rounds of the whole model that training waits for; leave "
+            f"outer.fragments, overlap, merge and clip_to_median as they are, {way_out}"
+        )
     if config.optimizer.lr == 1 and config.optimizer.momentum == 0:
         raise ConfigError(
             "outer.state_device = 'cuda' sends differences, and outer.optimizer.lr = 1 with momentum = 0 averages the "
@@ -57,10 +63,11 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
 
 
 class DeviceState:
-    """Made, and its methods called, by all local ranks, but for `encode_borders`.
+    """Also the replica (`outer.replica`) of a node that waits for every round. Its parameters are the model's.
 
-    `params`, `momentum`: the canonical state, (n,) float32 on CPU. `contribution`: (n,) float32 there, where values of
-    blocks that several shards share meet.
+    Made, and its methods called, by all local ranks, but for `encode_borders`. `buffers`: with an open contribution
+    buffer, where values of blocks that several shards share meet. `model_shards`: this rank's, by name, on the device.
+    `params`, `momentum`: the canonical state, (n,) float32 on CPU.
     """
 
     def __init__(
@@ -69,16 +76,19 @@ class DeviceState:
         shards: ShardMap,
         optimizer: OuterSGD,
         device: torch.device,
+        model_shards: Callable[[], Mapping[str, Tensor]],
         *,
         params: Tensor,
         momentum: Tensor,
-        contribution: Tensor,
     ) -> None:
         self._optimizer = optimizer
         self._device = device
         self._passes = passes_on(device)
+        self._model_shards = model_shards
         self._canonical = params, momentum
-        self._contribution = contribution
+        self._contribution = buffers[CONTRIBUTION]
+        self._taken_step: int | None = None
+        """The outer step with which the GPU is ahead of `settle`."""
         numel = buffers.numel
         for name in (_ENCODED, _ENCODED_RESULT):
             buffers.open_bytes(name, _CODEC.encoded_size(numel))
@@ -92,24 +102,22 @@ class DeviceState:
             first, last = _whole_blocks(start, stop)
             room = [torch.empty(stop - start, dtype=torch.float32, device=device) for _ in range(2)]
             self._places[name] = _Place(start, stop, first, last, *room)
-        self.load()
+        self._load()
 
-    def load(self) -> None:
+    def _load(self) -> None:
         """Take over the canonical state: 8 bytes a parameter."""
         for place in self._places.values():
             for ours, canonical in zip((place.params, place.momentum), self._canonical, strict=True):
                 ours.copy_(canonical[place.start : place.stop])
 
-    def restart(self, shards: Mapping[str, Tensor]) -> None:
-        """Start the inner parameters from the outer ones."""
-        for name, place in self._places.items():
-            shards[name].detach().view(-1).copy_(place.params)
+    # -- a round ------------------------------------------------------------------------------------------------
 
-    def contribute(self, shards: Mapping[str, Tensor]) -> list[str]:
+    def contribute(self) -> list[str]:
         """Encode outer minus inner parameters into shared memory; the names of those that are not finite somewhere.
 
         Returns when all of it is there, but for `encode_borders`.
         """
+        shards = self._model_shards()
         has_bad = torch.zeros(len(self._places), dtype=torch.int32, device=self._device)
         spoilt_borders: set[str] = set()
         for i, (name, place) in enumerate(self._places.items()):
@@ -150,9 +158,13 @@ class DeviceState:
             all_scales[start // BLOCK : start // BLOCK + scales.numel()].copy_(scales)
             all_codes[start:stop].copy_(codes)
 
-    def take_step(self, shards: Mapping[str, Tensor], *, outer_step: int) -> None:
-        """Take the outer step on the encoded mean and start the inner parameters from the result. Does not wait."""
-        step = self._optimizer.step_at(outer_step)
+    def take_step(self, *, outer_step: int) -> None:
+        """Take the outer step on the encoded mean and start the inner parameters from the result. Does not wait.
+
+        The canonical state takes the same step before `receive` or `restart`.
+        """
+        step, shards = self._optimizer.step_at(outer_step), self._model_shards()
+        self._taken_step = outer_step
         all_scales, all_codes = self._came
         for name, place in self._places.items():
             block, end = place.start // BLOCK, -(-place.stop // BLOCK)
@@ -161,20 +173,48 @@ class DeviceState:
             inner, skip = shards[name].detach().view(-1), place.start - block * BLOCK
             self._passes.take_step(scales, codes, skip, place.params, place.momentum, inner, step)
 
-    def settle(self, round: int) -> None:
-        """Wait for the step, and compare the parameters of one shard, another one in each round.
-
-        Raises RuntimeError where the GPU and the CPU came to other values.
-        """
-        if not self._places:
-            return
-        name = list(self._places)[round % len(self._places)]
+    def _settle(self, outer_step: int) -> None:
+        """Wait for the step, and compare the parameters of one shard, another one after each step."""
+        names = list(self._places)
+        name = names[outer_step % len(names)]
         place = self._places[name]
         if not torch.equal(place.params.cpu(), self._canonical[0][place.start : place.stop]):
             raise RuntimeError(
-                f"after round {round} the GPU holds other outer parameters for {name} than the CPU; its arithmetic or "
-                'its memory is at fault: start this node again, with outer.state_device = "cpu" if it comes again'
+                f"after outer step {outer_step} the GPU holds other outer parameters for {name} than the CPU; its "
+                "arithmetic or its memory is at fault: start this node again, with outer.state_device = 'cpu' if it "
+                "comes again"
             )
+
+    # -- a replica ----------------------------------------------------------------------------------------------
+
+    @property
+    def anchor(self) -> Tensor:
+        return self._canonical[0]
+
+    def sent(self, turn: int, share: float, outer_step: int) -> None:
+        """Nothing: no round travels beside training (`require_device`)."""
+
+    def expect(self, turn: int) -> None:
+        self.restart(turn)
+
+    def receive(self, turn: int) -> None:
+        self.restart(turn)
+
+    def restart(self, turn: int) -> None:
+        """Train from the outer parameters: those of the step just taken, else the canonical ones, loaded anew.
+
+        Raises RuntimeError where the GPU and the CPU came to other values.
+        """
+        step, self._taken_step = self._taken_step, None
+        if not self._places:
+            return
+        if step is not None:
+            self._settle(step)
+            return
+        self._load()
+        shards = self._model_shards()
+        for name, place in self._places.items():
+            shards[name].detach().view(-1).copy_(place.params)
 
 
 def _whole_blocks(start: int, stop: int) -> tuple[int, int]:

@@ -1,34 +1,45 @@
-"""DiLoCo: many inner steps on each node, then one outer step on the mean of what they changed.
+"""DiLoCo and what it became: many inner steps on each node, then an outer step on the mean of what they changed.
 
-Source: arXiv:2311.08105; OpenDiLoCo, arXiv:2407.07852. Inner optimizer states stay on their nodes.
+One loop for DiLoCo (arXiv:2311.08105; OpenDiLoCo, arXiv:2407.07852), Streaming DiLoCo (arXiv:2501.18512), which sends a
+fragment at a time, and delayed and eager updates (arXiv:2502.12996), where a round travels beside the next inner steps.
+Inner optimizer states stay on their nodes. The outer state is that of the means alone, whatever a node trains with.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.config.schema import DilocoConfig
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.flat import digest_of, parameter_shards
+from zeroband.outer.fragments import Fragment, bounds_of
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
+from zeroband.outer.replica import Replica, build_replica
 from zeroband.outer.rounds import RoundKeeper
-from zeroband.outer.transaction import CONTRIBUTION, RESULT, MeanExchange
-from zeroband.parallel import barrier
+from zeroband.outer.transaction import CONTRIBUTION, Committed, MeanExchange
+from zeroband.parallel import barrier, broadcast_json
 
 PARAMS, MOMENTUM = "params", "momentum"
 
 
 class DiLoCo:
-    """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters."""
+    """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters.
+
+    A phase of inner steps ends with a contribution to the next round, of the fragment whose turn it is. The state gets
+    a round `overlap` inner steps after it was contributed to, and before the next contribution at the latest. A flush
+    waits for the round at once, after which all nodes train from the outer parameters.
+    """
 
     sections = (PARAMS, MOMENTUM)
 
@@ -36,13 +47,22 @@ class DiLoCo:
         self._parts = parts
         self._buffers = parts.buffers
         self._local = parts.mesh.local
-        self._optimizer = build_outer_optimizer(config.optimizer)
+        self._overlap = config.overlap_steps
+        self._clips = config.clip_to_median
+        self._bounds = bounds_of(parts.fragments)
+        self._optimizer = build_outer_optimizer(config.optimizer, of_differences=config.merge == "eager")
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._device = self._open_device_state() if config.state_device == "cuda" else None
-        encoded = None if self._device is None else self._device.encoded
-        exchange = MeanExchange(parts.mesh, parts.buffers, parts.feedback.residual, encoded)
+        exchange = MeanExchange(
+            parts.mesh,
+            parts.buffers,
+            parts.feedback,
+            lambda: self._bounds[self._turn()],
+            None if self._device is None else self._device.encoded,
+        )
         self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
+        self._replica: Replica = self._device or build_replica(parts, config, self._buffers[PARAMS])
         self._keeper.state = self._digest()
 
     def _open_device_state(self) -> DeviceState:
@@ -53,9 +73,9 @@ class DiLoCo:
             self._parts.shards,
             self._optimizer,
             self._local.device,
+            lambda: parameter_shards(self._parts.model),
             params=self._buffers[PARAMS],
             momentum=self._buffers[MOMENTUM],
-            contribution=self._buffers[CONTRIBUTION],
         )
 
     @property
@@ -74,6 +94,13 @@ class DiLoCo:
     def state(self) -> str:
         return self._keeper.state
 
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
         return self._keeper.found(round, {})
 
@@ -84,79 +111,167 @@ class DiLoCo:
     def is_time_over(self, steps: int) -> bool:
         return self._parts.pace.is_over(time.monotonic(), steps)
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> RoundReport | None:
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)
-        if not ends_round:
-            return None
-        is_finite = self._contribute()
-        if not is_finite:
-            self._parts.inner.forget_moments()
-        return self._finish_round(weighted=is_finite)
+        if ends_round:
+            return self._end_phase()
+        return self.flush() if self._keeper.steps == self._overlap else ()
+
+    def flush(self) -> Sequence[RoundReport]:
+        if not self._keeper.is_flying:
+            return ()
+        committed = self._keeper.arrived()
+        return (self._take_over(committed, self._replica.receive),)
 
     def join(self) -> RoundReport:
-        return self._finish_round(is_joining=True)
+        barrier(self._local)
+        committed = self._keeper.commit(self._keeper.offer(is_joining=True))
+        report = self._take_over(committed, self._replica.restart)
+        self._keeper.begin_phase()
+        return report
 
-    def _contribute(self) -> bool:
+    def abandon(self) -> None:
+        self._keeper.abandon()
+
+    # -- the end of a phase -------------------------------------------------------------------------------------
+
+    def _end_phase(self) -> list[RoundReport]:
+        """Contribute, and take over the round that was on its way, and where the nodes wait for it this one too.
+
+        What is contributed is relative to the parameters that this node began with, so before those move.
+        """
+        keeper, reports = self._keeper, list[RoundReport]()
+        before = keeper.arrived() if keeper.is_flying else None
+        turn = self._turn(after=before)
+        is_finite = self._contribute(turn)
+        if before is not None:
+            is_same = turn == self._turn()
+            reports.append(self._take_over(before, self._replica.expect if is_same else self._replica.receive))
+        if self.progress.is_complete:
+            return reports
+        if not is_finite:
+            self._parts.inner.forget_moments()
+        waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
+        barrier(self._local)
+        offer = keeper.offer(weighted=is_finite, norm=self._norm(turn))
+        if waits:
+            restarts = self._overlap != 0 or closes
+            land = self._replica.restart if restarts else self._replica.receive
+            reports.append(self._take_over(keeper.commit(offer), land))
+            if not is_finite:
+                self._restart()
+            reports += self._close(offer.weight) if closes else []
+        else:
+            keeper.start(offer)
+            if before is None and self._overlap is None and len(self._bounds) == 1:
+                self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
+            self._replica.sent(turn, keeper.share, self.progress.outer_step // len(self._bounds) + 1)
+        keeper.begin_phase()
+        return reports
+
+    def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
+        """Whether training stands still for this round, and whether the other fragments are sent after it at once.
+
+        Then all nodes hold one model: at the end, and at a checkpoint, so that it can be gone on from to the last bit.
+        """
+        count, keeper, every = len(self._bounds), self._keeper, self._parts.flush_every
+        is_due = every is not None and (keeper.round + count) % every == 0
+        is_leaving, is_end = self._parts.departure.is_asked, keeper.is_last or is_due
+        is_new = is_member_new and keeper.has_new_members and count == 1
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new
+        waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
+        return waits, closes
+
+    def _close(self, weight: int) -> list[RoundReport]:
+        """Send the fragments whose turn it was not, without inner steps in between."""
+        reports: list[RoundReport] = []
+        for _ in self._bounds[1:]:
+            turn = self._turn()
+            is_finite = self._contribute(turn)
+            barrier(self._local)
+            offer = self._keeper.offer(weighted=is_finite, weight=weight, norm=self._norm(turn))
+            committed = self._keeper.commit(offer)
+            reports.append(self._take_over(committed, self._replica.restart))
+        return reports
+
+    def _turn(self, *, after: Committed | None = None) -> int:
+        """The fragment of the next round, or of the one after a round that the state does not hold yet."""
+        return (self.progress.outer_step + (after is not None)) % len(self._bounds)
+
+    def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
-        shards = parameter_shards(self._parts.model)
         if self._device is not None:
-            return self._contribute_encoded(self._device, shards)
-        outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
+            is_finite = self._keeper.is_finite_everywhere(self._device.contribute())
+            if is_finite and self._local.rank == 0:
+                self._device.encode_borders()
+            return is_finite
+        shards = self._shards_of(turn)
+        anchor = dict(self._parts.shards.parts(self._replica.anchor, shards))
         contribution = self._buffers[CONTRIBUTION]
-        for name, out in self._parts.shards.parts(contribution, shards):
+        for name, out in self._parts.sent.parts(contribution, shards):
             inner = shards[name].to("cpu").reshape(-1)
-            self._optimizer.contribution(outer[name], inner, out)
+            self._optimizer.contribution(anchor[name], inner, out)
         self._parts.feedback.add_to(contribution, shards)
         return self._keeper.is_contribution_finite(shards)
 
-    def _contribute_encoded(self, device: DeviceState, shards: Mapping[str, Tensor]) -> bool:
-        is_finite = self._keeper.is_finite_everywhere(device.contribute(shards))
-        if is_finite and self._local.rank == 0:
-            device.encode_borders()
-        return is_finite
+    def _norm(self, turn: int) -> float:
+        """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
+        if not self._clips or self._local.rank != 0:
+            return 0.0
+        return float(torch.linalg.vector_norm(self._buffers[CONTRIBUTION][self._bounds[turn]], dtype=torch.float64))
 
-    def _finish_round(self, *, weighted: bool = True, is_joining: bool = False) -> RoundReport:
-        barrier(self._local)
-        committed = self._keeper.commit(weighted=weighted, is_joining=is_joining)
-        started_at_s = time.monotonic()
+    def _shards_of(self, turn: int) -> dict[str, Tensor]:
+        shards = parameter_shards(self._parts.model)
+        return {name: shards[name] for name in self._parts.fragments[turn].names}
+
+    # -- the outer state ----------------------------------------------------------------------------------------
+
+    def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
+        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it."""
+        started_at_s, turn = time.monotonic(), self._turn()
+        payload = committed.verdict.payload
         with self._keeper.changing_state():
-            self._apply(committed.result, committed.verdict.payload, is_encoded=True)
+            if self._device is not None and payload["weight"] > 0:
+                self._device.take_step(outer_step=self._step_of(payload))  # while the CPU does
+            self._apply(turn, committed.result, payload)
             self._keeper.advance(committed.verdict, self._digest())
-        self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
+        land(turn)
+        self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
 
-    def _apply(self, mean: Tensor, payload: Mapping[str, Any], *, is_encoded: bool = False) -> None:
-        """Take the outer step, each local rank on its part, and restart the inner parameters from it.
+    def _apply(self, turn: int, mean: Tensor, payload: Mapping[str, Any]) -> None:
+        """Take the outer step, each local rank on its part.
 
         What this node learned and has not contributed stays what it is, relative to the outer parameters.
-        `is_encoded`: the mean lies beside its encoding, if this node keeps that.
         """
-        params, momentum = self._buffers[PARAMS], self._buffers[MOMENTUM]
-        start, stop = lane_bounds(params.numel(), self._local.world_size)[self._local.rank]
-        shards, has_stepped = parameter_shards(self._parts.model), False
         if payload["weight"] > 0:
-            part = slice(start, stop)
-            step = Progress.from_record(payload["progress"]).outer_step
-            if is_encoded and self._device is not None:  # the GPU works while the CPU does
-                self._device.take_step(shards, outer_step=step)
-                has_stepped = True
-            self._optimizer.detach(params[part], self._buffers[CONTRIBUTION][part])
-            self._optimizer.apply(params[part], momentum[part], mean[part], outer_step=step)
-            self._optimizer.attach(params[part], self._buffers[CONTRIBUTION][part])
+            contribution = self._buffers[CONTRIBUTION][self._bounds[turn]]
+            step = self._step_of(payload)
+            for here, there in self._parts_of_rank(self._parts.fragments[turn]):
+                params, momentum = self._buffers[PARAMS][here], self._buffers[MOMENTUM][here]
+                self._optimizer.detach(params, contribution[there])
+                self._optimizer.apply(params, momentum, mean[there], outer_step=step)
+                self._optimizer.attach(params, contribution[there])
         barrier(self._local)
-        self._restart(shards, has_stepped=has_stepped)
 
-    def _restart(self, shards: Mapping[str, Tensor], *, has_stepped: bool = False) -> None:
-        """Start the inner parameters from the outer ones. `has_stepped`: the GPU did so with its copy of them."""
-        if self._device is None:
-            self._parts.shards.load(shards, self._buffers[PARAMS])
-        elif has_stepped:
-            self._device.settle(self._keeper.round + 1)
-        else:
-            self._device.load()
-            self._device.restart(shards)
+    def _step_of(self, payload: Mapping[str, Any]) -> int:
+        """Which outer step of its fragment a round is, from 1."""
+        return (Progress.from_record(payload["progress"]).outer_step - 1) // len(self._bounds) + 1
+
+    def _parts_of_rank(self, fragment: Fragment) -> Iterator[tuple[slice, slice]]:
+        """This rank's share of a fragment: where it lies in the outer state, and where in the fragment."""
+        offset = 0
+        for first, last in fragment.ranges:
+            start, stop = lane_bounds(last - first, self._local.world_size)[self._local.rank]
+            yield slice(first + start, first + stop), slice(offset + start, offset + stop)
+            offset += last - first
+
+    def _restart(self) -> None:
+        """Train from the outer parameters."""
+        for turn in range(len(self._bounds)):
+            self._replica.restart(turn)
 
     def _digest(self) -> str:
         barrier(self._local)
@@ -165,16 +280,16 @@ class DiLoCo:
     def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
         with self._keeper.changing_state(sections):
             self._keeper.settle(round, payload, self._digest())
-        self._restart(parameter_shards(self._parts.model))
+        self._restart()
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
 
     def replay(self, entry: JournalEntry) -> str:
-        if self._local.rank == 0:
-            self._buffers[RESULT].copy_(entry.result)
+        turn = self._turn()
         with self._keeper.changing_state():
-            self._apply(self._buffers[RESULT], entry.payload)
+            self._apply(turn, entry.result, entry.payload)
             self._keeper.settle(entry.round, entry.payload, self._digest())
+        self._replica.restart(turn)
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from torch import Tensor
@@ -43,6 +44,28 @@ class Fragment:
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """Views of a flat buffer, one for each range."""
         return [buffer[start:stop] for start, stop in self.ranges]
+
+
+def whole(layout: FlatLayout) -> tuple[Fragment, ...]:
+    """One fragment, which is all of the flat state."""
+    return (Fragment(tuple(slot.name for slot in layout.slots), ((0, layout.numel),)),)
+
+
+def arranged(layout: FlatLayout, fragments: Sequence[Fragment]) -> FlatLayout:
+    """The same parameters with the fragments one after the other, so that each of them is one range."""
+    slots = {slot.name: slot for slot in layout.slots}
+    moved: list[Slot] = []
+    start = 0
+    for slot in (slots[name] for fragment in fragments for name in fragment.names):
+        moved.append(Slot(slot.name, slot.shape, start))
+        start += slot.numel
+    return FlatLayout(tuple(moved))
+
+
+def bounds_of(fragments: Sequence[Fragment]) -> list[slice]:
+    """Where each fragment lies where they are arranged one after the other."""
+    starts = list(accumulate((fragment.numel for fragment in fragments), initial=0))
+    return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 def layer_of(name: str) -> int | None:

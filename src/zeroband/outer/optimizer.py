@@ -95,6 +95,7 @@ class PlainAverage:
         outer.copy_(mean)
 
 
-def build_outer_optimizer(config: OuterSGDConfig) -> OuterOptimizer:
-    """The outer optimizer that a configuration asks for."""
-    return PlainAverage() if config.lr == 1 and config.momentum == 0 else OuterSGD(config)
+def build_outer_optimizer(config: OuterSGDConfig, *, of_differences: bool = False) -> OuterOptimizer:
+    """The outer optimizer that a configuration asks for. `of_differences`: contributions are pseudo-gradients."""
+    is_average = config.lr == 1 and config.momentum == 0
+    return PlainAverage() if is_average and not of_differences else OuterSGD(config)

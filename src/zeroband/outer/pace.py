@@ -20,6 +20,11 @@ class Pace:
         self._step_s: float | None = None
         self._began_at_s = 0.0
 
+    @property
+    def most_steps(self) -> int:
+        """Of a round."""
+        return self._steps
+
     def begin(self, now_s: float) -> None:
         """A round begins."""
         self._began_at_s = now_s

@@ -7,23 +7,24 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroband.data.ledger import Range, take
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.progress import Progress
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
+from zeroband.outer.flight import Flight
 from zeroband.outer.journal import JournalEntry
 from zeroband.outer.rollback import RolledBack, describe_return
 from zeroband.outer.transaction import (
     CONTRIBUTION,
-    RESULT,
     Committed,
     Exchange,
     MeanExchange,
@@ -33,6 +34,34 @@ from zeroband.outer.transaction import (
 from zeroband.parallel import all_ok, barrier
 
 _log = get_logger(__name__)
+
+
+Extra = Callable[[Tensor], Mapping[str, Any]]
+"""From a round's result: what an algorithm adds to its verdict."""
+
+_ABANDON_S = 5.0
+_ALL_VERSIONS = 2**62
+
+
+def nothing_more(result: Tensor) -> Mapping[str, Any]:
+    """The algorithm adds nothing to a verdict."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a node brings to a round, fixed when it begins."""
+
+    weight: int
+    """Tokens; 0: it counts for nothing."""
+    steps: int
+    wants: int
+    norm: float = 0.0
+    """Of the contribution; 0: nobody asks."""
+    is_joining: bool = False
+    is_leaving: bool = False
+    is_left_out: bool = False
+    """It learned something that is not finite."""
 
 
 class RoundKeeper:
@@ -50,17 +79,25 @@ class RoundKeeper:
         exchange: Exchange | None = None,
     ) -> None:
         self.parts = parts
-        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback.residual)
+        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback)
         self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()
         self.payload: Mapping[str, Any] = {}
         self.state = ""
+        self.share = 0.0
+        """Of this node in the newest round; each the same in the founding."""
+        self.has_new_members = False
+        """The newest round had other members than the one before."""
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
+        self._members: tuple[str, ...] = ()
         self._replay = replay
         self._tokens = 0
         self._steps = 0
+        self._offered_steps = 0
+        """In a round that the state does not hold yet."""
+        self._flight: tuple[Offer, Extra, Flight[Committed | Verdict]] | None = None
         self._is_left_out = False
 
     @contextmanager
@@ -77,22 +114,56 @@ class RoundKeeper:
             barrier(self.parts.mesh.local)
             yield
 
+    # -- what this node does between rounds ---------------------------------------------------------------------
+
+    @property
+    def is_flying(self) -> bool:
+        """Whether a round is on its way beside training."""
+        return self._flight is not None
+
+    @property
+    def steps(self) -> int:
+        """Inner steps since the last contribution."""
+        return self._steps
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps behind this node: those of the run, of a round on its way, and since."""
+        return self.progress.inner_step + self._offered_steps + self._steps
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all inner steps of the run are made."""
+        return self.inner_step >= self.parts.shape.total_steps
+
+    def upcoming(self) -> tuple[Range, ...]:
+        """The samples that this node trains on up to its next contribution."""
+        shape, held = self.parts.shape, self.progress.assigned.get(self.parts.mesh.member_id, ())
+        _, ahead = take(held, self._offered_steps * shape.batch_size)
+        steps = min(self.parts.pace.most_steps, max(0, shape.total_steps - self.inner_step))
+        return take(ahead, steps * shape.batch_size)[0]
+
     def count(self, tokens: int) -> None:
-        """Add an inner step to the round in progress, and show the guardian that this node trains."""
+        """Add an inner step, and show the guardian that this node trains."""
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:
             self.parts.mesh.board.advance()
+
+    def begin_phase(self) -> None:
+        """Training goes on: the inner steps until the next contribution begin."""
+        self._tokens = self._steps = 0
+        self.parts.pace.begin(time.monotonic())
 
     def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
         """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
 
         `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
         """
-        self._announce(round, 0, passes_faults=False)
-
+        self._announce(round, Offer(0, 0, self._wanted_steps(0), is_joining=True))
         founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
+        self.begin_phase()
         return self.report(founded, apply_s=0.0)
 
     def describe_beginning(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
@@ -109,66 +180,113 @@ class RoundKeeper:
         before = {"state_before": self.state, "session": self.payload["session"]}
         return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
 
-    def _announce(self, round: int, weight: int, *, passes_faults: bool) -> None:
-        faults, leaves = self.parts.faults, self.parts.departure.is_asked
-        if passes_faults:
+    def _announce(self, round: int, offer: Offer) -> None:
+        faults, passes = self.parts.faults, not offer.is_joining
+        if passes:
             faults.at("ready", round)
-        self.parts.mesh.announce_ready(Ready(round, weight, self.state, self._steps, self._wanted_steps()))
-        if passes_faults:
-            faults.at("leaving", 0) if leaves else faults.at("waiting", round)
+        self.parts.mesh.announce_ready(
+            Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm)
+        )
+        if passes:
+            faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
-    def _wanted_steps(self) -> int:
-        """For the next round, as far as the run lasts; none when this node leaves."""
-        if self.parts.departure.is_asked:
-            return 0
-        left = self.parts.shape.total_steps - self.progress.inner_step - self._steps
-        return min(self.parts.pace.wanted_steps(), max(left, 0))
+    def _wanted_steps(self, steps: int) -> int:
+        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
+        shape = self.parts.shape
+        left = shape.total_steps - self.progress.inner_step - steps
+        return min(self.parts.pace.wanted_steps() * (2 if shape.reads_ahead else 1), max(left, 0))
 
-    def commit(
-        self,
-        *,
-        is_joining: bool = False,
-        weighted: bool = True,
-        extra: Callable[[Tensor], Mapping[str, Any]] = lambda result: {},
-    ) -> Committed:
-        """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
+    # -- rounds -------------------------------------------------------------------------------------------------
 
-        `weighted`: whether this node's update counts; that of a joiner never does. `extra`: what the algorithm adds to
-        the verdict's payload.
+    def offer(
+        self, *, is_joining: bool = False, weighted: bool = True, weight: int | None = None, norm: float = 0.0
+    ) -> Offer:
+        """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
+
+        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
         """
-        parts = self.parts
+        parts, is_leaving = self.parts, self.parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
             self._tokens = self._steps = 0
             parts.feedback.forget()
         parts.pace.learn(time.monotonic(), self._steps)
-        self._is_left_out = not (weighted or is_joining)
-        weight = self._tokens if weighted and not is_joining else 0
+        counts = weighted and not is_joining
+        tokens, self._tokens = self._tokens, 0
+        steps, self._steps = self._steps, 0
+        self._offered_steps = steps
+        return Offer(
+            weight=(tokens if weight is None else weight) if counts else 0,
+            steps=steps,
+            wants=0 if is_leaving else self._wanted_steps(steps),
+            norm=norm if counts else 0.0,
+            is_joining=is_joining,
+            is_leaving=is_leaving,
+            is_left_out=not (weighted or is_joining),
+        )
+
+    def commit(self, offer: Offer, extra: Extra = nothing_more) -> Committed:
+        """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
+
+        `extra`: what the algorithm adds to the verdict's payload.
+        """
+        return self._finish(offer, extra, self._attempt(offer, extra))
+
+    def start(self, offer: Offer, extra: Extra = nothing_more) -> None:
+        """Begin the next round beside training; the contribution and result buffers are its own until `arrived`."""
+        self.parts.mesh.board.count_only(threading.get_ident())
+        self._flight = offer, extra, Flight(partial(self._attempt, offer, extra))
+
+    def arrived(self) -> Committed:
+        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
+        assert self._flight is not None, "no round is on its way"
+        (offer, extra, flight), board = self._flight, self.parts.mesh.board
+        board.count_only(None)
+        try:
+            return self._finish(offer, extra, flight.wait())
+        finally:
+            self._flight = None
+
+    def abandon(self) -> None:
+        """Give up a round that is on its way: this trainer ends."""
+        if self._flight is not None:
+            board = self.parts.mesh.board
+            board.set_fenced(True)
+            board.abort(_ALL_VERSIONS)
+            if not self._flight[2].is_over(_ABANDON_S):
+                _log.warning("the outer step beside training does not end")
+
+    def _attempt(self, offer: Offer, extra: Extra) -> Committed | Verdict:
+        """The next round, or the verdict of the others where they committed it without this node."""
+        parts = self.parts
         while True:
             round = self.round + 1
-            self._announce(round, weight, passes_faults=not is_joining)
-            await_turn = partial(parts.mesh.await_turn, round, is_member=not is_joining)
+            self._announce(round, offer)
+            await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
             try:
                 describe = partial(self._describe, extra)
-                outcome = commit_round(
+                return commit_round(
                     parts.mesh, self._exchange, await_turn, describe, self._vote_to_go_back, parts.faults
                 )
             except Fenced as fence:
-                if not is_joining or parts.mesh.is_fenced:
+                if not offer.is_joining or parts.mesh.is_fenced:
                     raise
                 _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
-                continue
-            if isinstance(outcome, Committed):
-                if outcome.verdict.opening.rollback is not None:
-                    raise self._rolled_back(outcome)
-                return outcome
-            self._catch_up(outcome.round, is_joining=is_joining)
+
+    def _finish(self, offer: Offer, extra: Extra, outcome: Committed | Verdict) -> Committed:
+        while not isinstance(outcome, Committed):
+            self._catch_up(outcome.round, is_joining=offer.is_joining)
+            outcome = self._attempt(offer, extra)
+        self._is_left_out = offer.is_left_out
+        if outcome.verdict.opening.rollback is not None:
+            raise self._rolled_back(outcome)
+        return outcome
 
     def is_contribution_finite(self, names: Iterable[str]) -> bool:
         """Whether what lies in the contribution buffer may be sent: the same on all local ranks, and said if not.
 
         `names`: of the parameters that this rank has shards of.
         """
-        written = self.parts.shards.parts(self.parts.buffers[CONTRIBUTION], names)
+        written = self.parts.sent.parts(self.parts.buffers[CONTRIBUTION], names)
         return self.is_finite_everywhere([name for name, part in written if not torch.isfinite(part).all()])
 
     def is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
@@ -184,13 +302,11 @@ class RoundKeeper:
         assert step is not None
         report = replace(self.report(committed, apply_s=0.0), progress=progress, state=verdict.digest)
         self.parts.journal.cut(verdict.round)
-        self._tokens = self._steps = 0
-        self.parts.pace.begin(time.monotonic())
+        self._offered_steps = 0
+        self.begin_phase()
         return RolledBack(step, report, payload)
 
-    def _describe(
-        self, extra: Callable[[Tensor], Mapping[str, Any]], opening: Opening, result: Tensor
-    ) -> Mapping[str, Any]:
+    def _describe(self, extra: Extra, opening: Opening, result: Tensor) -> Mapping[str, Any]:
         progress = self.progress.after(opening, self.parts.shape)
         return {
             "progress": progress.to_record(),
@@ -207,8 +323,8 @@ class RoundKeeper:
         """
         try:
             for missed in range(self.round + 1, round + 1):
-                fetched = self.parts.fetch_entry(missed)
-                entry = JournalEntry(missed, self.parts.buffers[RESULT], fetched.payload, fetched.state)
+                fetched = self.parts.fetch_entry(missed, self._exchange.result)
+                entry = JournalEntry(missed, self._exchange.result, fetched.payload, fetched.state)
                 verify(self._replay(entry), fetched.state, f"the state after round {missed}", self.parts.mesh.local)
         except RecoveryFailed as error:
             if is_joining:
@@ -218,10 +334,12 @@ class RoundKeeper:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
     def advance(self, verdict: Verdict, state: str) -> None:
-        """Note that the state now holds a committed round, and begin the next one."""
+        """Note that the state now holds a committed round."""
+        self._offered_steps = 0
         self.settle(verdict.round, verdict.payload, state)
-        self._tokens = self._steps = 0
-        self.parts.pace.begin(time.monotonic())
+        opening, own = verdict.opening, self.parts.mesh.member_id
+        self.share = opening.share(own) if opening.total_weight else 1 / len(opening.members)
+        self.has_new_members, self._members = opening.members != self._members, opening.members
 
     def settle(self, round: int, payload: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""
@@ -257,4 +375,5 @@ class RoundKeeper:
             received_bytes=committed.received_bytes,
             failures=committed.failures,
             is_left_out=self._is_left_out,
+            clip=opening.clip(self.parts.mesh.member_id),
         )

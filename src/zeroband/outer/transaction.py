@@ -20,6 +20,7 @@ from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
+from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import SharedBuffers, digest_of
 from zeroband.plane.engine import Encoded
 
@@ -52,30 +53,33 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    `errors`: gets what encoding took from the contribution in the attempt that is committed. `encoded`: holds the
-    contribution, and gets the mean, as it travels.
+    `feedback`: gets what encoding took from the contribution in the attempt that is committed. `part`: of the buffers,
+    that the next round is about. `encoded`: holds a contribution of all of it, and gets the mean, as they travel.
     """
 
     def __init__(
         self,
         mesh: ElasticDeviceMesh,
         buffers: SharedBuffers,
-        errors: Tensor | None = None,
+        feedback: ErrorFeedback,
+        part: Callable[[], slice] = lambda: slice(None),
         encoded: Encoded | None = None,
     ) -> None:
         self._mesh = mesh
         self._buffers = buffers
-        self._errors = errors
+        self._feedback = feedback
+        self._part = part
         self._encoded = encoded
 
     @property
     def result(self) -> Tensor:
-        return self._buffers[RESULT]
+        return self._buffers[RESULT][self._part()]
 
     def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
-        contribution = self._buffers[CONTRIBUTION]
-        encodings = (self._errors, self._encoded)
-        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, *encodings)
+        part = self._part()
+        errors = None if self._feedback.residual is None else self._feedback.residual[part]
+        contribution = self._buffers[CONTRIBUTION][part]
+        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, errors, self._encoded)
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:

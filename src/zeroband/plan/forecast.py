@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from zeroband.config.overlap import overlap_problem
 from zeroband.config.stability import Method
+from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.demo import DemoRule
 from zeroband.outer.flat import FlatLayout, Slot
-from zeroband.outer.schedule import StreamingSchedule
 from zeroband.outer.sparse.codec import SparseCodec
 from zeroband.outer.sparse.combine import combined_bytes
 from zeroband.outer.sparseloco import SparseLocoRule
@@ -143,14 +144,22 @@ def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, over
 
 
 def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
-    """An all-reduce of each fragment once a round; fragments that travel at the same time share the link."""
-    schedule = StreamingSchedule(job.inner_steps, job.fragments, job.overlap)
+    """An all-reduce of each fragment once a round, one after the other."""
+    problem = overlap_problem(
+        inner_steps=job.inner_steps,
+        has_fixed_steps=True,
+        fragments=job.fragments,
+        overlap=job.overlap,
+        is_eager=False,
+        has_deadline=False,
+    )
+    if problem is not None:
+        raise ConfigError(problem)
     for codec in CODECS_OF["streaming"]:
         part = CODECS[codec].encoded_size(math.ceil(job.params / job.fragments))
         moved, part_s = _all_reduce(part, job.nodes, link)
         count, overlap_s, round_s = job.fragments, job.overlap * job.step_s, job.inner_steps * job.step_s
-        waits_s = max(count * max(0.0, part_s - overlap_s), count * part_s - round_s if job.overlap else 0.0)
-        peak = schedule.peak_bytes([round(moved)] * count)
+        waits_s = count * max(0.0, part_s - overlap_s)
         overlapped_s = min(count * overlap_s, round_s)
         sent, transfer_s = count * moved, count * part_s
         yield Forecast(
@@ -160,7 +169,7 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
             count * part,
             sent,
             sent,
-            peak,
+            round(moved),
             transfer_s,
             overlapped_s,
             waits_s,

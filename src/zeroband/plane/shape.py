@@ -33,22 +33,22 @@ WORTH_A_RING = 1.25
 """A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
 
-def shape_of(numel: int, codec: Codec, weights: Sequence[int], network: Network | None = None) -> Shape:
+def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network | None = None) -> Shape:
     """The shape for these members.
 
-    `weights`: of each member's contribution; 0 sends nothing. `network`: what they know of their links.
+    `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
     """
     network = network or Network()
-    world, total, encoded_bytes = len(weights), sum(weights), codec.encoded_size(numel)
-    shares = shard_shares(network.rates) or (1 / world,) * world
-    bounds = shard_bounds(numel, shares)
+    world, encoded_bytes = len(shares), codec.encoded_size(numel)
+    owned = shard_shares(network.rates) or (1 / world,) * world
+    bounds = shard_bounds(numel, owned)
     longest = max(stop - start for start, stop in pairwise(bounds))
     return Shape(
         codec=codec,
         bounds=bounds,
-        shares=tuple(weight / total if total else 0.0 for weight in weights),
+        shares=tuple(shares),
         order=network.order or tuple(range(world)),
-        is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(shares, encoded_bytes, network),
+        is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(owned, encoded_bytes, network),
         chunk_numel=chunk_numel(longest),
     )
 

@@ -114,12 +114,50 @@ def test_detect_s_out_of_its_range_is_refused(detect_s: float) -> None:
     ],
 )
 def test_round_of_diloco_is_limited_by_steps_unless_only_its_time_is_given(keys: dict[str, Any], most: int) -> None:
-    assert DilocoConfig(type="diloco", **keys).most_inner_steps == most
+    assert DilocoConfig(type="diloco", **keys).phase_steps == most
 
 
 def test_rounds_of_diloco_have_no_time_and_wait_for_everybody_unless_told() -> None:
     config = DilocoConfig(type="diloco")
     assert (config.inner_steps, config.inner_seconds, config.straggler_deadline_s) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"inner_steps": 100, "fragments": 8},
+            "inner_steps=100 is not a multiple of outer.fragments=8; nearest: 96 or 104",
+        ),
+        ({"inner_steps": 4, "fragments": 8}, "nearest: 8"),
+        ({"inner_seconds": 5, "fragments": 2}, "fragments=2 needs a fixed outer.inner_steps"),
+        ({"inner_seconds": 5, "overlap": 3}, 'overlap=3 counts steps .* set it to "full" or 0'),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 3}, "overlap=3 is longer than inner_steps / fragments = 2"),
+        ({"merge": "eager"}, 'has no effect where training waits .* set outer.overlap = "full"'),
+        ({"straggler_deadline_s": 5, "overlap": "full"}, "needs outer.fragments=1 and outer.overlap=0"),
+        ({"inner_steps": 8, "straggler_deadline_s": 5, "fragments": 2}, "needs outer.fragments=1"),
+    ],
+)
+def test_overlap_that_cannot_be_is_refused_with_a_way_out(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DilocoConfig.model_validate({"type": "diloco", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "phase_steps", "overlap_steps"),
+    [
+        ({}, 500, 0),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 1}, 2, 1),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 2}, 2, None),
+        ({"inner_steps": 8, "overlap": "full"}, 8, None),
+        ({"inner_seconds": 8, "overlap": "full"}, 1_000_000, None),
+    ],
+)
+def test_overlap_of_a_whole_phase_ends_with_the_next_one(
+    settings: dict[str, object], phase_steps: int, overlap_steps: int | None
+) -> None:
+    config = DilocoConfig.model_validate({"type": "diloco", **settings})
+    assert (config.phase_steps, config.overlap_steps) == (phase_steps, overlap_steps)
 
 
 @pytest.mark.parametrize("key", ["inner_steps", "inner_seconds", "straggler_deadline_s"])

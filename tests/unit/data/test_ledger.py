@@ -102,12 +102,12 @@ def test_settle_returns_what_a_member_did_not_come_to() -> None:
 
 def test_settle_leaves_their_ranges_to_members_that_are_late() -> None:
     assigned, ledger = Ledger().allocate({"a": 4, "b": 4})
-    assert ledger.settle(assigned, {"a": 4}, kept=["b"]) == Ledger(next=8)
+    assert ledger.settle(assigned, {"a": 4}, kept={"b": assigned["b"]}) == Ledger(next=8)
 
 
 def test_settle_returns_the_rest_of_a_member_that_was_late_and_came() -> None:
     assigned, ledger = Ledger().allocate({"a": 4})
-    assert ledger.settle(assigned, {"a": 1}, kept=["a"]) == Ledger(next=4, returned=((1, 4),))
+    assert ledger.settle(assigned, {"a": 1}, kept={"a": ((2, 4),)}) == Ledger(next=4, returned=((1, 2),))
 
 
 def test_settle_refuses_a_contribution_without_an_assignment() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zeroband.elastic.epoch import (
     FOUNDING_ROUND,
@@ -488,3 +490,33 @@ def test_equal_records_have_equal_text() -> None:
     """The store compares openings by it, and one that was read back must be equal to the one that was written."""
     opening = an_opening(A, B, late=(C,))
     assert to_json(opening_from(json.loads(to_json(opening)))) == to_json(opening)
+
+
+def opening_of(weights: Sequence[int], norms: Sequence[float] = ()) -> Opening:
+    return Opening(1, 1, 1, tuple(f"m{i}" for i in range(len(weights))), tuple(weights), norms=tuple(norms))
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+def test_shares_are_in_proportion_to_the_weights(weights: list[int]) -> None:
+    shares = opening_of(weights).shares
+    assert sum(shares) == pytest.approx(1.0 if any(weights) else 0.0)
+    assert list(shares) == pytest.approx([weight / max(sum(weights), 1) for weight in weights])
+    assert [share == 0 for share in shares] == [weight == 0 for weight in weights]
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.01, 1e6)), min_size=3, max_size=9))
+def test_no_contribution_counts_for_more_than_the_median_one(contributions: list[tuple[int, float]]) -> None:
+    weights, norms = [w for w, _ in contributions], [n for _, n in contributions]
+    clipped, plain = opening_of(weights, norms).shares, opening_of(weights).shares
+    counted = sorted(norm for weight, norm in contributions if weight)
+    if len(counted) < 3:
+        assert clipped == plain
+        return
+    median = counted[(len(counted) - 1) // 2]
+    for share, whole, norm in zip(clipped, plain, norms, strict=True):
+        assert share * norm == pytest.approx(whole * min(norm, median))
+
+
+def test_members_say_norms_only_where_the_run_asks_for_them() -> None:
+    assert opening_of([1, 1, 1], [1.0, 1.0, 4.0]).shares == pytest.approx((1 / 3, 1 / 3, 1 / 12))
+    assert opening_of([1, 1], [1.0, 4.0]).shares == (0.5, 0.5)

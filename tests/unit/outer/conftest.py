@@ -50,10 +50,10 @@ from zeroband.outer.ddp import Ddp
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
+from zeroband.outer.fragments import arranged, fragments_of, whole
 from zeroband.outer.journal import Journal
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
-from zeroband.outer.transaction import RESULT
 from zeroband.parallel import LocalMesh, init_local_mesh
 from zeroband.plane.engine import Encoded
 
@@ -345,7 +345,7 @@ class FakeNode:
     member: MemoryMember
     lanes: MemoryLanes
     mesh: ElasticDeviceMesh
-    model: TinyModel
+    model: nn.Module
     inner: InnerOptimizer
     buffers: SharedBuffers
     feedback: ErrorFeedback
@@ -355,12 +355,15 @@ class FakeNode:
     outer: OuterAlgorithm
     steps: int = 0
     """Made since this node was last dealt samples."""
+    dealt: int = 0
+    """For which it was dealt samples then."""
+    reports: list[RoundReport] = field(default_factory=list[RoundReport])
+    """Of all rounds that its state got."""
 
     @property
     def dealt_steps(self) -> int:
         """Inner steps for which this node holds samples."""
-        spans = self.outer.progress.assigned.get(self.member.member_id, ())
-        return sum(stop - start for start, stop in spans) // BATCH
+        return sum(stop - start for start, stop in self.outer.upcoming()) // BATCH
 
     @property
     def params(self) -> Tensor:
@@ -382,6 +385,19 @@ class FakeNode:
         for name, part in zip(names, flat.split([targets[name].numel() for name in names]), strict=True):
             targets[name].copy_(part.view_as(targets[name]))
 
+    def train(self, take: Callable[[int, Tensor], Tensor], steps: int, tokens: int = 10) -> None:
+        """Inner steps as the trainer makes them; `take`: from the number of a step, from 1, and the parameters."""
+        for _ in range(steps):
+            if self.outer.progress.is_complete:
+                return
+            assert self.outer.sync_gradients(self.inner.step_count, tokens) is None
+            self.set_params(take(self.outer.inner_step + 1, self.params))
+            self.inner.seek(self.inner.step_count + 1)
+            self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
+            is_over = self.steps >= self.dealt
+            self.reports += self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+            self.steps = 0 if is_over else self.steps
+
     def diloco_step(self, update: Tensor, tokens: int, *, ends_round: bool | None = None) -> RoundReport | None:
         """An inner step that moves the parameters by `update`, with the hooks around it, as the trainer makes it.
 
@@ -392,9 +408,10 @@ class FakeNode:
         self.inner.seek(self.inner.step_count + 1)
         self.steps += 1
         is_over = self.steps >= self.dealt_steps if ends_round is None else ends_round
-        report = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
-        self.steps = self.steps if report is None else 0
-        return report
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+        self.reports += reports
+        self.steps = 0 if is_over else self.steps
+        return reports[-1] if reports else None
 
     def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
         """An inner step with this local gradient, as the trainer makes it."""
@@ -402,7 +419,8 @@ class FakeNode:
         self.outer.sync_gradients(self.inner.step_count, tokens)
         self.inner.step()
         self.inner.zero_grad()
-        return self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        (report,) = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        return report
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
         """A round of one step of whichever algorithm this is."""
@@ -436,6 +454,8 @@ class FakeRun:
     founders: int = 1
     total_steps: int = 1000
     journal_rounds: int = 8
+    flush_every: int | None = None
+    model: Callable[[], nn.Module] = TinyModel
     codec: Codec = CODECS["fp32"]
     store: MemoryStore = field(default_factory=MemoryStore)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
@@ -455,30 +475,38 @@ class FakeRun:
         board = NodeBoard(folder / "board", create=True)
         rules = Rules(start_nodes=self.founders)
         mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
-        model = TinyModel()
+        model = self.model()
         layout = FlatLayout.of(model)
-        steps = self.algorithm.most_inner_steps if isinstance(self.algorithm, DilocoConfig) else 1
+        steps = self.algorithm.phase_steps if isinstance(self.algorithm, DilocoConfig) else 1
 
         def die(_action: str) -> None:
             self.store.await_connected(name)
             member.close()
             raise NodeDied(name)
 
-        buffers, shards = SharedBuffers(folder, layout.numel, local), ShardMap(layout, 0, 1)
+        fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
+        if isinstance(self.algorithm, DilocoConfig):
+            count, reads_ahead = self.algorithm.fragments, self.algorithm.overlap != 0
+            fragments = fragments_of(layout, count) if count > 1 else fragments
+            shape = replace(shape, reads_ahead=reads_ahead, closing_rounds=count - 1)
+        buffers, sent = SharedBuffers(folder, layout.numel, local), ShardMap(arranged(layout, fragments), 0, 1)
         parts = OuterParts(
             mesh=mesh,
             model=model,
             inner=InnerOptimizer(model, OPTIM, total_steps=self.total_steps),
             buffers=buffers,
-            shards=shards,
-            feedback=ErrorFeedback(buffers, shards, self.codec),
+            shards=ShardMap(layout, 0, 1),
+            fragments=fragments,
+            sent=sent,
+            feedback=ErrorFeedback(buffers, sent, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
-            shape=RunShape(self.total_steps, BATCH),
+            shape=shape,
             pace=Pace(pace or steps),
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
-            fetch_entry=lambda round: self._fetch_entry(round, name),
+            fetch_entry=lambda round, out: self._fetch_entry(round, name, out),
             stage=lambda step: self._stage(step, name),
+            flush_every=self.flush_every,
         )
         outer = (
             DiLoCo(parts, self.algorithm)
@@ -496,12 +524,12 @@ class FakeRun:
         copy = self.checkpoints[step][0]
         return StagedState(copy.round, copy.payload, copy.state)
 
-    def _fetch_entry(self, round: int, asker: str) -> FetchedRound:
+    def _fetch_entry(self, round: int, asker: str, out: Tensor) -> FetchedRound:
         """What a node asks of the others: an entry of their journals, into its own result buffer."""
         for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.alive):
             entry = donor.journal.await_entry(round) if donor is not self[asker] else None
             if entry is not None:
-                self[asker].buffers[RESULT].copy_(entry.result)
+                out.copy_(entry.result)
                 return FetchedRound(entry.payload, entry.state)
         raise RecoveryFailed(f"nobody keeps round {round}")
 
@@ -583,6 +611,8 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         codec: str = "fp32",
         inject: Mapping[str, Sequence[str]] | None = None,
         pace: Mapping[str, int] | None = None,
+        flush_every: int | None = None,
+        model: Callable[[], nn.Module] = TinyModel,
     ) -> FakeRun:
         run = FakeRun(
             algorithm,
@@ -593,6 +623,8 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
             total_steps=total_steps,
             journal_rounds=journal_rounds,
             codec=CODECS[codec],
+            flush_every=flush_every,
+            model=model,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

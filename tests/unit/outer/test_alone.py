@@ -4,7 +4,7 @@ from zeroband.outer.alone import MEMBER_ID, Alone
 
 def step(hooks: Alone, number: int) -> None:
     assert hooks.sync_gradients(number, 10) is None
-    assert hooks.sync_parameters(number, 10, ends_round=True) is None
+    assert hooks.sync_parameters(number, 10, ends_round=True) == ()
 
 
 def test_alone_is_dealt_the_samples_of_one_step_at_a_time() -> None:

@@ -55,8 +55,11 @@ class Node:
             {name: torch.empty(stop - start, dtype=dtype) for name, (start, stop) in m.ranges().items()}
             for m in self.maps
         ]
-        rest = {"params": self.params, "momentum": self.momentum, "contribution": self.buffers["contribution"]}
-        self.ranks = [DeviceState(self.buffers, m, OuterSGD(SGD), CPU, **rest) for m in self.maps]
+        state = {"params": self.params, "momentum": self.momentum}
+        self.ranks = [
+            DeviceState(self.buffers, m, OuterSGD(SGD), CPU, lambda shards=shards: shards, **state)
+            for m, shards in zip(self.maps, self.shards, strict=True)
+        ]
 
     @property
     def inner(self) -> Tensor:
@@ -72,8 +75,7 @@ class Node:
             shard_map.load(shards, values)
 
     def contribute(self) -> Tensor:
-        spoilt = [rank.contribute(shards) for rank, shards in zip(self.ranks, self.shards, strict=True)]
-        assert not any(spoilt)
+        assert not any(rank.contribute() for rank in self.ranks)
         self.ranks[0].encode_borders()
         return self.ranks[0].encoded.contribution
 
@@ -111,12 +113,12 @@ def test_step_leaves_the_bits_of_the_canonical_state(
     for round in (1, 2, 3):
         data = INT8.encode(1e-2 * noise(node.n, 10 + round))
         node.ranks[0].encoded.result.copy_(data)
-        for rank, shards in zip(node.ranks, node.shards, strict=True):
-            rank.take_step(shards, outer_step=round)
+        for rank in node.ranks:
+            rank.take_step(outer_step=round)
         optimizer.apply(node.params, node.momentum, INT8.decode(data, node.n), outer_step=round)
         assert torch.equal(node.inner, node.params)
         for rank in node.ranks:
-            rank.settle(round)
+            rank.receive(0)
         assert torch.equal(node.contribute(), INT8.encode(torch.zeros(node.n)))
 
 
@@ -124,9 +126,8 @@ def test_step_leaves_the_bits_of_the_canonical_state(
 def test_state_from_elsewhere_is_loaded(make_node: Callable[..., Node], world: int) -> None:
     node = make_node(LAYOUTS["odd sizes"], world)
     node.params.copy_(noise(node.n, 5))
-    for rank, shards in zip(node.ranks, node.shards, strict=True):
-        rank.load()
-        rank.restart(shards)
+    for rank in node.ranks:
+        rank.restart(0)
     assert torch.equal(node.inner, node.params)
     assert torch.equal(node.contribute(), INT8.encode(torch.zeros(node.n)))
 
@@ -136,15 +137,25 @@ def test_parameter_that_is_not_finite_is_named(make_node: Callable[..., Node], n
     node = make_node(LAYOUTS["odd sizes"])
     node.train(node.params)
     node.shards[0][name][index] = float("nan")
-    assert node.ranks[0].contribute(node.shards[0]) == [name]
+    assert node.ranks[0].contribute() == [name]
 
 
 def test_copy_that_differs_is_noticed(make_node: Callable[..., Node]) -> None:
     node = make_node(LAYOUTS["odd sizes"])
-    node.params[100] += 1.0  # of a; the copies know nothing of it
-    node.ranks[0].settle(4)
-    with pytest.raises(RuntimeError, match="after round 5 the GPU holds other outer parameters for a than the CPU"):
-        node.ranks[0].settle(5)
+    rank = node.ranks[0]
+    rank.encoded.result.zero_()
+    for outer_step in (4, 5):
+        rank.take_step(outer_step=outer_step)
+        OuterSGD(SGD).apply(node.params, node.momentum, torch.zeros(node.n), outer_step=outer_step)
+        if outer_step == 4:  # it looks at e then
+            node.params[100] += 1.0  # of a; the GPU knows nothing of it
+            rank.receive(0)
+    with pytest.raises(
+        RuntimeError, match="after outer step 5 the GPU holds other outer parameters for a than the CPU"
+    ):
+        rank.receive(0)
+    rank.restart(0)
+    assert torch.equal(node.inner, node.params)
 
 
 def test_bytes_that_cross_are_one_for_a_parameter_and_its_share_of_a_scale(make_node: Callable[..., Node]) -> None:
@@ -233,8 +244,10 @@ def test_update_that_is_not_finite_is_left_out(start_run: StartRun, noise: Noise
             "cuda",
             "averages the parameters themselves; set another lr or momentum",
         ),
+        (ON_DEVICE.model_copy(update={"overlap": 1}), "int8", "cuda", "leave outer.fragments, overlap, merge"),
+        (ON_DEVICE.model_copy(update={"clip_to_median": True}), "int8", "cuda", "rounds of the whole model"),
     ],
-    ids=["no GPU", "gloo", "int4", "plain average"],
+    ids=["no GPU", "gloo", "int4", "plain average", "an overlap", "clipped"],
 )
 def test_state_that_cannot_be_on_a_gpu_is_refused_with_the_way_out(
     config: DilocoConfig, codec: str, device: str, problem: str

@@ -7,16 +7,13 @@ import torch
 from tests.oracles.diloco import ddp, delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, Converging, Pooled, Problem, mean
 from tests.oracles.sparse import demo, sparseloco
-from tests.oracles.streaming import streaming
 from torch import Tensor
 
 from zeroband.config.schema import OuterSGDConfig
 from zeroband.config.stability import largest_stable_lr
 from zeroband.outer.demo import DemoRule, sign_step
-from zeroband.outer.fragments import fragments_of
 from zeroband.outer.optimizer import OuterSGD
-from zeroband.outer.overlap import EagerView, eager_gradient, mix
-from zeroband.outer.schedule import StreamingSchedule
+from zeroband.outer.overlap import EagerView, eager_gradient
 from zeroband.outer.sparse.bits import ALIGNMENT
 from zeroband.outer.sparse.codec import SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
@@ -82,28 +79,6 @@ def run_eager(problem: Problem, config: OuterSGDConfig) -> tuple[list[list[Tenso
         late = mean(fresh)
         found.append([theta.clone() for theta in own])
     return found, canonical
-
-
-def run_streaming(
-    problem: Problem, steps: int, schedule: StreamingSchedule, alpha: float
-) -> tuple[Tensor, list[Tensor]]:
-    optimizer, nodes = OuterSGD(SGD), range(problem.nodes)
-    fragments = fragments_of(LAYOUT, schedule.fragments)
-    anchor, v = problem.start(), zeros()
-    thetas, means = [anchor.clone() for _ in nodes], dict[int, list[Tensor]]()  # by the step that sent them
-    for step in range(1, steps + 1):
-        thetas = [problem.inner_step(m, step, thetas[m]) for m in nodes]
-        sent, applied = schedule.sent_after(step), schedule.applied_after(step)
-        if sent is not None:
-            parts = [fragments[sent].parts(buffer) for buffer in (anchor, *thetas)]
-            means[step] = [mean([outer - inner for inner in inners]) for outer, *inners in zip(*parts, strict=True)]
-        if applied is not None:
-            for i, (start, stop) in enumerate(fragments[applied].ranges):
-                part = slice(start, stop)
-                optimizer.apply(anchor[part], v[part], means[step - schedule.overlap][i], outer_step=1)
-                for theta in thetas:
-                    mix(theta[part], anchor[part], alpha=alpha)
-    return anchor, thetas
 
 
 def run_demo(
@@ -184,25 +159,6 @@ def test_oracles_diverge_above_the_limit_of_stability_and_not_below(method: str,
 
     assert distance(0.9 * limit) < 10
     assert distance(1.1 * limit) > 100
-
-
-@pytest.mark.parametrize(
-    ("fragments", "overlap", "alpha"), [(1, 0, 0.0), (2, 0, 0.5), (2, 1, 0.5), (4, 3, 0.25), (4, 1, 0.0), (1, 4, 0.0)]
-)
-def test_streaming_is_its_oracle_bit_for_bit(fragments: int, overlap: int, alpha: float) -> None:
-    problem, steps = Problem(4), ROUNDS * INNER_STEPS + 3
-    indices = [[i for a, b in f.ranges for i in range(a, b)] for f in fragments_of(LAYOUT, fragments)]
-    ours = run_streaming(problem, steps, StreamingSchedule(INNER_STEPS, fragments, overlap), alpha)
-    theirs = streaming(problem, steps, INNER_STEPS, indices, overlap, alpha, SGD.lr, SGD.momentum)
-    assert torch.equal(ours[0], theirs[0])
-    assert equal(ours[1], theirs[1])
-
-
-def test_streaming_of_one_fragment_without_overlap_is_diloco_bit_for_bit() -> None:
-    problem = Problem(4)
-    outer, replicas = run_streaming(problem, ROUNDS * INNER_STEPS, StreamingSchedule(INNER_STEPS), alpha=0.0)
-    assert torch.equal(outer, diloco(problem, ROUNDS, INNER_STEPS, SGD.lr, SGD.momentum)[-1])
-    assert all(torch.equal(replica, outer) for replica in replicas)
 
 
 def test_diloco_of_one_node_without_momentum_is_its_inner_optimizer() -> None:

@@ -70,7 +70,8 @@ def noise(n: int, *, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def split_into(numel: int, codec: Codec, weights: Sequence[int], *, is_ring: bool, chunk_numel: int = 512) -> Shape:
     """The shape of these members, in chunks so small that every shard has several."""
-    return replace(shape_of(numel, codec, weights), is_ring=is_ring, chunk_numel=chunk_numel)
+    shares = [weight / max(sum(weights), 1) for weight in weights]
+    return replace(shape_of(numel, codec, shares), is_ring=is_ring, chunk_numel=chunk_numel)
 
 
 @dataclass

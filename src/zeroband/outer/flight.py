@@ -1,0 +1,38 @@
+"""A round beside training: one thread on each local rank that brings it to its verdict while inner steps go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Flight(Generic[_T]):
+    """Starts `work` in a thread at once. The thread is a daemon: a trainer that crashes does not wait for it."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self._work = work
+        self._outcome: list[_T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="outer-step", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._work())  # what it raises is raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def wait(self) -> _T:
+        """What the work returned; raises what it raised. Called once."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._outcome.pop()
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether the work ended within this time, well or not."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -1,0 +1,167 @@
+"""What a node trains with beside the outer state: its own parameters when a round travels and when it has arrived.
+
+Fragments are named by their turn. All methods write this rank's shards alone; all local ranks call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.outer.base import OuterParts
+from zeroband.outer.flat import parameter_shards
+from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.overlap import EagerView, mix
+from zeroband.outer.transaction import CONTRIBUTION
+
+VIEW, HISTORY = "view", "history"
+
+
+class Replica(Protocol):
+    """A node's own parameters, relative to the outer ones."""
+
+    @property
+    def anchor(self) -> Tensor:
+        """(n,) float32: what a contribution is measured from."""
+        ...
+
+    def sent(self, turn: int, share: float, outer_step: int) -> None:
+        """A fragment was contributed, and training goes on before its mean is there.
+
+        `share`: this node's in the mean, as far as known. `outer_step`: which of the fragment that will be, from 1.
+        """
+        ...
+
+    def expect(self, turn: int) -> None:
+        """A fragment of the outer state moved, and `sent` follows at once with what was learned since it was sent."""
+        ...
+
+    def receive(self, turn: int) -> None:
+        """A fragment of the outer state moved."""
+        ...
+
+    def restart(self, turn: int) -> None:
+        """Train from the outer parameters of a fragment."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's shard of one parameter: in the model, and (n,) float32 each in the flat buffers."""
+
+    inner: Tensor
+    """(n,) on the model's device; writing to it writes to the model."""
+    outer: Tensor
+    name: str
+
+
+class _Shards:
+    """This rank's shards of each fragment."""
+
+    def __init__(self, parts: OuterParts, outer: Tensor) -> None:
+        self._parts = parts
+        self._outer = outer
+
+    def of(self, turn: int) -> Iterator[_Part]:
+        shards = parameter_shards(self._parts.model)
+        for name, part in self._parts.shards.parts(self._outer, self._parts.fragments[turn].names):
+            yield _Part(shards[name].detach().view(-1), part, name)
+
+
+class MixedReplica:
+    """What arrives is mixed into the node's parameters, which keep a part of `alpha`; with 0 it replaces them.
+
+    Source: Streaming DiLoCo, arXiv:2501.18512, algorithm 2. With 0 and an overlap of a whole round: the naive delayed
+    updates of arXiv:2502.12996.
+    """
+
+    def __init__(self, parts: OuterParts, outer: Tensor, *, alpha: float) -> None:
+        self.anchor = outer
+        self._shards = _Shards(parts, outer)
+        self._alpha = alpha
+
+    def sent(self, turn: int, share: float, outer_step: int) -> None:
+        """Nothing: the others' part is missing."""
+
+    def expect(self, turn: int) -> None:
+        self.receive(turn)
+
+    def receive(self, turn: int) -> None:
+        for part in self._shards.of(turn):
+            mix(part.inner, part.outer.to(part.inner.device), alpha=self._alpha)
+
+    def restart(self, turn: int) -> None:
+        for part in self._shards.of(turn):
+            part.inner.copy_(part.outer)
+
+
+class EagerReplica:
+    """What this node learned counts at once, with its share; the others' part follows when it arrives.
+
+    Two more buffers of the size of the model: the parameters that this node began a phase with, and the history of its
+    own pseudo-gradients (`EagerView`). Where a fragment's mean arrives before the fragment is sent again, its view
+    becomes the outer one, and the inner steps since stay.
+    """
+
+    def __init__(self, parts: OuterParts, outer: Tensor, config: OuterSGDConfig) -> None:
+        parts.buffers.open(VIEW, HISTORY)
+        self._parts = parts
+        self._buffers = parts.buffers
+        self._shards = _Shards(parts, outer)
+        self._config = config
+        for turn in range(len(parts.fragments)):
+            self.restart(turn)
+
+    @property
+    def anchor(self) -> Tensor:
+        return self._buffers[VIEW]
+
+    def sent(self, turn: int, share: float, outer_step: int) -> None:
+        config, own = self._config, self._own(turn)
+        momentum = OuterSGD(config).momentum_at(outer_step)
+        eager = EagerView(lr=config.lr, momentum=momentum, nesterov=config.nesterov)
+        fresh = dict(self._parts.sent.parts(self._buffers[CONTRIBUTION], self._parts.fragments[turn].names))
+        for part in self._shards.of(turn):
+            view, history = own[part.name]
+            eager.add(history, fresh[part.name], share=share)
+            eager.write(part.outer, history, fresh[part.name], view, share=share)
+            part.inner.copy_(view)
+
+    def expect(self, turn: int) -> None:
+        """Nothing: `sent` writes the view anew."""
+
+    def receive(self, turn: int) -> None:
+        own = self._own(turn)
+        for part in self._shards.of(turn):
+            view, history = own[part.name]
+            part.inner.add_((part.outer - view).to(part.inner.device))
+            view.copy_(part.outer)
+            history.zero_()
+
+    def restart(self, turn: int) -> None:
+        own = self._own(turn)
+        for part in self._shards.of(turn):
+            view, history = own[part.name]
+            part.inner.copy_(part.outer)
+            view.copy_(part.outer)
+            history.zero_()
+
+    def _own(self, turn: int) -> dict[str, tuple[Tensor, Tensor]]:
+        names, shards = self._parts.fragments[turn].names, self._parts.shards
+        views, histories = shards.parts(self._buffers[VIEW], names), shards.parts(self._buffers[HISTORY], names)
+        return {name: (view, history) for (name, view), (_, history) in zip(views, histories, strict=True)}
+
+
+def build_replica(parts: OuterParts, config: DilocoConfig, outer: Tensor) -> Replica:
+    """The replica that a configuration asks for. `outer`: (n,) float32, the outer parameters."""
+    match config.merge:
+        case "overwrite":
+            return MixedReplica(parts, outer, alpha=0.0)
+        case "mix":
+            return MixedReplica(parts, outer, alpha=config.alpha)
+        case "eager":
+            return EagerReplica(parts, outer, config.optimizer)

@@ -1,0 +1,263 @@
+"""Fragments, overlapped rounds, delayed and eager updates as nodes run them, against oracles, and under losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.oracles.diloco import delayed, diloco, eager
+from tests.oracles.problem import LAYOUT, SHAPES, Problem
+from tests.oracles.streaming import streaming
+from torch import Tensor, nn
+
+from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.data.audit import CommittedRound, audit
+from zeroband.elastic.progress import Progress
+from zeroband.outer.diloco import MOMENTUM, PARAMS
+from zeroband.outer.fragments import fragments_of
+
+StartRun = Callable[..., Any]
+Run = Any
+
+H, ROUNDS, BATCH = 4, 20, 4
+NAMES = ("a", "b", "c", "d")
+
+
+class Oracle(nn.Module):
+    """The problem's parameters under their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = Problem(1).start()
+        for slot in LAYOUT.slots:
+            *path, leaf = slot.name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            value = start[slot.start : slot.start + slot.numel].view(SHAPES[slot.name])
+            module.register_parameter(leaf, nn.Parameter(value.clone()))
+
+
+def diloco_with(lr: float = 0.4, momentum: float = 0.9, **settings: Any) -> DilocoConfig:
+    sgd = OuterSGDConfig(lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return DilocoConfig.model_validate({"type": "diloco", "inner_steps": H, **settings, "optimizer": sgd})
+
+
+@pytest.fixture
+def train(start_run: StartRun) -> Callable[..., Run]:
+    """train(config, nodes, steps): a run of these nodes after so many inner steps of the oracles' problem."""
+
+    def start(config: DilocoConfig, nodes: int, steps: int, **settings: Any) -> Run:
+        run = start_run(config, *NAMES[:nodes], model=Oracle, **settings)
+        go_on(run, steps)
+        return run
+
+    return start
+
+
+def go_on(run: Run, steps: int, *names: str, nodes: int | None = None) -> dict[str, Any]:
+    names = names or tuple(run.nodes)
+    problem = Problem(nodes or len(names))
+    works = {n: partial(run[n].train, partial(problem.inner_step, NAMES.index(n)), steps) for n in names}
+    return run.together(**works)
+
+
+def assert_one_outer_state(run: Run, *names: str) -> None:
+    first, *others = names or tuple(run.nodes)
+    for other in others:
+        assert run[other].outer.state == run[first].outer.state
+        for section in (PARAMS, MOMENTUM):
+            assert torch.equal(run[other].buffers[section], run[first].buffers[section])
+
+
+def assert_every_sample_once(run: Run) -> None:
+    rounds = []
+    for verdict in run.store.verdicts:
+        progress = Progress.from_record(verdict.payload["progress"])
+        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items() if steps}
+        rounds.append(
+            CommittedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
+        )
+    assert audit(rounds).is_exact
+
+
+# -- against the oracles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_eager_replicas_are_those_of_the_paper(train: Callable[..., Run], nodes: int) -> None:
+    config = diloco_with(lr=0.2, overlap="full", merge="eager")
+    run = train(config, nodes, 0)
+    expected = eager(Problem(nodes), ROUNDS, H, 0.2, 0.9)
+    for round in range(ROUNDS):
+        go_on(run, H)
+        for name, theta in zip(NAMES, expected[round], strict=False):
+            torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
+def test_eager_updates_of_one_node_are_diloco(train: Callable[..., Run]) -> None:
+    expected = diloco(Problem(1), ROUNDS, H, 0.4, 0.9)[-1]
+    run = train(diloco_with(overlap="full", merge="eager"), 1, ROUNDS * H)
+    torch.testing.assert_close(run["a"].params, expected, atol=3e-6, rtol=0)
+
+
+def test_delayed_updates_are_those_of_the_paper_bit_for_bit(train: Callable[..., Run]) -> None:
+    run = train(diloco_with(lr=0.1, overlap="full"), 2, 0)
+    for theta in delayed(Problem(2), ROUNDS, H, 0.1, 0.9):
+        go_on(run, H)
+        assert all(torch.equal(node.params, theta) for node in run.nodes.values())
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 3), (2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_streaming_is_its_oracle_bit_for_bit(
+    train: Callable[..., Run], fragments: int, overlap: int, alpha: float
+) -> None:
+    settings = {"fragments": fragments, "overlap": overlap, "merge": "mix", "alpha": alpha}
+    run = train(diloco_with(**settings), 2, 0)
+    indices = [[i for a, b in f.ranges for i in range(a, b)] for f in fragments_of(LAYOUT, fragments)]
+    for steps in (3, H * ROUNDS):
+        go_on(run, steps - run["a"].outer.inner_step)
+        outer, replicas = streaming(Problem(2), steps, H, indices, overlap, alpha, 0.4, 0.9)
+        assert torch.equal(run["a"].buffers[PARAMS], outer)
+        assert all(torch.equal(run[name].params, theta) for name, theta in zip(NAMES, replicas, strict=False))
+    assert_every_sample_once(run)
+
+
+@pytest.mark.parametrize("settings", [{}, {"merge": "mix", "alpha": 0.0}])
+def test_one_fragment_that_is_waited_for_is_diloco_bit_for_bit(
+    train: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    expected = diloco(Problem(2), ROUNDS, H, 0.7, 0.9)[-1]
+    run = train(diloco_with(lr=0.7, **settings), 2, ROUNDS * H)
+    assert torch.equal(run["a"].params, expected) and torch.equal(run["b"].params, expected)
+
+
+# -- where all nodes hold one model ---------------------------------------------------------------------------------
+
+WAYS = {
+    "delayed": {"overlap": "full"},
+    "eager": {"overlap": "full", "merge": "eager"},
+    "eager fragments": {"overlap": "full", "merge": "eager", "fragments": 2},
+    "streaming": {"overlap": 1, "merge": "mix", "fragments": 2},
+    "fragments": {"fragments": 4},
+}
+every_way = pytest.mark.parametrize("settings", WAYS.values(), ids=list(WAYS))
+
+
+@every_way
+def test_run_ends_with_one_model_on_all_nodes(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    run = train(diloco_with(**settings), 2, 1000, total_steps=5 * H + 3)
+    assert_one_outer_state(run)
+    for node in run.nodes.values():
+        assert node.outer.progress.is_complete and node.outer.progress.inner_step == 5 * H + 3
+        assert torch.equal(node.params, node.buffers[PARAMS])
+        assert [report.round for report in node.reports] == list(range(1, len(node.reports) + 1))
+    last = run["a"].outer.progress
+    assert (last.ledger.next, last.ledger.returned, last.assigned) == (2 * (5 * H + 3) * BATCH, (), {})
+    assert last.tokens == 2 * (5 * H + 3) * 10
+    assert_every_sample_once(run)
+
+
+@every_way
+def test_checkpoint_finds_one_model_on_all_nodes(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    run, found = train(diloco_with(**settings), 2, 0, flush_every=5), 0
+    for _ in range(6 * H):
+        before = run["a"].outer.round
+        go_on(run, 1)
+        if before < run["a"].outer.round and run["a"].outer.round % 5 == 0:
+            found += 1
+            for node in run.nodes.values():
+                assert torch.equal(node.params, node.buffers[PARAMS])
+    assert found
+    assert_one_outer_state(run)
+
+
+@every_way
+def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
+    train: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    run = train(diloco_with(**settings), 3, 6 * H, inject={"c": ["reduced@4=SIGKILL"]}, total_steps=8 * H)
+    go_on(run, 1000, "a", "b", nodes=3)
+    assert_one_outer_state(run, "a", "b")
+    assert_every_sample_once(run)
+    after = [verdict for verdict in run.store.verdicts if verdict.round >= 4]
+    assert all(verdict.members == ("a", "b") for verdict in after)
+    assert run["a"].outer.progress.is_complete
+
+
+@every_way
+def test_joiner_holds_the_outer_state_of_the_others(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    run = train(diloco_with(**settings), 2, 3 * H)
+    run.together(a=run["a"].outer.flush, b=run["b"].outer.flush)
+    joiner = run.add("c")
+    joiner.receive(run["a"])
+    works: dict[str, Callable[[], Any]] = {"c": joiner.outer.join}
+    for name in ("a", "b"):
+        works[name] = partial(_train_beside, run, name, "c")
+    run.together(**works)
+    go_on(run, 5 * H, nodes=3)
+    run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
+    assert "c" in run.store.verdicts[-1].opening.contributors()
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
+def _train_beside(run: Run, name: str, joiner: str) -> None:
+    run.store.await_ready(run[name].outer.round + 1, joiner)
+    run[name].train(partial(Problem(3).inner_step, NAMES.index(name)), run[name].dealt_steps)
+    run[name].reports += run[name].outer.flush()
+
+
+@every_way
+def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_others(
+    train: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    run = train(diloco_with(**settings), 2, 2 * H)
+    run["b"].set_params(torch.full((LAYOUT.numel,), float("nan")))
+    go_on(run, 4 * H)
+    run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
+    assert any(report.is_left_out for report in run["b"].reports)
+    assert all(torch.isfinite(node.params).all() for node in run.nodes.values())
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
+@every_way
+def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., Run], settings: dict[str, Any]) -> None:
+    run = train(diloco_with(**settings, clip_to_median=True), 3, 3 * H)
+    run["c"].set_params(run["c"].params + 1e6)
+    go_on(run, 3 * H)
+    run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
+    assert min(report.clip or 1.0 for report in run["c"].reports) < 1e-3
+    assert run["a"].buffers[PARAMS].abs().max() < 100
+    assert_one_outer_state(run)
+
+
+def test_training_does_not_wait_for_a_round_that_travels(train: Callable[..., Run]) -> None:
+    run = train(diloco_with(overlap="full", merge="eager"), 2, 0)
+    go_on(run, 2 * H - 1, "a", nodes=2)  # b has not come to its boundary at all
+    assert (run["a"].outer.round, run["a"].outer.inner_step) == (0, 2 * H - 1)
+    outcome = run.together(
+        a=partial(run["a"].train, partial(Problem(2).inner_step, 0), 1),
+        b=partial(run["b"].train, partial(Problem(2).inner_step, 1), 2 * H),
+    )
+    assert outcome and (run["a"].outer.round, run["b"].outer.round) == (1, 1)
+
+
+def test_own_parameters_move_at_once_under_eager_updates(train: Callable[..., Run]) -> None:
+    run = train(diloco_with(overlap="full", merge="eager"), 2, 0)
+    before: Tensor = run["a"].buffers[PARAMS].clone()
+    go_on(run, H, "a", nodes=2)
+    assert torch.equal(run["a"].buffers[PARAMS], before)
+    assert not torch.equal(run["a"].params, before)
+    go_on(run, H, "b", nodes=2)
+    run.together(a=run["a"].outer.flush, b=run["b"].outer.flush)
+    assert_one_outer_state(run)
