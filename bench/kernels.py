@@ -108,13 +108,13 @@ def compare_kernels(numel: int) -> None:
 
 
 def model_of(numel: int) -> nn.Module:
-    """About so many bfloat16 parameters: matrices of 4096 columns, and some of odd sizes that cut blocks."""
+    """About so many bfloat16 parameters: matrices of 4096 columns, norms between them, and one that ends in a block."""
     model, rows = nn.Module(), max(numel // 4096 // 16, 1)
     for i in range(16):
         weight = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
         model.register_parameter(f"layers_{i:02d}_weight", nn.Parameter(weight, requires_grad=False))
-        norm = torch.randn(4096 + 1, device="cuda", dtype=torch.bfloat16)
-        model.register_parameter(f"layers_{i:02d}_norm", nn.Parameter(norm, requires_grad=False))
+        norm = torch.randn(4096 if i < 15 else 1001, device="cuda", dtype=torch.bfloat16)
+        model.register_parameter(f"layers_{i:02d}_weight_norm", nn.Parameter(norm, requires_grad=False))
     return model
 
 
