@@ -260,6 +260,9 @@ class DilocoConfig(Section):
     clip_to_median: bool = False
     """A contribution longer than the median one of its round counts as if it were that long: against a node that is
     broken. From 3 nodes on."""
+    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
+    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
+    instead of the parameters; needs comm.codec int8."""
 
     @property
     def phase_steps(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -69,6 +69,8 @@ class ShardMap:
     """Which range of the flat buffer each of this rank's shards is."""
 
     def __init__(self, layout: FlatLayout, rank: int, world_size: int) -> None:
+        self._layout = layout
+        self._world_size = world_size
         self._ranges: dict[str, tuple[int, int]] = {}
         for slot in layout.slots:
             rows = slot.shape[0] if slot.shape else 1
@@ -86,6 +88,15 @@ class ShardMap:
         """Copy the flat buffer into this rank's shards, in place."""
         for name, part in self.parts(buffer, shards):
             shards[name].detach().copy_(part.view(shards[name].shape))
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """By name, of this rank's shards that are not empty."""
+        return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
+
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """Of all ranks' shards."""
+        ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
+        return [one for rank in ranks for one in rank.ranges().values()]
 
     def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
         """The ranges of the flat buffer that belong to the named shards."""
@@ -122,6 +133,7 @@ class SharedBuffers:
         self._folder = folder
         self._local = local
         self._buffers: dict[str, Tensor] = {}
+        self._bytes: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """Shape (numel,) float32 on CPU."""
@@ -130,23 +142,22 @@ class SharedBuffers:
     def open(self, *names: str) -> None:
         """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
         new = [name for name in names if name not in self._buffers]
-        problem = ""
-        if self._local.rank == 0:
-            try:
-                for name in new:
-                    self._reserve(name)
-            except OSError as error:
-                problem = f"{error.strerror} ({len(new)} buffers of {4 * self.numel} bytes in {self._folder})"
-        problem = broadcast_json(problem, self._local)
-        if problem:
-            raise ConfigError(
-                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
-                "or set node.shm_dir to another memory file system"
-            )
+        self._reserve_all([self._path(name) for name in new], 4 * self.numel)
         for name in new:
             self._buffers[name] = torch.from_file(
                 str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
             )
+
+    def open_bytes(self, name: str, size: int) -> None:
+        """Make and map a buffer of so many zero bytes. Raises ConfigError as `open` does."""
+        if name not in self._bytes:
+            path = self._folder / f"{name}.u8"
+            self._reserve_all([path], size)
+            self._bytes[name] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def bytes_of(self, name: str) -> Tensor:
+        """Shape (size,) uint8 on CPU, as `open_bytes` made it."""
+        return self._bytes[name]
 
     def renew(self, name: str) -> None:
         """Replace a buffer that something left behind may still write to by another one of zeros."""
@@ -159,12 +170,28 @@ class SharedBuffers:
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.f32"
 
-    def _reserve(self, name: str) -> None:
-        descriptor = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, 4 * self.numel)
-        finally:
-            os.close(descriptor)
+    def _reserve_all(self, paths: Sequence[Path], size: int) -> None:
+        problem = ""
+        if self._local.rank == 0:
+            try:
+                for path in paths:
+                    _reserve(path, size)
+            except OSError as error:
+                problem = f"{error.strerror} ({len(paths)} buffers of {size} bytes in {self._folder})"
+        problem = broadcast_json(problem, self._local)
+        if problem:
+            raise ConfigError(
+                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
+                "or set node.shm_dir to another memory file system"
+            )
+
+
+def _reserve(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
 
 
 def digest_of(*buffers: Tensor) -> str:

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -300,13 +300,15 @@ class RoundKeeper:
 
         `names`: of the parameters that this rank has shards of.
         """
-        parts = self.parts
-        written = parts.sent.parts(parts.buffers[CONTRIBUTION], names)
-        spoilt = [name for name, part in written if not torch.isfinite(part).all()]
+        written = self.parts.sent.parts(self.parts.buffers[CONTRIBUTION], names)
+        return self.is_finite_everywhere([name for name, part in written if not torch.isfinite(part).all()])
+
+    def is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
+        """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
         if spoilt:
             fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
             _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
-        return all_ok(not spoilt, parts.mesh.local)
+        return all_ok(not spoilt, self.parts.mesh.local)
 
     def _rolled_back(self, committed: Committed) -> RolledBack:
         verdict, payload = committed.verdict, committed.verdict.payload

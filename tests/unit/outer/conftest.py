@@ -59,6 +59,7 @@ from zeroband.outer.losses import StepLoss
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
 from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.plane.engine import Encoded
 
 DEADLINE_S = 20.0
 BATCH = 4
@@ -257,16 +258,22 @@ class MemoryLanes:
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> tuple[int, int]:
         assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
         share = opening.share(member_id)
+        if encoded is not None:
+            contribution = self.codec.decode(encoded.contribution, result.numel())
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, opening, errors if share > 0 else None)
             return 0, 0
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
+        if encoded is not None:
+            encoded.result.copy_(self.codec.encode(result))
+            result.copy_(self.codec.decode(encoded.result, result.numel()))
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 

@@ -32,9 +32,12 @@ struct ReduceSpec {
     const float* in;
     float* out;
     float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
+    const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
+    uint8_t* encoded_out = nullptr;    // gets the mean as it travels
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
+    uint64_t numel() const { return bounds.back(); }
 };
 
 // What moved between this node and one other.
@@ -92,10 +95,13 @@ class Reduce {
 
     bool claim_partial(uint32_t peer, uint32_t& shard, uint32_t& chunk);
     PacketPtr encode_partial(uint32_t shard, uint32_t chunk);
+    PacketPtr own_part(uint32_t shard, uint32_t chunk);
+    void add_own(uint32_t shard, uint32_t chunk, float* sum);
     void collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened);
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
+    void write(const PacketPtr& packet);
     void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);
     void note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share);
