@@ -22,7 +22,7 @@ from zeroband.model.transformer import Transformer
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.losses import StepLoss
-from zeroband.parallel import LocalMesh, parallelize
+from zeroband.parallel import LocalMesh, make_room, parallelize
 
 _log = get_logger(__name__)
 
@@ -78,7 +78,7 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
     with torch.device("meta"):
         model = Transformer(config.model, tokenizer.padded_vocab_size)
     parallelize(model, config.train, local)
-    model.to_empty(device=local.device)
+    make_room(model, local)
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
     is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks

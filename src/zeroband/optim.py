@@ -1,20 +1,22 @@
 """The inner optimizer of a node: AdamW over the local shards and the schedule of its learning rate.
 
-Knows nothing of other nodes. Its whole state is two counters and two moments for each parameter.
+Knows nothing of other nodes. Its whole state is two counters and two moments for each parameter. It calls the function
+behind torch.optim.AdamW: the class loads torch's compiler at its first step, seconds that most nodes have no use for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
-from zeroband.config.schema import AdamWConfig, CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
+from zeroband.sharding import local_part
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
@@ -48,40 +50,30 @@ def _progress(step: int, start: float, stop: float) -> float:
     return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
 
 
-def build_adamw(model: nn.Module, config: AdamWConfig, *, slice_exact: bool = False) -> torch.optim.AdamW:
-    """AdamW with decoupled decay of matrices and embeddings; vectors (norms) are not decayed.
-
-    Uses torch's fused kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is
-    cut into shards, which those of the fused CPU kernel do; slower.
-    """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
-    fused = all(p.device.type in devices for p in parameters)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-
-
 class InnerOptimizer:
     """AdamW and its learning-rate schedule as one stateful part.
 
+    The decay is decoupled, and of matrices and embeddings only: vectors (norms) are not decayed. Uses torch's fused
+    kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
+    which those of the fused CPU kernel do; slower.
     The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
-    can be written into them before the first step. `slice_exact`: see `build_adamw`.
+    can be written into them before the first step.
     """
 
     def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int, slice_exact: bool = False) -> None:
         self._names = dict(model.named_parameters())
         self._optim = optim
         self._total_steps = total_steps
-        self._adamw = build_adamw(model, optim.adamw, slice_exact=slice_exact)
+        devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
+        self._is_fused = all(parameter.device.type in devices for parameter in self._names.values())
         self._step_count = 0
-        for parameter in self._names.values():
-            self._adamw.state[parameter] = {
+        self._states = {
+            name: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
             }
+            for name, parameter in self._names.items()
+        }
 
     @property
     def step_count(self) -> int:
@@ -91,7 +83,7 @@ class InnerOptimizer:
     @property
     def update_count(self) -> int:
         """Updates that the moments have seen, for Adam's correction of their bias."""
-        return int(self._state(next(iter(self._names)))["step"].item())
+        return int(self._states[next(iter(self._names))]["step"].item())
 
     @property
     def lr(self) -> float:
@@ -100,14 +92,36 @@ class InnerOptimizer:
 
     def step(self) -> None:
         """Update the parameters from their gradients and move on by one inner step."""
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()  # pyright: ignore[reportUnknownMemberType]
+        with torch.no_grad():
+            self._update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)
+            self._update([name for name, p in self._names.items() if p.ndim < 2], 0.0)
         self._step_count += 1
+
+    def _update(self, names: Iterable[str], weight_decay: float) -> None:
+        gradients = {name: gradient for name in names if (gradient := self._names[name].grad) is not None}
+        states = [self._states[name] for name in gradients]
+        config = self._optim.adamw
+        adamw(
+            [local_part(self._names[name]) for name in gradients],
+            [local_part(gradient) for gradient in gradients.values()],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=self._is_fused,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=self.lr,
+            weight_decay=weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._names.values():
+            parameter.grad = None
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
         """Continue the schedule at inner step `step`, for a node that joins late.
@@ -117,8 +131,8 @@ class InnerOptimizer:
         """
         self._step_count = step
         if update_count is not None:
-            for name in self._names:
-                self._state(name)["step"].fill_(update_count)
+            for state in self._states.values():
+                state["step"].fill_(update_count)
 
     def forget_moments(self) -> None:
         """Start the moments anew, at the same place of the schedule: after a gradient that was not finite."""
@@ -130,13 +144,13 @@ class InnerOptimizer:
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """First and second moment of this rank's shard by parameter name; writing into them sets them."""
         return {
-            name: (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
-            for name, state in ((name, self._state(name)) for name in self._names)
+            name: (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
+            for name, state in self._states.items()
         }
 
     def named_moments(self) -> dict[str, Tensor]:
         """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
-        return {f"{moment}.{name}": self._state(name)[moment] for moment in _MOMENTS for name in self._names}
+        return {f"{moment}.{name}": state[moment] for moment in _MOMENTS for name, state in self._states.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
@@ -159,13 +173,6 @@ class InnerOptimizer:
             for target, source in zip(moments, theirs[name], strict=True):
                 target.copy_(source)
         self.seek(state["step_count"], update_count=state["update_count"])
-
-    def _state(self, name: str) -> dict[str, Tensor]:
-        return self._adamw.state[self._names[name]]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shape(moments: Mapping[str, tuple[Tensor, Tensor]], name: str) -> tuple[int, ...] | None:

@@ -16,11 +16,11 @@ from typing import cast
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
+from zeroband.sharding import local_part
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ class FlatLayout:
     def digest(self) -> str:
         """Names and shapes in one value: two models with the same digest share one flat state."""
         return xxhash.xxh3_128_hexdigest(repr([(slot.name, slot.shape) for slot in self.slots]).encode())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardMap:
