@@ -6,16 +6,20 @@ part in the next one with weight 0, which hands it the same result as everybody.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 
+from zeroband.checkpoint.owner import read_owner
+from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.resume import ResumeConfig
 from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
+from zeroband.elastic.shm import is_restart, launch_of
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
@@ -44,14 +48,29 @@ class LoneEntry:
 
     def __init__(self, node: NodeParts, events: EventLog | None) -> None:
         self._node = node
-        self._alone = Alone(shape_of(node.config))
+        self._alone = Alone(shape_of(node.config), launch_of(os.environ))
         self._events = events
         self.hooks: SyncHooks = self._alone
 
     def enter(self) -> RoundReport | None:
-        if self._node.config.resume is not None:
-            self._begin_again(self._node.config.resume)
+        resume = self._node.config.resume
+        if resume is None and on_first_rank(self._node.local, self._goes_on_after_crash):
+            resume = ResumeConfig()
+        if resume is not None:
+            self._begin_again(resume)
         return None
+
+    def _goes_on_after_crash(self) -> bool:
+        """Whether the trainer before this one has crashed, and saved of this very run. Local rank 0."""
+        path, run_id = self._node.config.ckpt.path, self._node.config.run.id
+        if path is None or not is_restart(os.environ):
+            return False
+        storage = open_storage(path, run_id, self._node.node_id)
+        try:
+            owner = read_owner(storage)
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
+        return owner is not None and owner.session == self._alone.payload["session"]
 
     def _begin_again(self, resume: ResumeConfig) -> None:
         """Go on from a checkpoint; anew where there is none. Every local rank reads it, and takes its shards.
@@ -127,9 +146,12 @@ class Entry:
 
     def _way_in(self) -> Way:
         """Local rank 0."""
-        while (way := way_in(self.run.store.view(FOUNDING_ROUND), resumes=self.run.resumes)) == "wait":
+        while True:
+            view = self.run.store.view(FOUNDING_ROUND)
+            way = way_in(view, resumes=self.run.may_begin_again(view))
+            if way != "wait":
+                return "begin" if isinstance(way, Beginning) else way
             time.sleep(_RETRY_S)
-        return "begin" if isinstance(way, Beginning) else way
 
     def _found(self, round: int) -> RoundReport | None:
         """Found the run with the state that this node holds; None where others did meanwhile."""
@@ -232,7 +254,9 @@ class Entry:
         digest = self.run.outer.adopt(report.round, order.payload, sections)
         verify(digest, report.state, f"the checkpoint of step {order.step}", self._local)
         has_inner = self.run.load_inner(order.step)
-        self._emit("rolled_back", round=report.round, step=order.step, digest=digest, has_inner=has_inner)
+        skipped = [list(span) for span in order.payload.get("skipped", ())]
+        place = {"round": report.round, "step": order.step, "digest": digest}
+        self._emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self.run.point_latest(order.step))
         if report.progress.is_complete or self.hooks.upcoming():
             return report
@@ -252,7 +276,7 @@ class Entry:
         Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
         """
         self._emit("recovering", round=self.run.outer.round)
-        on_first_rank(self._local, self._begin_to_fetch)
+        on_first_rank(self._local, lambda: self.run.fetcher.begin(self.run.outer.sections))
         deadline_s, said = time.monotonic() + self._patience_s, ""
         while True:
             try:
@@ -274,10 +298,6 @@ class Entry:
                 continue
             self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
-
-    def _begin_to_fetch(self) -> None:
-        self.run.memory.spoil()
-        self.run.fetcher.begin(self.run.outer.sections)
 
     def _recover(self) -> None:
         """Fetch a committed state and take it over. Raises RecoveryFailed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +22,8 @@ from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer, StepRule
-from zeroband.parallel import LocalMesh, parallelize
+from zeroband.outer.losses import StepLoss
+from zeroband.parallel import LocalMesh, make_room, parallelize
 
 _log = get_logger(__name__)
 
@@ -45,6 +46,8 @@ class NodeParts:
     inner: InnerOptimizer
     departure: Departure
     faults: FaultPoints
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Of the newest inner step, for the outer algorithm."""
 
 
 def node_id_of(config: RunConfig) -> str:
@@ -76,7 +79,7 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
     with torch.device("meta"):
         model = Transformer(config.model, tokenizer.padded_vocab_size)
     parallelize(model, config.train, local)
-    model.to_empty(device=local.device)
+    make_room(model, local)
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
     is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks

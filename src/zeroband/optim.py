@@ -1,6 +1,8 @@
 """The inner optimizer of a node: AdamW over the local shards, or steps by signs, and the schedule of its learning rate.
 
-Knows nothing of other nodes. Its whole state is two counters and, with AdamW, two moments for each parameter.
+Knows nothing of other nodes. Its whole state is two counters and, with AdamW, two moments for each parameter. It calls
+the function behind torch.optim.AdamW: the class loads torch's compiler at its first step, seconds that most nodes have
+no use for.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
-from zeroband.config.schema import AdamWConfig, CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
+from zeroband.sharding import local_part
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
@@ -62,50 +65,16 @@ def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
         theta.sub_(q.sign().mul_(lr))
 
 
-class SignDescent(torch.optim.Optimizer):
-    """theta <- theta (1 - lr weight_decay) - lr sign(gradient): the step of DeMo (arXiv:2411.19870). No state."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update the parameters that have gradients."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                theta, update = _local(parameter.data).view(-1), _local(parameter.grad).reshape(-1)
-                theta.mul_(1.0 - group["lr"] * group["weight_decay"])
-                sign_step(theta, update, lr=group["lr"])
-
-
-def _groups(model: nn.Module, config: AdamWConfig) -> list[dict[str, Any]]:
-    """Matrices and embeddings, which are decayed, and vectors (norms), which are not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def build_adamw(model: nn.Module, config: AdamWConfig, *, slice_exact: bool = False) -> torch.optim.AdamW:
-    """AdamW with decoupled decay of matrices and embeddings; vectors (norms) are not decayed.
-
-    Uses torch's fused kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is
-    cut into shards, which those of the fused CPU kernel do; slower.
-    """
-    parameters = list(model.parameters())
-    devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
-    fused = all(p.device.type in devices for p in parameters)
-    return torch.optim.AdamW(_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
-
-
 class InnerOptimizer:
     """The update rule and its learning-rate schedule as one stateful part.
 
+    AdamW, or DeMo's theta <- theta (1 - lr weight_decay) - lr sign(gradient) (arXiv:2411.19870), which has no moments.
+
+    The decay is decoupled, and of matrices and embeddings only: vectors (norms) are not decayed. Uses torch's fused
+    kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
+    which those of the fused CPU kernel do; slower.
     The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
-    can be written into them before the first step. `slice_exact`: see `build_adamw`.
+    can be written into them before the first step.
     """
 
     def __init__(
@@ -120,18 +89,19 @@ class InnerOptimizer:
         self._names = dict(model.named_parameters())
         self._optim = optim
         self._total_steps = total_steps
+        self._rule: StepRule = rule
         self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
         """Of the state of each parameter."""
-        if rule == "adamw":
-            self._rule: torch.optim.Optimizer = build_adamw(model, optim.adamw, slice_exact=slice_exact)
-        else:
-            self._rule = SignDescent(_groups(model, optim.adamw), optim.adamw.lr)
+        devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
+        self._is_fused = all(parameter.device.type in devices for parameter in self._names.values())
         self._step_count = 0
-        for parameter in self._names.values():
-            self._rule.state[parameter] = {
+        self._states = {
+            name: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in self.moment_names},
             }
+            for name, parameter in self._names.items()
+        }
 
     @property
     def step_count(self) -> int:
@@ -141,7 +111,7 @@ class InnerOptimizer:
     @property
     def update_count(self) -> int:
         """Updates that the moments have seen, for Adam's correction of their bias."""
-        return int(self._state(next(iter(self._names)))["step"].item())
+        return int(self._states[next(iter(self._names))]["step"].item())
 
     @property
     def lr(self) -> float:
@@ -150,14 +120,45 @@ class InnerOptimizer:
 
     def step(self) -> None:
         """Update the parameters from their gradients and move on by one inner step."""
-        for group in self._rule.param_groups:
-            group["lr"] = self.lr
-        self._rule.step()  # pyright: ignore[reportUnknownMemberType]
+        update = self._update if self._rule == "adamw" else self._step_by_signs
+        with torch.no_grad():
+            update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)
+            update([name for name, p in self._names.items() if p.ndim < 2], 0.0)
         self._step_count += 1
+
+    def _update(self, names: Iterable[str], weight_decay: float) -> None:
+        gradients = {name: gradient for name in names if (gradient := self._names[name].grad) is not None}
+        states = [self._states[name] for name in gradients]
+        config = self._optim.adamw
+        adamw(
+            [local_part(self._names[name]) for name in gradients],
+            [local_part(gradient) for gradient in gradients.values()],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=self._is_fused,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=self.lr,
+            weight_decay=weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
+
+    def _step_by_signs(self, names: Iterable[str], weight_decay: float) -> None:
+        for name in names:
+            gradient = self._names[name].grad
+            if gradient is not None:
+                theta = local_part(self._names[name].data).view(-1)
+                theta.mul_(1.0 - self.lr * weight_decay)
+                sign_step(theta, local_part(gradient).reshape(-1), lr=self.lr)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._rule.zero_grad(set_to_none=True)
+        for parameter in self._names.values():
+            parameter.grad = None
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
         """Continue the schedule at inner step `step`, for a node that joins late.
@@ -167,8 +168,8 @@ class InnerOptimizer:
         """
         self._step_count = step
         if update_count is not None:
-            for name in self._names:
-                self._state(name)["step"].fill_(update_count)
+            for state in self._states.values():
+                state["step"].fill_(update_count)
 
     def forget_moments(self) -> None:
         """Start the moments anew, at the same place of the schedule: after a gradient that was not finite."""
@@ -180,13 +181,15 @@ class InnerOptimizer:
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """First and second moment of this rank's shard by parameter name; writing into them sets them."""
         return {
-            name: (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
-            for name, state in ((name, self._state(name)) for name in self._names if self.moment_names)
+            name: (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
+            for name, state in self._states.items()
+            if self.moment_names
         }
 
     def named_moments(self) -> dict[str, Tensor]:
         """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
-        return {f"{moment}.{name}": self._state(name)[moment] for moment in self.moment_names for name in self._names}
+        states = self._states.items()
+        return {f"{moment}.{name}": state[moment] for moment in self.moment_names for name, state in states}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
@@ -209,13 +212,6 @@ class InnerOptimizer:
             for target, source in zip(moments, theirs[name], strict=True):
                 target.copy_(source)
         self.seek(state["step_count"], update_count=state["update_count"])
-
-    def _state(self, name: str) -> dict[str, Tensor]:
-        return self._rule.state[self._names[name]]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shape(moments: Mapping[str, tuple[Tensor, Tensor]], name: str) -> tuple[int, ...] | None:

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from zeroband.config.schema import TrainConfig
 from zeroband.errors import ConfigError
+from zeroband.sharding import is_fsdp, is_sharded, local_part
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
 """Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
@@ -138,30 +137,54 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> nn.Mod
     """Shard a model over the local ranks in place: each of `model.layers` by itself, the rest with the root.
 
     Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
-    change. A model on the meta device is sharded without memory; then call `to_empty` and `init_weights`.
-    With one rank nothing is freed between forward and backward: there is no memory to win.
+    change. A model on the meta device is sharded without memory; then call `make_room` and `init_weights`.
+    One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. One rank in bfloat16 frees
+    nothing between forward and backward: there is no memory to win.
     """
+    for block in _blocks(model):
+        cast(_Block, block).recompute = train.activation_checkpointing
+        if train.compile:
+            block.compile()  # pyright: ignore[reportUnknownMemberType]
+    if mesh.world_size > 1 or train.dtype != "float32":
+        _shard(model, train, mesh)
+    return model
+
+
+def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, see `sharding`
+
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the embedding makes the compute type; rotary angles must stay float32
     )
     reshard = train.reshard_after_forward and mesh.world_size > 1
-    for block in cast(Iterable[nn.Module], model.layers):
-        cast(_Block, block).recompute = train.activation_checkpointing
-        if train.compile:
-            block.compile()  # pyright: ignore[reportUnknownMemberType]
-        fully_shard(block, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return model
+    for module in (*_blocks(model), model):
+        fully_shard(module, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def make_room(model: nn.Module, mesh: LocalMesh) -> None:
+    """Give the parameters of a model on the meta device memory on this rank's device; they have no values yet."""
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        model.to_empty(device=mesh.device)
+        return
+    for module in model.modules():  # `to_empty` asks torch's compiler, seconds to load, how the memory is laid out
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            room = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
+            setattr(module, name, nn.Parameter(room, requires_grad=parameter.requires_grad))
+
+
+def _blocks(model: nn.Module) -> Iterable[nn.Module]:
+    return cast(Iterable[nn.Module], model.layers)
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:
     """Whether the next backward passes reduce gradients over the ranks; off for all micro-batches but the last.
 
-    While it is off every rank keeps the whole gradient, in float32.
+    While it is off every rank keeps the whole gradient, in float32. A model that is not sharded always does.
     """
-    cast(FSDPModule, model).set_requires_gradient_sync(on)
+    if is_fsdp(model):
+        model.set_requires_gradient_sync(on)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
@@ -171,7 +194,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
     Every local rank calls this; all get the same number.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [local_part(gradient) for gradient in gradients]
     norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
     if max_norm is not None and max_norm < norm < float("inf"):
         torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
@@ -180,7 +203,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
 
 def _norm_over_ranks(gradients: list[Tensor], local_norm: Tensor) -> float:
     first = gradients[0] if gradients else None
-    if not isinstance(first, DTensor) or first.device_mesh.size() == 1:
+    if first is None or not is_sharded(first) or first.device_mesh.size() == 1:
         return local_norm.item()
     squared = local_norm.square()
     dist.all_reduce(squared, group=first.device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]

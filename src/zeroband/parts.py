@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -15,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.serving import StateServer
+from zeroband.checkpoint.storage import open_storage
 from zeroband.config.load import shared_items
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.outer import DilocoConfig, RoundsConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import RunConfig
+from zeroband.elastic.beginning import is_abandoned
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import (
     Rules,
@@ -29,17 +33,18 @@ from zeroband.elastic.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.progress import RunShape
 from zeroband.elastic.records import view_to_record
-from zeroband.elastic.shm import NodeFolder, restarting_launcher
+from zeroband.elastic.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
 from zeroband.fetcher import Fetcher
+from zeroband.going_back import GoingBack
 from zeroband.node import NodeParts
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
+from zeroband.outer.build import build_algorithm
 from zeroband.outer.ddp import Ddp
-from zeroband.outer.demo import Demo
-from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.device_state import require_device
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
@@ -47,7 +52,6 @@ from zeroband.outer.journal import Journal
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
-from zeroband.outer.sparseloco import SparseLoCo
 from zeroband.parallel import LocalMesh, all_ok, barrier
 from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
@@ -60,6 +64,9 @@ _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 
 _FIRST_CONTACT_S = 30.0
 """A Redis that does not answer at the start for so long is most likely not there."""
+
+_RESTART_S = 60.0
+"""For launchers to notice a crash, to end the other ranks and to start the trainers again."""
 
 _log = get_logger(__name__)
 
@@ -101,12 +108,19 @@ class RunParts:
         self._token = config.run.token.get_secret_value() if config.run.token else None
         self._server: StateServer | None = None
         self._is_left = False
+        self._is_restart = is_restart(os.environ)
+        self._began_at_s = time.monotonic()
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
             self._shared: Mapping[str, str] = on_first_rank(local, lambda: self._match_run(layout))
             self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
-            self.memory = NodeMemory(self._folder, launcher=restarting_launcher(os.environ), layout=layout.digest())
+            self.memory = NodeMemory(
+                self._folder,
+                launcher=restarting_launcher(os.environ),
+                layout=layout.digest(),
+                is_restart=self._is_restart,
+            )
             on_first_rank(local, lambda: self._claim_folder(stack))
             self._board = NodeBoard(self._folder / "board", create=False)
             stack.callback(self._board.close)
@@ -162,7 +176,10 @@ class RunParts:
 
     def _claim_folder(self, stack: ExitStack) -> None:
         config = self._node.config
-        folder = NodeFolder(config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside)
+        launcher = restarting_launcher(os.environ, left=True)
+        folder = NodeFolder(
+            config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside, launcher=launcher
+        )
         stack.callback(lambda: folder.close(is_left=self._is_left))
         NodeBoard(folder.path / "board", create=True).close()
 
@@ -205,6 +222,8 @@ class RunParts:
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self.mesh.local
+        if isinstance(config.outer, DilocoConfig):
+            require_device(config.outer, codec_of(config), local.device)
         fragments = whole(layout)
         if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
@@ -227,19 +246,18 @@ class RunParts:
             fetch_entry=self._fetch_entry,
             stage=self._stage,
             flush_every=every if config.ckpt.path is not None else None,
+            step_loss=self._node.step_loss,
+            going_back=self._going_back(),
             memory=self.memory if local.rank == 0 else None,
         )
-        match config.outer:
-            case DilocoConfig():
-                return DiLoCo(parts, config.outer)
-            case DdpConfig():
-                return Ddp(parts, clip_norm=config.optim.clip_norm)
-            case DemoConfig():
-                return Demo(parts, config.outer, clip_norm=config.optim.clip_norm)
-            case SparseLocoConfig():
-                return SparseLoCo(parts, config.outer)
-            case None:
-                raise AssertionError("a run of several nodes has an outer algorithm")
+        assert config.outer is not None, "a run of several nodes has an outer algorithm"
+        return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
+
+    def _going_back(self) -> GoingBack | None:
+        config = self._node.config.rollback
+        if config is None:
+            return None
+        return GoingBack(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
 
     def _fetch_entry(self, round: int, out: Tensor) -> FetchedRound:
         return FetchedRound(**on_first_rank(self.mesh.local, lambda: self.fetcher.fetch_entry(round, out)))
@@ -250,6 +268,25 @@ class RunParts:
     def resumes(self) -> bool:
         """Whether this node may begin the run again on a checkpoint."""
         return self._node.config.resume is not None
+
+    def may_begin_again(self, view: View) -> bool:
+        """Whether this node may found the run again on a checkpoint: if it was asked to, or its trainer crashed.
+
+        After a crash the checkpoints must be those of this very run, and the members had time to come back. Local
+        rank 0.
+        """
+        config = self._node.config
+        if self.resumes:
+            return True
+        if config.ckpt.path is None or view.committed is None or not (self._is_restart and is_abandoned(view)):
+            return False
+        others_wait_s = min(_RESTART_S, config.elastic.start_timeout_s / 2)
+        if time.monotonic() < self._began_at_s + others_wait_s:
+            return False
+        with contextlib.suppress(OSError):
+            owner = read_owner(open_storage(config.ckpt.path, config.run.id, self._node.node_id))
+            return owner is not None and owner.session == view.committed.payload["session"]
+        return False
 
     def _outlives_dead_run(self) -> bool:
         """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
@@ -278,7 +315,6 @@ class RunParts:
 
     def read_checkpoint(self, step: int | None) -> SavedState | None:
         """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError, RunOver. Local rank 0."""
-        self.memory.spoil()
         saved = self.restorer.restore(step)
         if saved is not None and saved.step >= self._node.config.train.total_steps:
             raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
@@ -91,6 +90,16 @@ class Restorer:
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
 
+    def is_whole(self, step: int) -> bool:
+        """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
+        try:
+            open_checkpoint(self._source.own, step).require_sizes()
+        except CheckpointDamaged:
+            return False
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+        return True
+
     def restore(self, step: int | None = None) -> SavedState | None:
         """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
 
@@ -129,6 +138,8 @@ class Restorer:
         `buffers`: flat ones, (n,) float32, to fill with what else the node saved of itself.
         False, with fresh moments, where this node is not in it, or what it saved of itself does not verify.
         """
+        from zeroband.checkpoint.inner_state import views_of  # loads FSDP2, for which one rank has no other use
+
         wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
             checkpoint = open_checkpoint(self._storage, step)

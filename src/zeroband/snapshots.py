@@ -214,8 +214,9 @@ class Snapshots:
         run also for the writer, if it has an earlier one in hand.
         """
         self._stall_s, self._report = None, report
-        is_last = self._hooks.progress.is_complete
-        if is_last or (self._hooks.round > 0 and self._hooks.round % self._every == 0):
+        is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
+        is_new = report is None or any(report.weights)  # a run that goes on from a checkpoint is founded on its state
+        if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
             self.take(report, waits=is_last)
 
     def take(self, report: RoundReport | None, *, waits: bool) -> bool:

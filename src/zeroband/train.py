@@ -112,7 +112,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     entry = build_entry(node, report, stack)
     joined = enter(entry, report)
     snapshots = build_snapshots(node, entry, report, stack)
-    snapshots.take_if_due(joined)
+    if joined is not None:
+        snapshots.take_if_due(joined)
     departure.holds_work = True
     while not entry.hooks.progress.is_complete:
         leave_if_asked(node, entry, snapshots, report)
@@ -219,6 +220,7 @@ def train_round(
     while not ends_round:
         lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
         passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
+        node.step_loss.nats = passed.loss
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
         blocked = Stopwatch()

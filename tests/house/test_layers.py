@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 LAYERS = (
-    {"config", "errors", "faults", "kernels", "observe"},
+    {"config", "errors", "faults", "kernels", "observe", "sharding"},
     {"data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
     {"fetcher", "node", "offline", "plane_parts", "restorer"},
+    {"going_back"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "train"},
@@ -128,3 +129,41 @@ def test_start_of_a_command_loads_no_torch(name: str, root: Path) -> None:
     probe = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=root / "src", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr or f"import {name} loads torch"
+
+
+ONE_STEP = """
+import sys
+from contextlib import ExitStack
+from zeroband.config import load_config
+from zeroband.elastic.departure import Departure
+from zeroband.parallel import init_local_mesh
+from zeroband.train import train
+
+config = load_config(sys.argv[1:], {})
+with ExitStack() as stack:
+    local = init_local_mesh({})
+    stack.callback(local.close)
+    train(config, local, Departure(grace_s=1.0), stack)
+print({"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys())
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_in_float32_trains_without_loading_fsdp_or_torchs_compiler(root: Path, tmp_path: Path) -> None:
+    """They take longer to load than all the rest, and so does whatever of torch loads them at its first call."""
+    settings = {
+        "data.source.type": "synthetic",
+        "data.cache_dir": tmp_path,
+        "run.dir": tmp_path,
+        "train.dtype": "float32",
+        "train.total_steps": 2,
+        "train.batch_size": 4,
+        "model.d_model": 32,
+        "model.n_layers": 1,
+        "model.n_heads": 2,
+        "data.seq_length": 32,
+    }
+    flags = [f"--{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-c", ONE_STEP, *flags]
+    done = subprocess.run(command, cwd=root / "src", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zeroband.checkpoint.hub_files import start_from
 from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
@@ -38,9 +37,11 @@ from zeroband.parallel import (
     broadcast_json,
     clip_grad_norm_,
     init_local_mesh,
+    make_room,
     parallelize,
     set_gradient_sync,
 )
+from zeroband.sharding import is_sharded
 
 VOCAB, BATCH, LENGTH, STEPS = 61, 8, 16, 5  # 61 rows do not divide by two: uneven shards
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=3e-3), warmup_steps=2, clip_norm=1.0, z_loss=1e-3)
@@ -88,8 +89,8 @@ def backward(model: Transformer, mesh: LocalMesh, micro_bs: int, step: int) -> N
 
 
 def whole(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor().detach().clone()
+    assert tensor is not None
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
 
 
 def imported(held: dict[str, Tensor], config: ModelConfig, out: Path, mesh: LocalMesh) -> dict[str, Tensor]:
@@ -102,7 +103,7 @@ def imported(held: dict[str, Tensor], config: ModelConfig, out: Path, mesh: Loca
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
     parallelize(model, TrainConfig(dtype="float32"), mesh)
-    model.to_empty(device=mesh.device)
+    make_room(model, mesh)
     start_from(model, folder, used_ids=VOCAB)
     return {name: whole(p) for name, p in model.named_parameters()}
 
@@ -112,7 +113,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
     parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
-    model.to_empty(device=mesh.device)
+    make_room(model, mesh)
     init_weights(model, seed=3)
     tensors = {f"initial/{name}": whole(p) for name, p in model.named_parameters()}
     optimizer = InnerOptimizer(model, OPTIM, total_steps=50)

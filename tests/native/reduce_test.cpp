@@ -46,6 +46,37 @@ void reductions_agree() {
                 }
 }
 
+// What one member brings encoded gives the mean that it gives when the engine encodes it; and the mean comes encoded.
+void encoded_contribution_is_sent_as_it_is() {
+    for (int id = 0; id < CODEC_COUNT; ++id)
+        for (const bool is_ring : {false, true}) {
+            const auto codec = static_cast<CodecId>(id);
+            Members members({3, 30011, codec, is_ring, false});
+            auto running = members.start_all(1);
+            for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+            members.finish_all(running);
+            const std::vector<float> expected = members.out[0];
+            const std::vector<uint8_t> encoded = members.encoding(0);
+            std::vector<uint8_t> mean(encoded.size());
+            for (uint32_t member = 0; member < 3; ++member) {
+                ReduceSpec spec = members.spec(member, 2);
+                if (member == 0) {
+                    spec.in = nullptr;
+                    spec.encoded = encoded.data();
+                    spec.encoded_out = mean.data();
+                }
+                running[member] = members.engines[member]->start(std::move(spec), members.links);
+            }
+            for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+            members.finish_all(running);
+            const size_t bytes = expected.size() * sizeof(float);
+            REQUIRE(is_ring || std::memcmp(members.out[1].data(), expected.data(), bytes) == 0);
+            std::vector<float> decoded(expected.size());
+            codec_of(codec).decode(mean.data(), decoded.size(), decoded.data());
+            for (const auto& out : members.out) REQUIRE(std::memcmp(out.data(), decoded.data(), bytes) == 0);
+        }
+}
+
 // Whoever is late finds the others' frames waiting.
 void late_member_is_waited_for() {
     Members members({3, 100003, INT8, false, true});
@@ -122,6 +153,7 @@ void held_member_sends_what_it_may() {
 
 int main() {
     reductions_agree();
+    encoded_contribution_is_sent_as_it_is();
     late_member_is_waited_for();
     aborted_reduction_leaves_the_links_as_they_were();
     lost_link_ends_the_reduction_of_both();

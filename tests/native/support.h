@@ -97,6 +97,12 @@ struct Members {
         return spec;
     }
 
+    std::vector<uint8_t> encoding(uint32_t member) {
+        std::vector<uint8_t> bytes(encoded_size(shape.codec, shape.numel));
+        REQUIRE(codec_of(shape.codec).encode(in[member].data(), shape.numel, bytes.data()) < 0);
+        return bytes;
+    }
+
     RunningPtr start(uint32_t member, uint64_t opening) {
         return engines[member]->start(spec(member, opening), links);
     }

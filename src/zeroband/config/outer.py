@@ -79,6 +79,9 @@ class DilocoConfig(RoundsConfig):
     (arXiv:2502.12996); needs an overlap."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Part of a node's own parameters that merge = "mix" keeps."""
+    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
+    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
+    instead of the parameters; needs comm.codec int8."""
 
     @property
     def phase_steps(self) -> int:

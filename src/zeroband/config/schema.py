@@ -11,6 +11,7 @@ from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
 from zeroband.config.outer import DemoConfig, Outer, SparseLocoConfig
 from zeroband.config.resume import ResumeConfig
+from zeroband.config.rollback import RollbackConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -323,6 +324,8 @@ class RunConfig(Section):
     ckpt: CkptConfig = CkptConfig()
     resume: ResumeConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Go on from a checkpoint when no node holds the run any more; `--resume` alone: from the newest. None: never."""
+    rollback: RollbackConfig | None = None
+    """Go back to a checkpoint when the loss of all nodes is not finite, or spikes. None: only as operators order."""
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""
@@ -342,6 +345,8 @@ class RunConfig(Section):
                 "store.url is set but there is no [outer] section: every node would train alone; "
                 'set outer.type = "diloco" or "ddp", or drop store.url'
             )
+        if self.rollback is not None and (self.outer is None or self.ckpt.path is None):
+            raise ValueError("[rollback] needs [outer] and ckpt.path: the checkpoints that the nodes go back to")
         return self
 
     @model_validator(mode="after")

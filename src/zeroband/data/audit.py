@@ -57,8 +57,11 @@ class Audit:
         return not (self.repeated or self.skipped or self.missing_rounds)
 
 
-def audit(rounds: Iterable[CommittedRound]) -> Audit:
-    """Replay committed rounds, in any order; a round may stand in it several times, once for each node."""
+def audit(rounds: Iterable[CommittedRound], left_out: Iterable[Range] = ()) -> Audit:
+    """Replay committed rounds, in any order; a round may stand in it several times, once for each node.
+
+    `left_out`: what rollbacks recorded that they skip on purpose.
+    """
     line = _line(rounds)
     trained, missing = _inherited(line), list[int]()
     for segment in line:
@@ -66,10 +69,12 @@ def audit(rounds: Iterable[CommittedRound]) -> Audit:
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                trained += [span for m, used in after.used.items() for span in take(before.assigned[m], used)[0]]
+                trained += [s for m, used in after.used.items() if used for s in take(before.assigned[m], used)[0]]
     last = line[-1].rounds[line[-1].last] if line else None
     owed = [] if last is None else _owed(last)
-    repeated, skipped = _overlaps_and_holes([*trained, *owed], 0 if last is None else last.ledger.next)
+    reached = 0 if last is None else last.ledger.next
+    repeated, missed = _overlaps([*trained, *owed]), holes([*trained, *owed], reached)
+    skipped = holes([*holes(missed, reached), *left_out], reached)
     return Audit(
         rounds=sum(segment.first <= number <= segment.last for segment in line for number in segment.rounds),
         trained=_total(trained),
@@ -112,7 +117,7 @@ def _inherited(line: Sequence[_Segment]) -> list[Range]:
     first = line[0].rounds.get(line[0].first) if line else None
     if first is None or first.follows is None:
         return []
-    return list(_overlaps_and_holes(_owed(first), first.ledger.next)[1])
+    return list(holes(_owed(first), first.ledger.next))
 
 
 def _owed(record: CommittedRound) -> list[Range]:
@@ -120,19 +125,25 @@ def _owed(record: CommittedRound) -> list[Range]:
     return [*record.ledger.returned, *(span for spans in record.assigned.values() for span in spans)]
 
 
-def _overlaps_and_holes(ranges: Iterable[Range], end: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
     overlaps: list[Range] = []
-    holes: list[Range] = []
     reached = 0
     for start, stop in sorted(ranges):
-        if start > reached:
-            holes.append((reached, start))
         if start < reached:
             overlaps.append((start, min(stop, reached)))
         reached = max(reached, stop)
-    if reached < end:
-        holes.append((reached, end))
-    return tuple(overlaps), tuple(holes)
+    return tuple(overlaps)
+
+
+def holes(ranges: Iterable[Range], end: int) -> tuple[Range, ...]:
+    """What the ranges leave of 0..end."""
+    found: list[Range] = []
+    reached = 0
+    for start, stop in sorted(ranges):
+        if reached < min(start, end):
+            found.append((reached, min(start, end)))
+        reached = max(reached, stop)
+    return (*found, (reached, end)) if reached < end else tuple(found)
 
 
 def read_rounds(run_dir: Path) -> list[CommittedRound]:
@@ -143,6 +154,12 @@ def read_rounds(run_dir: Path) -> list[CommittedRound]:
         for event in JsonlTail(path).read()
         if event.get("kind") == "round_committed"
     ]
+
+
+def read_left_out(run_dir: Path) -> list[Range]:
+    """What rollbacks of a run skipped on purpose, in the events of all its nodes."""
+    events = [event for path in sorted(run_dir.glob(f"*/{EVENTS_FILE}")) for event in JsonlTail(path).read()]
+    return [(start, stop) for e in events if e.get("kind") == "rolled_back" for start, stop in e.get("skipped", [])]
 
 
 def _round_of(event: Mapping[str, Any]) -> CommittedRound:
@@ -172,12 +189,15 @@ def main(argv: Sequence[str]) -> int:
     if not rounds:
         print(f"zeroband: no committed rounds in {run_dir}; give <run.dir>/<run.id>", file=sys.stderr)
         return _EXIT_CONFIG
-    result = audit(rounds)
+    left_out = read_left_out(run_dir)
+    result = audit(rounds, left_out)
     print(f"rounds committed   {result.rounds}")
     print(f"samples trained    {result.trained}")
     print(f"samples owed       {result.owed}")
     print(f"samples repeated   {_total(result.repeated)} {_listed(result.repeated)}")
     print(f"samples skipped    {_total(result.skipped)} {_listed(result.skipped)}")
+    if left_out:
+        print(f"left out by rollbacks {_listed(sorted(set(left_out)))}")
     if result.missing_rounds:
         print(f"rounds nobody here recorded: {', '.join(map(str, result.missing_rounds))}")
     return 0 if result.is_exact else _EXIT_INEXACT

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from zeroband.elastic.epoch import Opening
+from zeroband.plane.engine import Encoded
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ class DataPlane(Protocol):
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> tuple[int, int]:
         """Write this rank's part of the weighted mean into `result`; the bytes that the node sent and received.
 
         Shapes: all (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this rank's
         part that is done. `stops`: shares, in order, at which it stands still until `on_progress` returned, where the
         path can. `errors`: gets what encoding took from this node's part in the mean, in units of `contribution`,
-        unless its share is 0; after PeerLost it holds nothing of use. The bytes are right on local rank 0. Raises
+        unless its share is 0; after PeerLost it holds nothing of use. `encoded`: the contribution and the mean as they
+        travel, where the caller encodes; `contribution` is not read then. The bytes are right on local rank 0. Raises
         PeerLost.
         """
         ...

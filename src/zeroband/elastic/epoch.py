@@ -40,13 +40,16 @@ class Ready:
     steps: int = 0
     """Inner steps behind what it contributes."""
     wants: int = 0
-    """Inner steps for which it is to hold samples after this round; 0 says that it leaves."""
+    """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
+    round."""
     rate: int = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """Mbit/s to each other member, as far as known."""
     norm: float = 0.0
     """Of what it contributes; 0: the run does not ask for it."""
+    loss: float | None = None
+    """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,6 @@ class Opening:
     """Of each member, as in its `Ready`; so are the next two."""
     steps: tuple[int, ...] = ()
     wants: tuple[int, ...] = ()
-    norms: tuple[float, ...] = ()
-    """Of what each member contributes; none: nothing is clipped."""
     late: tuple[str, ...] = ()
     """Members that the others stopped waiting for: what they learned goes into the round after."""
     disputes: int = 0
@@ -75,6 +76,12 @@ class Opening:
     """Version of the operators' orders that it was proposed under."""
     rollback: int | None = None
     """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
+    norms: tuple[float, ...] = ()
+    """Of what each member contributes; none: nothing is clipped."""
+    skips_data: bool = False
+    """With a rollback: what was learned from since that checkpoint is not learned from again."""
+    losses: tuple[float | None, ...] = ()
+    """Of each member, as in its `Ready`."""
 
     @property
     def id(self) -> str:
@@ -280,6 +287,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
+        skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
+        losses=tuple(r.loss for r in ready),
     )
 
 

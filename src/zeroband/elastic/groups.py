@@ -22,6 +22,7 @@ from zeroband.elastic.epoch import Opening
 from zeroband.elastic.rendezvous import RedisRendezvous
 from zeroband.elastic.store import Store
 from zeroband.errors import PeerLost, ZerobandError
+from zeroband.plane.engine import Encoded
 
 _POLL_S = 0.0005
 
@@ -90,8 +91,9 @@ class LaneGroups:
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
         errors: torch.Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> tuple[int, int]:
-        assert errors is None, "nothing is encoded here"
+        assert errors is None and encoded is None, "nothing is encoded here"
         self._connect(opening, opening.members.index(member_id))
         share = opening.share(member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)

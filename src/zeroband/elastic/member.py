@@ -72,7 +72,7 @@ class RunAccess:
     inbox: Inbox | None = None
     """Takes connections of other nodes that the trainer answers."""
     on_event: Callable[..., object] = say_nothing
-    """Told of events, by kind and fields; the main thread alone calls it."""
+    """Told of events, by kind and fields."""
 
 
 def new_member_id(node_id: str) -> str:

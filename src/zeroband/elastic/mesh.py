@@ -35,6 +35,7 @@ from zeroband.errors import (
     ZerobandError,
 )
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
+from zeroband.plane.engine import Encoded
 
 _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
     ConfigError,
@@ -138,18 +139,18 @@ class ElasticDeviceMesh:
         on_progress: Callable[[float], None] = lambda share: None,
         stops: Sequence[float] = (),
         errors: torch.Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> Transfer:
         """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
 
-        Shapes: all (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `errors`: as in
-        `DataPlane.reduce_mean`. `on_progress`:
-        called with the share of this rank's transfer that is done, in 0..1. `stops`: shares at which it stands still
-        meanwhile.
+        Shapes: all (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `errors`,
+        `encoded`: as in `DataPlane.reduce_mean`. `on_progress`: called with the share of this rank's transfer that is
+        done, in 0..1. `stops`: shares at which it stands still meanwhile.
         Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
         """
 
         def move(moved: Callable[[float], None]) -> tuple[int, int]:
-            return self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops, errors)
+            return self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops, errors, encoded)
 
         return self._transfer(move, opening, on_progress)
 

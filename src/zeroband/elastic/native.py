@@ -18,7 +18,7 @@ from zeroband.elastic.epoch import Opening
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import Codec
 from zeroband.plane.calling import Address
-from zeroband.plane.engine import Engine, Operation, Running, State, Traffic
+from zeroband.plane.engine import Encoded, Engine, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.shape import piece_bytes, shape_of
 from zeroband.plane.tuning import LinkTuning
@@ -64,22 +64,18 @@ class NativePlane:
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> tuple[int, int]:
         if self._reach is None:
             return 0, 0
         if len(opening.members) == 1:
-            if opening.share(member_id) == 0:
-                result.zero_()
-                return 0, 0
-            result.copy_(contribution)
-            if errors is not None:
-                errors.zero_()
+            self._take_alone(contribution, result, opening.share(member_id), errors, encoded)
             return 0, 0
         shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
-            buffers = (contribution, result)
-            return engine.start(at.operation, shape, at.number, at.links, *buffers, allowed=allowed, errors=errors)
+            buffers, place = (contribution, result), (at.operation, shape, at.number, at.links)
+            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded)
 
         return self._operate(self._reach, start, opening, member_id, on_progress, stops)
 
@@ -142,6 +138,20 @@ class NativePlane:
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
             running.close()
+
+    def _take_alone(
+        self, contribution: Tensor, result: Tensor, share: float, errors: Tensor | None, encoded: Encoded | None
+    ) -> None:
+        """The mean of one node: what it contributes, unless it has no share."""
+        if share == 0:
+            result.zero_()
+        elif encoded is None:
+            result.copy_(contribution)
+        else:
+            encoded.result.copy_(encoded.contribution)
+            result.copy_(self._codec.decode(encoded.contribution, result.numel()))
+        if errors is not None and share > 0:
+            errors.zero_()
 
     def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
         """Have links to all other members. Raises PeerLost, naming those that are not reached."""

@@ -1,4 +1,6 @@
-"""Orders of an operator to the whole run, as pure rules: what stands in the store, and what a command makes of it.
+"""Orders to the whole run, as pure rules: what stands in the store, and what a command makes of it.
+
+They come from an operator, or from the members themselves where a round's loss calls for going back.
 
 An order is in force from the next opening on: an opening names the orders that it was proposed under, and the store
 refuses one that was proposed under others. So a round begins under the same orders on all nodes, or not at all.
@@ -24,10 +26,19 @@ class Orders:
     """Inner step of the checkpoint to which the run goes back; done with the round that did it."""
     leaving: tuple[str, ...] = ()
     """Members that leave after their round."""
+    skips_data: bool = False
+    """Of `rollback`: what was learned from since the checkpoint is not learned from again."""
+    answered: int = -1
+    """The newest round whose loss called for going back and was answered."""
+    returned_to: int = -1
+    """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
+    returns: int = 0
 
     def to_fields(self) -> dict[str, str]:
         """As the store keeps them."""
         fields = {"version": str(self.version), "paused": str(int(self.is_paused)), "leaving": " ".join(self.leaving)}
+        fields |= {"skips_data": str(int(self.skips_data)), "answered": str(self.answered)}
+        fields |= {"returned_to": str(self.returned_to), "returns": str(self.returns)}
         return fields if self.rollback is None else {**fields, "rollback": str(self.rollback)}
 
     @staticmethod
@@ -38,6 +49,10 @@ class Orders:
             is_paused=fields.get("paused") == "1",
             rollback=int(fields["rollback"]) if "rollback" in fields else None,
             leaving=tuple(fields.get("leaving", "").split()),
+            skips_data=fields.get("skips_data") == "1",
+            answered=int(fields.get("answered", "-1")),
+            returned_to=int(fields.get("returned_to", "-1")),
+            returns=int(fields.get("returns", "0")),
         )
 
 
@@ -47,8 +62,8 @@ def pause(orders: Orders) -> Orders:
 
 
 def go_on(orders: Orders) -> Orders:
-    """End a pause."""
-    return _changed(orders, is_paused=False)
+    """End a pause; returns to a checkpoint are counted anew."""
+    return _changed(orders, is_paused=False, returns=0)
 
 
 def drain(orders: Orders, node_id: str, alive: Mapping[str, str]) -> Orders:
@@ -66,7 +81,23 @@ def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:
     if step not in steps:
         there_are = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(f"there is no good checkpoint of step {step}; there are {there_are}")
-    return _changed(orders, rollback=step)
+    return _changed(orders, rollback=step, skips_data=False)
+
+
+def answer_loss(orders: Orders, round: int, step: int | None, *, most: int, skips_data: bool) -> Orders:
+    """Have the run go back because of the loss of a round, once, whoever asks first.
+
+    `step`: of the newest checkpoint from before that round. Where there is none, or the run has come back to it `most`
+    times in a row, the run is paused instead. An order that an operator gave meanwhile stays.
+    """
+    if round <= orders.answered:
+        return orders
+    if orders.rollback is not None:
+        return _changed(orders, answered=round)
+    returns = orders.returns + 1 if step == orders.returned_to else 1
+    if step is None or returns > most:
+        return _changed(orders, answered=round, is_paused=True)
+    return _changed(orders, answered=round, rollback=step, skips_data=skips_data, returned_to=step, returns=returns)
 
 
 def give_up_rollback(orders: Orders, step: int) -> Orders:

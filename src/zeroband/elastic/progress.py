@@ -83,12 +83,19 @@ class Progress:
     def begin(self, opening: Opening, shape: RunShape, *, after_round: int | None) -> Progress:
         """The progress of a line that begins with this opening, on the state that this progress belongs to.
 
-        What was dealt out goes back to the pool first: those who had it are gone, or begin anew. `after_round`: the
-        round of the state; None: it is the initial one.
+        What was dealt out goes back to the pool first: those who had it are gone, or begin anew. Members that read
+        ahead get what they ask for twice, all of them in turn, as they do later on. `after_round`: the round of the
+        state; None: it is the initial one.
         """
-        left = shape.total_steps - self.inner_step
-        wanted = {m: max(0, min(s, left)) * shape.batch_size for m, s in opening.wanted().items()}
-        assigned, ledger = self.ledger.settle(self.assigned, {}).allocate(wanted)
+        left, ledger = shape.total_steps - self.inner_step, self.ledger.settle(self.assigned, {})
+        assigned = dict[str, tuple[Range, ...]]()
+        for _ in range(2 if shape.reads_ahead else 1):
+            most = left * shape.batch_size
+            wanted = {
+                m: min(s * shape.batch_size, most - count(assigned.get(m, ()))) for m, s in opening.wanted().items()
+            }
+            dealt, ledger = ledger.allocate(wanted)
+            assigned |= {m: (*assigned.get(m, ()), *spans) for m, spans in dealt.items()}
         follows = None if after_round is None else (self.founding, after_round)
         return replace(
             self,

@@ -1,6 +1,6 @@
 """The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes.
 
-A trainer that crashed leaves it to the one that its launcher starts in its place.
+A trainer that crashed leaves it to the one that its launcher starts in its place: nobody sweeps it while that lives.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from zeroband.errors import ConfigError
 
 _PREFIX = "zeroband-"
 _LOCK = "lock"
+"""Held by the owner; names the launcher that would start another one in its place."""
+
 _YOUNG_S = 60.0
 _CLAIMS = 10
+_LONGEST_NAME = 64
 
 
 class NodeFolder:
     """`<shm_dir>/zeroband-<run>-<node>`, held through a file lock that the kernel frees when its owner dies.
 
     Local rank 0 claims it; the other ranks only need `path_of`. `keeps`: asked with the claimed folder which of the
-    files in it, that an earlier trainer left, are not to be removed.
+    files in it, that an earlier trainer left, are not to be removed. `launcher`: as `restarting_launcher` tells it.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class NodeFolder:
         run_id: str,
         node_id: str,
         keeps: Callable[[Path], Collection[str]] = lambda folder: (),
+        *,
+        launcher: str = "",
     ) -> None:
         if not shm_dir.is_dir():
             raise ConfigError(f"node.shm_dir={str(shm_dir)!r} is no folder; name one on a memory file system")
@@ -46,6 +51,8 @@ class NodeFolder:
                 f"node.id={node_id!r} of run.id={run_id!r} is already running on this machine ({self.path} is held); "
                 "give the second node another node.id"
             ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, launcher.encode("ascii"), 0)
         kept = {_LOCK, *keeps(self.path)}
         for left_over in self.path.iterdir():
             if left_over.name not in kept:
@@ -88,13 +95,14 @@ def _lock(path: Path, *, create: bool) -> int | None:
 
 
 def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
-    """Remove the folders whose owners are dead, all but `spare`. Returns what was removed."""
+    """Remove the folders whose owners are dead and have no successor, all but `spare`. Returns what was removed."""
     folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and folder != spare]
     return [folder for folder in folders if remove_abandoned(folder)]
 
 
 def remove_abandoned(folder: Path) -> bool:
-    """Remove a folder unless it is held, or so young that it may be held in a moment. Holds its lock meanwhile."""
+    """Remove a folder unless it is held, left to a trainer that a living launcher is about to start, or so young that
+    it may be held in a moment. Holds its lock meanwhile."""
     try:
         descriptor = _lock(folder / _LOCK, create=False)
     except FileNotFoundError:  # being made at this moment, or half removed
@@ -107,16 +115,37 @@ def remove_abandoned(folder: Path) -> bool:
         return False
     if descriptor is None:
         return False
-    shutil.rmtree(folder, ignore_errors=True)
+    launcher = os.pread(descriptor, _LONGEST_NAME, 0).decode("ascii", errors="replace")
+    is_awaited = launcher != "" and _told_apart(launcher.partition(":")[0]) == launcher
+    if not is_awaited:
+        shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
-    return True
+    return not is_awaited
 
 
 def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
     """This process's launcher, told from every other one; empty where it restarts nobody. `left`: any more."""
     most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if most == 0 or (left and done >= most):
+    return "" if most == 0 or (left and done >= most) else _told_apart(os.getppid())
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Names what a launcher that restarts its trainers started, on any machine at any time; empty without one."""
+    launcher = restarting_launcher(environ)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() if launcher else ""
+    return f"{boot}:{launcher}" if launcher else ""
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether this process's launcher started it in the place of one that crashed."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _told_apart(pid: int | str) -> str:
+    """A process, told from every other one that has its number earlier or later; empty where it does not live."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
         return ""
-    pid = os.getppid()
-    started = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]  # in clock ticks
-    return f"{pid}:{started}"
+    state, *numbers = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else f"{pid}:{numbers[18]}"  # when it began, in clock ticks

@@ -8,13 +8,13 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 5
+ABI = 6
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
 class ReduceSpec(ctypes.Structure):
-    """One reduction, as `zb_reduce_start` takes it. The pointers are read during the call, but for `input`,
-    `output` and `errors`, which are used until the reduction ended. `errors` may be null."""
+    """One reduction, as `zb_reduce_start` takes it. The pointers are read during the call, but for `input`, `output`
+    and what follows them, which are used until the reduction ended. The last three may be null."""
 
     _fields_ = (
         ("run", c_uint64),
@@ -34,6 +34,8 @@ class ReduceSpec(ctypes.Structure):
         ("input", c_void_p),
         ("output", c_void_p),
         ("errors", c_void_p),
+        ("encoded", c_void_p),
+        ("encoded_result", c_void_p),
         ("allowed", c_double),
     )
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from zeroband.sharding import is_fsdp
 
 
 @contextmanager
@@ -25,5 +26,5 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         model.train(was_training)
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp(module):
                 module.reshard()

@@ -7,9 +7,9 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from zeroband.model.transformer import Transformer
+from zeroband.sharding import is_sharded, local_part
 
 STD = 0.02
 """Standard deviation of matrices, as in GPT-2 and the Llama of OpenDiLoCo."""
@@ -37,8 +37,7 @@ def local_shard(parameter: Tensor) -> Tensor:
     Ask between inner steps only: within a forward pass, and after one that nothing ended (see `evaluating`), FSDP2
     shows the gathered parameter instead, and what is written there is lost.
     """
-    held = parameter.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return local_part(parameter.detach())
 
 
 def local_rows(parameter: Tensor) -> slice:
@@ -47,8 +46,10 @@ def local_rows(parameter: Tensor) -> slice:
     Raises: ValueError for a DTensor that is not cut along dim 0 of a one-dimensional mesh.
     """
     rows = parameter.shape[0]
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return slice(0, rows)
+    from torch.distributed.tensor import Shard  # loaded already: a parameter is sharded
+
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or parameter.placements != (Shard(0),):
         raise ValueError(

@@ -61,7 +61,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
+        # Not drawn here: on the meta device torch would load its compiler for that, in seconds.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.zeros(vocab_size, config.d_model), freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         # Tied: no second name for the embedding, because `to_empty` and sharding would make two parameters of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,10 +54,21 @@ EVENTS: Mapping[str, EventKind] = {
     "resumed": EventKind("It goes on.", ("round", "paused_s")),
     "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),
     "rolled_back": EventKind(
-        "The run went back to the checkpoint of this inner step, as an operator ordered; has_inner: with this node's "
-        "own optimizer state from it.",
-        ("round", "step", "digest", "has_inner"),
+        "The run went back to the checkpoint of this inner step, as was ordered; has_inner: with this node's own "
+        "optimizer state from it; skipped: samples that are not learned from again.",
+        ("round", "step", "digest", "has_inner", "skipped"),
         logging.WARNING,
+    ),
+    "rollback_ordered": EventKind(
+        "The loss of this round calls for going back, as [rollback] says; times: so often in a row to this step.",
+        ("round", "step", "reason", "times"),
+        logging.WARNING,
+    ),
+    "rollback_given_up": EventKind(
+        "It does, but there is no checkpoint from before (step is null), or the run came back to it rollback.most "
+        "times: it is paused instead.",
+        ("round", "step", "reason", "most"),
+        logging.ERROR,
     ),
     "rollback_refused": EventKind(
         "It does not go back: this node cannot have that checkpoint.", ("round", "step", "reason"), logging.ERROR
@@ -112,14 +124,16 @@ class EventLog:
     def __init__(self, node_dir: Path, *, now: Callable[[], float] = time.time) -> None:
         self._writer = JsonlWriter(node_dir / EVENTS_FILE)
         self._now = now
+        self._lock = threading.Lock()
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Record an event. Fields are JSON values, with their units in their names."""
+        """Record an event. Any thread. Fields are JSON values, with their units in their names."""
         assert kind in EVENTS, f"not in EVENTS: {kind}"
         missing = [name for name in EVENTS[kind].fields if name not in fields]
         assert not missing, f"{kind} without {', '.join(missing)}"
         assert "at_s" not in fields, "at_s is set by the log"
-        self._writer.append({"at_s": round(self._now(), 3), "kind": kind, **fields})
+        with self._lock:
+            self._writer.append({"at_s": round(self._now(), 3), "kind": kind, **fields})
         shown = {name: fields[name] for name in EVENTS[kind].fields}
         _log.log(EVENTS[kind].level, kind, extra={"fields": shown})
 

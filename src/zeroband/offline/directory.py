@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zeroband.checkpoint.hub_files import CONFIG_FILE, INDEX_FILE
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
@@ -22,6 +21,7 @@ from zeroband.errors import ConfigError
 from zeroband.model.hf import hf_config
 from zeroband.model.transformer import Transformer
 from zeroband.outer.flat import FlatLayout
+from zeroband.sharding import is_sharded
 
 ExportDtype = Literal["bfloat16", "float32"]
 
@@ -65,7 +65,7 @@ def whole_parameters(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = value.full_tensor() if is_sharded(value) else value
         if keeps:
             held[name] = whole.cpu()
     return held

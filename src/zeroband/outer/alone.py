@@ -15,11 +15,14 @@ MEMBER_ID = "alone"
 
 
 class Alone:
-    """A round is one inner step, as with DDP."""
+    """A round is one inner step, as with DDP.
 
-    def __init__(self, shape: RunShape) -> None:
+    `session`: of the run, where the trainer before this one had it already; empty: another one.
+    """
+
+    def __init__(self, shape: RunShape, session: str = "") -> None:
         self._shape = shape
-        self._session = uuid.uuid4().hex
+        self._session = session or uuid.uuid4().hex
         self._tokens = self._steps = self._round = 0
         self._progress = Progress.at_start().begin(self._opening(0), shape, after_round=None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.fragments import Fragment
 from zeroband.outer.journal import Journal, JournalEntry
+from zeroband.outer.losses import LossRecord, StepLoss
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
@@ -113,9 +114,25 @@ class OuterParts:
     stage: Callable[[int], StagedState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     flush_every: int | None = None
-    """Rounds from one checkpoint to the next, at which nodes that overlap rounds wait for one another; None: never."""
+    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Set by the trainer before the hooks of an inner step."""
+    going_back: GoingBack | None = None
+    """Answers rounds whose loss calls for going back; None: the run never does by itself."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+
+
+class GoingBack(Protocol):
+    """What follows of the loss of a committed round. Called by all local ranks."""
+
+    def is_due(self, record: LossRecord) -> bool:
+        """Whether the run should leave what the round of this record led to."""
+        ...
+
+    def answer(self, round: int, record: LossRecord) -> None:
+        """Have all nodes go back at the next boundary, where that is due."""
+        ...
 
 
 class SyncHooks(Protocol):

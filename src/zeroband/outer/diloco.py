@@ -20,10 +20,11 @@ from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
+from zeroband.outer.device_state import DeviceState
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.fragments import Fragment, bounds_of
 from zeroband.outer.journal import JournalEntry
-from zeroband.outer.optimizer import build_outer_optimizer
+from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.replica import Replica, build_replica
 from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import CONTRIBUTION, Committed, MeanExchange
@@ -51,12 +52,32 @@ class DiLoCo:
         self._clips = config.clip_to_median
         self._bounds = bounds_of(parts.fragments)
         self._optimizer = build_outer_optimizer(config.optimizer, of_differences=config.merge == "eager")
-        exchange = MeanExchange(parts.mesh, parts.buffers, parts.feedback, lambda: self._bounds[self._turn()])
-        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
-        self._replica: Replica = build_replica(parts, config, self._buffers[PARAMS])
+        self._device = self._open_device_state() if config.state_device == "cuda" else None
+        exchange = MeanExchange(
+            parts.mesh,
+            parts.buffers,
+            parts.feedback,
+            lambda: self._bounds[self._turn()],
+            None if self._device is None else self._device.encoded,
+        )
+        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
+        self._replica: Replica = self._device or build_replica(parts, config, self._buffers[PARAMS])
         self._keeper.state = self._digest()
+
+    def _open_device_state(self) -> DeviceState:
+        assert isinstance(self._optimizer, OuterSGD), "require_device has seen to that"
+        barrier(self._local)  # the ranks have stored their shards
+        return DeviceState(
+            self._buffers,
+            self._parts.shards,
+            self._optimizer,
+            self._local.device,
+            lambda: parameter_shards(self._parts.model),
+            params=self._buffers[PARAMS],
+            momentum=self._buffers[MOMENTUM],
+        )
 
     @property
     def round(self) -> int:
@@ -89,7 +110,7 @@ class DiLoCo:
         return None
 
     def is_time_over(self, steps: int) -> bool:
-        return self._parts.pace.is_over(time.monotonic(), steps)
+        return self._keeper.goes_back or self._parts.pace.is_over(time.monotonic(), steps)
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)
@@ -145,7 +166,8 @@ class DiLoCo:
             keeper.start(offer)
             if before is None and self._overlap is None and len(self._bounds) == 1:
                 self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
-            self._replica.sent(turn, keeper.share, self.progress.outer_step // len(self._bounds) + 1)
+            share = 1 / len(keeper.members) if before is None else keeper.share  # all are equal after a flush
+            self._replica.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
         keeper.begin_phase()
         return reports
 
@@ -155,7 +177,7 @@ class DiLoCo:
         Then all nodes hold one model: at the end, and at a checkpoint, so that it can be gone on from to the last bit.
         """
         count, keeper, every = len(self._bounds), self._keeper, self._parts.flush_every
-        is_due = every is not None and (keeper.round + count) % every == 0
+        is_due = every is not None and (self.progress.outer_step + count) % every == 0
         is_leaving, is_end = self._parts.departure.is_asked, keeper.is_last or is_due
         is_new = is_member_new and keeper.has_new_members and count == 1
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new
@@ -180,6 +202,11 @@ class DiLoCo:
 
     def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
+        if self._device is not None:
+            is_finite = self._keeper.is_finite_everywhere(self._device.contribute())
+            if is_finite and self._local.rank == 0:
+                self._device.encode_borders()
+            return is_finite
         shards = self._shards_of(turn)
         anchor = dict(self._parts.shards.parts(self._replica.anchor, shards))
         contribution = self._buffers[CONTRIBUTION]
@@ -204,8 +231,11 @@ class DiLoCo:
     def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
         """Take the outer step of a committed round. `land`: brings its fragment of the model up to it."""
         started_at_s, turn = time.monotonic(), self._turn()
+        payload = committed.verdict.payload
         with self._keeper.changing_state():
-            self._apply(turn, committed.result, committed.verdict.payload)
+            if self._device is not None and payload["weight"] > 0:
+                self._device.take_step(outer_step=self._step_of(payload))  # while the CPU does
+            self._apply(turn, committed.result, payload)
             self._keeper.advance(committed.verdict, self._digest())
         land(turn)
         self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
@@ -220,13 +250,17 @@ class DiLoCo:
         """
         if payload["weight"] > 0:
             contribution = self._buffers[CONTRIBUTION][self._bounds[turn]]
-            step = (Progress.from_record(payload["progress"]).outer_step - 1) // len(self._bounds) + 1
+            step = self._step_of(payload)
             for here, there in self._parts_of_rank(self._parts.fragments[turn]):
                 params, momentum = self._buffers[PARAMS][here], self._buffers[MOMENTUM][here]
                 self._optimizer.detach(params, contribution[there])
                 self._optimizer.apply(params, momentum, mean[there], outer_step=step)
                 self._optimizer.attach(params, contribution[there])
         barrier(self._local)
+
+    def _step_of(self, payload: Mapping[str, Any]) -> int:
+        """Which outer step of its fragment a round is, from 1."""
+        return (Progress.from_record(payload["progress"]).outer_step - 1) // len(self._bounds) + 1
 
     def _parts_of_rank(self, fragment: Fragment) -> Iterator[tuple[slice, slice]]:
         """This rank's share of a fragment: where it lies in the outer state, and where in the fragment."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -16,11 +16,11 @@ from typing import cast
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
+from zeroband.sharding import local_part
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,12 @@ class FlatLayout:
         return xxhash.xxh3_128_hexdigest(repr([(slot.name, slot.shape) for slot in self.slots]).encode())
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class ShardMap:
     """Which range of the flat buffer each of this rank's shards is."""
 
     def __init__(self, layout: FlatLayout, rank: int, world_size: int) -> None:
+        self._layout = layout
+        self._world_size = world_size
         self._ranges: dict[str, tuple[int, int]] = {}
         for slot in layout.slots:
             rows = slot.shape[0] if slot.shape else 1
@@ -86,6 +83,15 @@ class ShardMap:
         """Copy the flat buffer into this rank's shards, in place."""
         for name, part in self.parts(buffer, shards):
             shards[name].detach().copy_(part.view(shards[name].shape))
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """By name, of this rank's shards that are not empty."""
+        return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
+
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """Of all ranks' shards."""
+        ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
+        return [one for rank in ranks for one in rank.ranges().values()]
 
     def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
         """The ranges of the flat buffer that belong to the named shards."""
@@ -122,6 +128,7 @@ class SharedBuffers:
         self._folder = folder
         self._local = local
         self._buffers: dict[str, Tensor] = {}
+        self._bytes: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """Shape (numel,) float32 on CPU."""
@@ -130,37 +137,31 @@ class SharedBuffers:
     def open(self, *names: str) -> None:
         """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
         new = [name for name in names if name not in self._buffers]
-        self._reserve_all({self._path(name): 4 * self.numel for name in new})
+        self._reserve_all([self._path(name) for name in new], 4 * self.numel)
         for name in new:
             self._buffers[name] = torch.from_file(
                 str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
             )
 
-    def open_bytes(self, name: str, size: int) -> Tensor:
-        """Make and map (size,) uint8 of zeros, in place of what had the name before. Raises ConfigError as `open`."""
-        path = self._folder / f"{name}.u8"
-        barrier(self._local)
-        if self._local.rank == 0:
-            path.unlink(missing_ok=True)
-        self._reserve_all({path: max(size, 1)})
-        return torch.from_file(str(path), shared=True, size=max(size, 1), dtype=torch.uint8)[:size]
+    def open_bytes(self, name: str, size: int) -> None:
+        """Make and map a buffer of so many zero bytes. Raises ConfigError as `open` does."""
+        if name not in self._bytes:
+            path = self._folder / f"{name}.u8"
+            self._reserve_all([path], size)
+            self._bytes[name] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
-    def _reserve_all(self, sizes: Mapping[Path, int]) -> None:
-        """Make files of so many bytes, on local rank 0."""
-        problem = ""
-        if self._local.rank == 0:
-            try:
-                for path, size in sizes.items():
-                    _reserve(path, size)
-            except OSError as error:
-                each = sorted(set(sizes.values()))
-                problem = f"{error.strerror} ({len(sizes)} buffers of {each[-1]} bytes in {self._folder})"
-        problem = broadcast_json(problem, self._local)
-        if problem:
-            raise ConfigError(
-                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
-                "or set node.shm_dir to another memory file system"
-            )
+    def bytes_of(self, name: str) -> Tensor:
+        """Shape (size,) uint8 on CPU, as `open_bytes` made it."""
+        return self._bytes[name]
+
+    def renew_bytes(self, name: str, size: int) -> Tensor:
+        """Make a buffer of so many zero bytes in place of one that something left behind may still write to."""
+        if self._bytes.pop(name, None) is not None:
+            barrier(self._local)
+            if self._local.rank == 0:
+                (self._folder / f"{name}.u8").unlink()
+        self.open_bytes(name, size)
+        return self._bytes[name]
 
     def renew(self, name: str) -> None:
         """Replace a buffer that something left behind may still write to by another one of zeros."""
@@ -172,6 +173,21 @@ class SharedBuffers:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.f32"
+
+    def _reserve_all(self, paths: Sequence[Path], size: int) -> None:
+        problem = ""
+        if self._local.rank == 0:
+            try:
+                for path in paths:
+                    _reserve(path, size)
+            except OSError as error:
+                problem = f"{error.strerror} ({len(paths)} buffers of {size} bytes in {self._folder})"
+        problem = broadcast_json(problem, self._local)
+        if problem:
+            raise ConfigError(
+                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
+                "or set node.shm_dir to another memory file system"
+            )
 
 
 def _reserve(path: Path, size: int) -> None:

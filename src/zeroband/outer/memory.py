@@ -1,7 +1,8 @@
 """The outer state in the node's shared memory as a restarted trainer finds it: stamped, checked, set aside.
 
 torchrun restarts the ranks of a node when one of them crashes; the buffers of the dead ones are still there. A stamp
-says of which round they are, and that nobody was writing to them; the digest proves it. Local rank 0 alone.
+says of which round they are; the digest proves it. While a round is applied the stamp is still that of the round
+before: a trainer that dies until the first write has lost nothing, and after it the digest differs. Local rank 0 alone.
 """
 
 from __future__ import annotations
@@ -56,21 +57,17 @@ class NodeMemory:
     """Stamps the buffers of a folder, and takes over what the trainer before left there.
 
     `launcher`: tells this node's launcher from every other one; empty: nobody would restart the trainer, so there is
-    nothing to stamp.
+    nothing to stamp. `is_restart`: it started this trainer in the place of one that crashed.
     """
 
-    def __init__(self, folder: Path, *, launcher: str, layout: str) -> None:
+    def __init__(self, folder: Path, *, launcher: str, layout: str, is_restart: bool = False) -> None:
         self._folder = folder
         self._launcher = launcher
         self._layout = layout
-
-    def spoil(self) -> None:
-        """The buffers are about to be written to."""
-        if self._launcher:
-            (self._folder / STAMP).unlink(missing_ok=True)
+        self._lacks = "the trainer before left none" if is_restart and launcher else ""
 
     def stamp(self, sections: tuple[str, ...], round: int, payload: Mapping[str, Any], state: str) -> None:
-        """The buffers hold the state of this round, and nobody writes to them."""
+        """The buffers hold the state of this round."""
         if self._launcher:
             stamp = Stamp(self._launcher, self._layout, sections, round, payload, state)
             beside = self._folder / f".{STAMP}"
@@ -84,14 +81,18 @@ class NodeMemory:
         """
         stamp = _read(folder / STAMP) if self._launcher else None
         (folder / STAMP).unlink(missing_ok=True)
-        if stamp is None or (stamp.launcher, stamp.layout) != (self._launcher, self._layout):
+        if stamp is None:
+            return ()
+        if (stamp.launcher, stamp.layout) != (self._launcher, self._layout):
+            self._lacks = "it is that of another launcher or model"
             return ()
         names = [f"{_HELD}{section}.f32" for section in stamp.sections]
         try:
             for section, name in zip(stamp.sections, names, strict=True):
                 (folder / f"{section}.f32").replace(folder / name)
             (folder / f"{_HELD}{STAMP}").write_text(json.dumps(asdict(stamp)), encoding="utf-8")
-        except OSError:
+        except OSError as error:
+            self._lacks = f"it cannot be set aside: {error}"
             return ()
         return (*names, f"{_HELD}{STAMP}")
 
@@ -99,6 +100,8 @@ class NodeMemory:
         """What was set aside, if it is what its stamp says; None, with the reason in the log, where it is not."""
         stamp = _read(self._folder / f"{_HELD}{STAMP}")
         if stamp is None:
+            if self._lacks:
+                _refuse(why=self._lacks)
             return None
         files = {section: self._folder / f"{_HELD}{section}.f32" for section in stamp.sections}
         if any(file.stat().st_size != 4 * numel for file in files.values()):
@@ -108,14 +111,18 @@ class NodeMemory:
             digest = digest_of(*sections.values())
             if digest == stamp.state:
                 return HeldState(stamp.round, stamp.payload, stamp.state, sections)
-            why = f"it has digest {digest}, its stamp says {stamp.state}"
-        _log.warning("what this node had in memory is not taken", extra={"fields": {"round": stamp.round, "why": why}})
+            why = f"it was being changed when the trainer died: it has digest {digest}, its stamp says {stamp.state}"
+        _refuse(round=stamp.round, why=why)
         return None
 
     def drop_held(self) -> None:
         """Give the memory of what was set aside back."""
         for file in self._folder.glob(f"{_HELD}*"):
             file.unlink(missing_ok=True)
+
+
+def _refuse(**fields: object) -> None:
+    _log.warning("what this node had in memory is not taken", extra={"fields": fields})
 
 
 def _read(path: Path) -> Stamp | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig
+from zeroband.kernels.fused import OuterStep
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""
@@ -60,6 +61,10 @@ class OuterSGD:
         """Momentum of an outer step: grows linearly over the warm-up, so that step 1 has the least."""
         warmup = self._config.momentum_warmup_rounds
         return self._config.momentum * min(1.0, outer_step / (warmup + 1))
+
+    def step_at(self, outer_step: int) -> OuterStep:
+        """What `apply` does, for `kernels.fused.Passes`."""
+        return OuterStep(self._config.lr, self.momentum_at(outer_step), self._config.nesterov)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
         mu = self.momentum_at(outer_step)

@@ -42,7 +42,8 @@ class PayloadExchange:
         counts_tokens: bool = False,
     ) -> None:
         buffers.open(RESULT)
-        self.payload = buffers.open_bytes(_PAYLOAD, codec.nbytes)
+        buffers.open_bytes(_PAYLOAD, codec.nbytes)
+        self.payload = buffers.bytes_of(_PAYLOAD)
         """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
         self.refused: dict[str, str] = {}
         """Members whose payload the last round left out, and why."""
@@ -85,7 +86,7 @@ class PayloadExchange:
     def room_for(self, size: int) -> Tensor:
         """(size,) uint8, shared by the local ranks."""
         if self._gathered is None or len(self._gathered) < size:
-            self._gathered = self._buffers.open_bytes(_GATHERED, size)
+            self._gathered = self._buffers.renew_bytes(_GATHERED, max(size, 1))
         return self._gathered[:size]
 
     def _combine(self, opening: Opening, gathered: Mapping[str, Tensor]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from zeroband.data.audit import holes
+from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.errors import ZerobandError
+from zeroband.outer.losses import RECORD, LossRecord
 
 if TYPE_CHECKING:
     from zeroband.outer.base import RoundReport
@@ -38,15 +41,31 @@ class StagedState:
 
 
 def describe_return(
-    staged: StagedState, opening: Opening, shape: RunShape, before: Mapping[str, Any]
+    staged: StagedState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What the verdict says that goes back: progress and data ledger as of the checkpoint, dealt out anew.
 
-    `before`: what the verdict before it adds.
+    Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
+    `current`: the progress that is left. `before`: what the verdict before it adds.
     """
-    saved = staged.payload
-    progress = Progress.from_record(saved["progress"]).begin(opening, shape, after_round=staged.round)
-    said = {**saved, "progress": progress.to_record(), "weight": 0, **before}
+    saved, progress = staged.payload, Progress.from_record(staged.payload["progress"])
+    skipped = learned_since(progress, current) if opening.skips_data else ()
+    if opening.skips_data:
+        progress = replace(progress, ledger=current.ledger.settle(current.assigned, {}), assigned={})
+    progress = progress.begin(opening, shape, after_round=staged.round)
+    said = {**saved, "progress": progress.to_record(), "weight": 0, "skipped": skipped, **before}
+    said[RECORD] = LossRecord.of(saved).carried().to_record()
     if "updates_before" in saved:  # those behind the checkpoint: its own round was one, where somebody had weight
         said["updates_before"] = saved["updates_before"] + (saved["weight"] > 0)
     return said
+
+
+def learned_since(saved: Progress, current: Progress) -> tuple[Range, ...]:
+    """The samples that were learned from after a checkpoint, or skipped; sorted and disjoint."""
+    before = holes(_owed(saved), saved.ledger.next)
+    return holes([*_owed(current), *before], current.ledger.next)
+
+
+def _owed(progress: Progress) -> list[Range]:
+    """Handed out and not learned from, as far as committed rounds tell."""
+    return [*progress.ledger.returned, *(span for spans in progress.assigned.values() for span in spans)]

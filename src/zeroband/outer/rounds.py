@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
 from zeroband.outer.flight import Flight
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.losses import RECORD, LossRecord
 from zeroband.outer.rollback import RolledBack, describe_return
 from zeroband.outer.transaction import (
     CONTRIBUTION,
@@ -58,6 +60,8 @@ class Offer:
     wants: int
     norm: float = 0.0
     """Of the contribution; 0: nobody asks."""
+    loss: float | None = None
+    """Of its steps, in nats per token; None: there are none, or it is not finite."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -86,18 +90,20 @@ class RoundKeeper:
         self.payload: Mapping[str, Any] = {}
         self.state = ""
         self.share = 0.0
-        """Of this node in the newest round; each the same in the founding."""
+        """Of this node in the newest round."""
+        self.members: tuple[str, ...] = ()
+        """Of the newest round."""
         self.has_new_members = False
         """The newest round had other members than the one before."""
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
-        self._members: tuple[str, ...] = ()
         self._replay = replay
         self._tokens = 0
         self._steps = 0
         self._offered_steps = 0
         """In a round that the state does not hold yet."""
         self._flight: tuple[Offer, Extra, Flight[Committed | Verdict]] | None = None
+        self._loss_sum = 0.0
         self._is_left_out = False
 
     @contextmanager
@@ -107,8 +113,6 @@ class RoundKeeper:
         Local rank 0 holds the lock, and the others may write when they have passed.
         """
         with self.state_lock:
-            if self.parts.memory is not None:
-                self.parts.memory.spoil()
             for name, section in (sections or {}).items():
                 self.parts.buffers[name].copy_(section)
             barrier(self.parts.mesh.local)
@@ -145,6 +149,7 @@ class RoundKeeper:
 
     def count(self, tokens: int) -> None:
         """Add an inner step, and show the guardian that this node trains."""
+        self._loss_sum += self.parts.step_loss.nats * tokens
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:
@@ -152,7 +157,7 @@ class RoundKeeper:
 
     def begin_phase(self) -> None:
         """Training goes on: the inner steps until the next contribution begin."""
-        self._tokens = self._steps = 0
+        self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
         self.parts.pace.begin(time.monotonic())
 
     def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
@@ -160,7 +165,7 @@ class RoundKeeper:
 
         `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
         """
-        self._announce(round, Offer(0, 0, self._wanted_steps(0), is_joining=True))
+        self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
         founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
         self.begin_phase()
@@ -171,6 +176,7 @@ class RoundKeeper:
         after_round = self.round if self.round >= FOUNDING_ROUND else None
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
+        said[RECORD] = LossRecord.of(self.payload).carried().to_record()
         return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
@@ -178,23 +184,27 @@ class RoundKeeper:
         assert opening.rollback is not None
         staged = self.parts.stage(opening.rollback)
         before = {"state_before": self.state, "session": self.payload["session"]}
-        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, before)
+        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
 
     def _announce(self, round: int, offer: Offer) -> None:
         faults, passes = self.parts.faults, not offer.is_joining
         if passes:
             faults.at("ready", round)
-        self.parts.mesh.announce_ready(
-            Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm)
-        )
+        ready = Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm, loss=offer.loss)
+        self.parts.mesh.announce_ready(ready)
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
-    def _wanted_steps(self, steps: int) -> int:
+    @property
+    def goes_back(self) -> bool:
+        """Whether the newest round called for going back, so that the steps until then are in vain."""
+        watch = self.parts.going_back
+        return watch is not None and watch.is_due(LossRecord.of(self.payload))
+
+    def _wanted_steps(self, steps: int, *, phases: int) -> int:
         """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
-        shape = self.parts.shape
-        left = shape.total_steps - self.progress.inner_step - steps
-        return min(self.parts.pace.wanted_steps() * (2 if shape.reads_ahead else 1), max(left, 0))
+        left = self.parts.shape.total_steps - self.progress.inner_step - steps
+        return min(self.parts.pace.wanted_steps() * phases, max(left, 0))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -207,18 +217,20 @@ class RoundKeeper:
         """
         parts, is_leaving = self.parts, self.parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
-            self._tokens = self._steps = 0
+            self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
             parts.feedback.forget()
         parts.pace.learn(time.monotonic(), self._steps)
         counts = weighted and not is_joining
         tokens, self._tokens = self._tokens, 0
         steps, self._steps = self._steps, 0
+        nats, self._loss_sum = self._loss_sum, 0.0
         self._offered_steps = steps
         return Offer(
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
-            wants=0 if is_leaving else self._wanted_steps(steps),
+            wants=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
+            loss=nats / tokens if tokens and math.isfinite(nats) else None,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),
@@ -260,6 +272,8 @@ class RoundKeeper:
         parts = self.parts
         while True:
             round = self.round + 1
+            if parts.going_back is not None and not offer.is_joining:
+                parts.going_back.answer(self.round, LossRecord.of(self.payload))
             self._announce(round, offer)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
             try:
@@ -286,13 +300,15 @@ class RoundKeeper:
 
         `names`: of the parameters that this rank has shards of.
         """
-        parts = self.parts
-        written = parts.sent.parts(parts.buffers[CONTRIBUTION], names)
-        spoilt = [name for name, part in written if not torch.isfinite(part).all()]
+        written = self.parts.sent.parts(self.parts.buffers[CONTRIBUTION], names)
+        return self.is_finite_everywhere([name for name, part in written if not torch.isfinite(part).all()])
+
+    def is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
+        """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
         if spoilt:
             fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
             _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
-        return all_ok(not spoilt, parts.mesh.local)
+        return all_ok(not spoilt, self.parts.mesh.local)
 
     def _rolled_back(self, committed: Committed) -> RolledBack:
         verdict, payload = committed.verdict, committed.verdict.payload
@@ -311,6 +327,7 @@ class RoundKeeper:
             "weight": opening.total_weight,
             "state_before": self.state,
             "session": self.payload["session"],
+            RECORD: LossRecord.of(self.payload).after(opening, self.progress.inner_step).to_record(),
             **extra(result),
         }
 
@@ -336,8 +353,8 @@ class RoundKeeper:
         self._offered_steps = 0
         self.settle(verdict.round, verdict.payload, state)
         opening, own = verdict.opening, self.parts.mesh.member_id
-        self.share = opening.share(own) if opening.total_weight else 1 / len(opening.members)
-        self.has_new_members, self._members = opening.members != self._members, opening.members
+        self.share = opening.share(own)
+        self.has_new_members, self.members = opening.members != self.members, opening.members
 
     def settle(self, round: int, payload: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""

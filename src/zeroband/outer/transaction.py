@@ -22,6 +22,7 @@ from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import SharedBuffers, digest_of
+from zeroband.plane.engine import Encoded
 
 CONTRIBUTION, RESULT = "contribution", "result"
 """Names of the shared buffers that a transaction reads and writes."""
@@ -53,7 +54,7 @@ class MeanExchange:
     """The weighted mean of the members' contributions.
 
     `feedback`: gets what encoding took from the contribution in the attempt that is committed. `part`: of the buffers,
-    that the next round is about.
+    that the next round is about. `encoded`: holds a contribution of all of it, and gets the mean, as they travel.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class MeanExchange:
         buffers: SharedBuffers,
         feedback: ErrorFeedback,
         part: Callable[[], slice] = lambda: slice(None),
+        encoded: Encoded | None = None,
     ) -> None:
         self._mesh = mesh
         self._buffers = buffers
         self._feedback = feedback
         self._part = part
+        self._encoded = encoded
 
     @property
     def result(self) -> Tensor:
@@ -76,7 +79,7 @@ class MeanExchange:
         part = self._part()
         errors = None if self._feedback.residual is None else self._feedback.residual[part]
         contribution = self._buffers[CONTRIBUTION][part]
-        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, errors)
+        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, errors, self._encoded)
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:

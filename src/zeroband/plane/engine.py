@@ -61,6 +61,15 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """What goes into a reduction and what comes out of it, as the codec encodes it. (encoded_size(n),) uint8 on CPU."""
+
+    contribution: Tensor
+    """Whoever made it has seen that all values are finite."""
+    result: Tensor
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What moved between this node and one member, and for how long. Bytes of payload."""
 
@@ -127,6 +136,7 @@ class Engine:
         *,
         allowed: float = 1.0,
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
@@ -134,11 +144,16 @@ class Engine:
         this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
         node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
+        `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
+        took. Its result is what `result` was decoded from.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         for tensor in buffers:
             if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
                 raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
+        if encoded is not None:
+            _require_encodings(encoded, shape)
+            buffers = (*buffers, encoded.contribution, encoded.result)
         arrays = (
             np.array(shape.bounds, np.uint64),
             np.array(shape.shares, np.float32),
@@ -160,6 +175,8 @@ class Engine:
             source.data_ptr(),
             result.data_ptr(),
             None if errors is None else errors.data_ptr(),
+            None if encoded is None else encoded.contribution.data_ptr(),
+            None if encoded is None else encoded.result.data_ptr(),
             allowed,
         )
         handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
@@ -225,6 +242,15 @@ class Engine:
         if self._handle is not None:
             self._library.zb_engine_close(self._handle)
             self._handle = None
+
+
+def _require_encodings(encoded: Encoded, shape: Shape) -> None:
+    needed = shape.codec.encoded_size(shape.bounds[-1])
+    for tensor in (encoded.contribution, encoded.result):
+        if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != needed:
+            raise ValueError(
+                f"{shape.bounds[-1]} values take {needed} contiguous bytes in {shape.codec.name}, not {tensor.shape}"
+            )
 
 
 class Running:

@@ -271,6 +271,18 @@ def test_outer_and_store_go_together(refusal: Refusal) -> None:
     assert refusal(**STORE).startswith("store.url is set but there is no [outer] section")
 
 
+@pytest.mark.parametrize("given", [("--outer.type", "ddp"), ("--ckpt.path", "checkpoints")])
+def test_rollback_needs_nodes_and_checkpoints_to_go_back_to(refusal: Refusal, given: tuple[str, ...]) -> None:
+    said = refusal("--rollback.most", "2", *given, **(STORE if "ddp" in given else {}))
+    assert said.startswith("[rollback] needs [outer] and ckpt.path")
+
+
+def test_rollback_is_off_unless_there_is_a_section(load: Load) -> None:
+    assert load().rollback is None
+    given = load("--rollback.on-spike", "none", "--outer.type", "ddp", "--ckpt.path", "checkpoints", **STORE).rollback
+    assert given is not None and (given.on_spike, given.on_non_finite, given.most) == (None, True, 3)
+
+
 def test_run_does_not_start_with_fewer_nodes_than_it_needs(refusal: Refusal) -> None:
     assert refusal("--elastic.min-nodes", "3").startswith("elastic.start_nodes=1 is below elastic.min_nodes=3")
 

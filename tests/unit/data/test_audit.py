@@ -1,11 +1,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zeroband.data.audit import CommittedRound, audit, main
+from zeroband.data.audit import CommittedRound, audit, holes, main
 from zeroband.data.ledger import Ledger, Range
 from zeroband.observe.events import EventLog
 
@@ -186,3 +189,21 @@ def test_audit_names_rounds_of_an_earlier_line_that_nobody_recorded() -> None:
     history = run_of({})
     result = audit([*(r for r in history if r.round != 2), *again(history, 3)])
     assert result.missing_rounds == (2,)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8), st.integers(0, 30))
+def test_holes_are_what_the_ranges_leave(spans: list[tuple[int, int]], end: int) -> None:
+    ranges = [(start, start + length) for start, length in spans if length]
+    found = holes(ranges, end)
+    left = set(range(end)) - {n for start, stop in ranges for n in range(start, stop)}
+    assert [n for start, stop in found for n in range(start, stop)] == sorted(left)
+    assert all(start < stop for start, stop in found)
+    assert all(stop < start for (_, stop), (start, _) in pairwise(found))
+
+
+def test_samples_that_a_rollback_left_out_on_purpose_are_not_skipped() -> None:
+    history = run_of({})
+    last = replace(history[-1], ledger=Ledger(200, history[-1].ledger.returned))
+    assert audit([*history[:-1], last]).skipped == ((120, 200),)
+    assert audit([*history[:-1], last], [(120, 200)]).is_exact
+    assert audit([*history[:-1], last], [(130, 180)]).skipped == ((120, 130), (180, 200))

@@ -37,6 +37,7 @@ PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
 def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
     tens = tuple(10 for _ in members)
     usual: dict[str, Any] = {"weights": tens, "steps": tuple(4 for _ in members), "wants": tuple(6 for _ in members)}
+    usual["losses"] = tuple(2.5 for _ in members)
     return Opening(version, epoch, round, members, **{**usual, **fields})
 
 
@@ -57,7 +58,7 @@ def a_view(**fields: Any) -> View:
 
 
 def ready(*members: str, round: int = 3, weight: int = 10, state: str = "s", wants: int = 6) -> dict[str, Ready]:
-    return {member: Ready(round, weight, state, 4, wants) for member in members}
+    return {member: Ready(round, weight, state, 4, wants, loss=2.5) for member in members}
 
 
 def cut(**from_to: str) -> dict[str, Peer]:
@@ -147,8 +148,8 @@ def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
 
 
 def test_next_opening_takes_the_words_in_the_order_of_members() -> None:
-    view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5), A: Ready(3, 0, "s", 1, 0)})
-    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), wants=(0, 5))
+    view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5, loss=3.5), A: Ready(3, 0, "s", 1, 0)})
+    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), wants=(0, 5), losses=(None, 3.5))
 
 
 def test_next_opening_goes_with_the_state_of_most_members() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.orders import Orders, drain, give_up_rollback, go_on, pause, roll_back
+from zeroband.elastic.orders import Orders, answer_loss, drain, give_up_rollback, go_on, pause, roll_back
 from zeroband.errors import ConfigError
 
 ALIVE = {"a#1": "a", "b#1": "b", "b#2": "b"}
@@ -17,9 +19,16 @@ ORDERS = st.builds(
     is_paused=st.booleans(),
     rollback=st.none() | st.integers(0, 500),
     leaving=st.lists(MEMBERS, unique=True).map(tuple),
+    skips_data=st.booleans(),
+    answered=st.integers(-1, 9),
+    returned_to=st.integers(-1, 500),
+    returns=st.integers(0, 3),
 )
 COMMANDS = st.sampled_from(
-    [pause, go_on, lambda o: drain(o, "b", ALIVE), lambda o: roll_back(o, 5, {5}), lambda o: give_up_rollback(o, 5)]
+    [
+        *(pause, go_on, lambda o: drain(o, "b", ALIVE), lambda o: roll_back(o, 5, {5})),
+        *(lambda o: give_up_rollback(o, 5), lambda o: answer_loss(o, 4, 5, most=2, skips_data=True)),
+    ]
 )
 
 
@@ -63,3 +72,26 @@ def test_rollback_to_a_checkpoint_that_is_not_there_names_those_that_are() -> No
 def test_rollback_that_failed_is_given_up_unless_another_was_ordered() -> None:
     assert give_up_rollback(Orders(3, rollback=5), 5) == Orders(4, rollback=None)
     assert give_up_rollback(Orders(3, rollback=10), 5) == Orders(3, rollback=10)
+
+
+@given(ORDERS, st.lists(st.tuples(st.integers(0, 20), st.sampled_from([None, 5, 10])), max_size=12), st.integers(1, 3))
+def test_run_goes_back_at_most_so_often_in_a_row_to_one_checkpoint_and_once_for_a_round(
+    orders: Orders, asked: list[tuple[int, int | None]], most: int
+) -> None:
+    orders, gone_back, rounds = replace(orders, returned_to=-1, returns=0), list[int | None](), list[int]()
+    for round, step in asked:
+        orders = replace(orders, rollback=None)  # done by then
+        before, orders = orders, answer_loss(orders, round, step, most=most, skips_data=False)
+        if orders != before:
+            rounds.append(round)
+            gone_back.append(orders.rollback)
+            assert orders.rollback is not None or orders.is_paused
+    assert rounds == sorted(set(rounds))
+    assert all(
+        len(set(gone_back[n : n + most + 1])) > 1 or None in gone_back[n : n + most + 1]
+        for n in range(len(gone_back) - most)
+    )
+
+
+def test_operator_s_rollback_trains_the_samples_again() -> None:
+    assert roll_back(Orders(skips_data=True), 5, {5}).skips_data is False

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.elastic.shm import NodeFolder, sweep
+from zeroband.elastic.shm import NodeFolder, is_restart, launch_of, remove_abandoned, restarting_launcher, sweep
 from zeroband.errors import ConfigError
 
 HOLDER = """
@@ -25,6 +25,9 @@ fcntl.flock(lock, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
+
+RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "1"}
+"""The environment of a trainer that its launcher restarts once."""
 
 
 @pytest.fixture
@@ -186,7 +189,41 @@ def test_folder_that_is_left_stays_for_the_next_trainer_with_what_that_keeps(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_is_left_and_never_taken_is_swept_by_others(tmp_path: Path) -> None:
-    NodeFolder(tmp_path, "run", "a").close(is_left=True)
+def test_folder_is_left_alone_while_the_launcher_lives_that_starts_the_next_trainer(tmp_path: Path) -> None:
+    """Another node of the machine that starts meanwhile swept it, and the memory of the crashed trainer was gone."""
+    launcher = restarting_launcher(RESTARTS)
+    left = NodeFolder(tmp_path, "run", "a", launcher=launcher)
+    (left.path / "params").touch()
+    left.close(is_left=True)
+    NodeFolder(tmp_path, "run", "b").close()
+    assert sweep(tmp_path) == [] and not remove_abandoned(left.path)
+    again = NodeFolder(tmp_path, "run", "a", keeps=lambda folder: ["params"], launcher=launcher)
+    assert (again.path / "params").exists()
+    again.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["", "4194305:7", f"{os.getppid()}:7", "no launcher"])
+def test_folder_of_a_launcher_that_does_not_live_is_swept(tmp_path: Path, launcher: str) -> None:
+    """One that nobody restarts, one that is gone, one of which another process has the number, a damaged record."""
+    NodeFolder(tmp_path, "run", "a", launcher=launcher).close(is_left=True)
     NodeFolder(tmp_path, "run", "b").close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_claim_forgets_the_launcher_of_the_owner_before(tmp_path: Path) -> None:
+    NodeFolder(tmp_path, "run", "a", launcher=restarting_launcher(RESTARTS)).close(is_left=True)
+    NodeFolder(tmp_path, "run", "a").close(is_left=True)
+    assert [folder.name for folder in sweep(tmp_path)] == ["zeroband-run@a"]
+
+
+@pytest.mark.parametrize(
+    ("most", "done", "restarts", "restarts_again"), [(0, 0, False, False), (2, 1, True, True), (2, 2, True, False)]
+)
+def test_launcher_restarts_as_often_as_it_was_told_to(
+    most: int, done: int, restarts: bool, restarts_again: bool
+) -> None:
+    environ = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(done)}
+    assert bool(restarting_launcher(environ)) == bool(launch_of(environ)) == restarts
+    assert bool(restarting_launcher(environ, left=True)) == restarts_again
+    assert is_restart(environ) == (done > 0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.errors import ConfigError
-from zeroband.optim import InnerOptimizer, build_adamw, sign_step
+from zeroband.optim import InnerOptimizer, sign_step
 
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), schedule=LinearSchedule(type="linear"), warmup_steps=2)
 
@@ -26,7 +26,7 @@ def optimizer_of(model: nn.Module, optim: OptimConfig = OPTIM) -> InnerOptimizer
     return InnerOptimizer(model, optim, total_steps=20)
 
 
-def train(model: nn.Module, optimizer: InnerOptimizer, first: int, steps: int) -> None:
+def train(model: nn.Module, optimizer: InnerOptimizer | torch.optim.Optimizer, first: int, steps: int) -> None:
     """Steps on gradients that depend on the step's number alone."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -64,10 +64,30 @@ def test_step_equals_adamw_written_out() -> None:
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_build_adamw_decays_only_matrices() -> None:
+@pytest.mark.parametrize("slice_exact", [False, True])
+def test_step_is_that_of_torchs_class_to_the_last_bit(slice_exact: bool) -> None:
+    ours, theirs = Tiny(), Tiny()
+    optimizer = InnerOptimizer(ours, OPTIM, total_steps=20, slice_exact=slice_exact)
+    config = OPTIM.adamw
+    groups = [
+        {"params": [theirs.matrix], "weight_decay": config.weight_decay},
+        {"params": [theirs.norm], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=not slice_exact)
+    for step in range(5):
+        for group in reference.param_groups:
+            group["lr"] = optimizer.lr
+        train(ours, optimizer, step, 1)
+        train(theirs, reference, step, 1)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_parameter_without_gradient_stays_as_it_is() -> None:
     model = Tiny()
-    decay = {id(p): g["weight_decay"] for g in build_adamw(model, OPTIM.adamw).param_groups for p in g["params"]}
-    assert decay == {id(model.matrix): 0.1, id(model.norm): 0.0}
+    optimizer, before = optimizer_of(model), model.matrix.detach().clone()
+    model.norm.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(model.matrix, before) and not torch.equal(model.norm, Tiny().norm)
 
 
 def test_lr_is_that_of_the_next_step() -> None:

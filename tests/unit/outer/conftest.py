@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,6 +21,7 @@ from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
 from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.rollback import RollbackConfig
 from zeroband.config.schema import AdamWConfig, OptimConfig
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
@@ -44,20 +46,22 @@ from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.progress import RunShape
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.faults import FaultPoints
+from zeroband.going_back import GoingBack
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
-from zeroband.outer.ddp import Ddp
-from zeroband.outer.demo import Demo
+from zeroband.outer.build import build_algorithm
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
 from zeroband.outer.journal import Journal
+from zeroband.outer.losses import StepLoss
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
 from zeroband.outer.sparseloco import SparseLoCo
 from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.plane.engine import Encoded
 
 DEADLINE_S = 20.0
 BATCH = 4
@@ -125,6 +129,10 @@ class MemoryStore:
             answer = answers[0]
             assert not isinstance(answer, Wait)
             return answer
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        self.change(lambda: setattr(self, "orders", change(self.orders)))
+        return self.orders
 
     def await_connected(self, dying: str) -> None:
         """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
@@ -256,16 +264,22 @@ class MemoryLanes:
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> tuple[int, int]:
         assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
         share = opening.share(member_id)
+        if encoded is not None:
+            contribution = self.codec.decode(encoded.contribution, result.numel())
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, opening, errors if share > 0 else None)
             return 0, 0
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
+        if encoded is not None:
+            encoded.result.copy_(self.codec.encode(result))
+            result.copy_(self.codec.decode(encoded.result, result.numel()))
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 
@@ -403,6 +417,8 @@ class FakeNode:
     departure: Departure
     faults: FaultPoints
     outer: OuterAlgorithm
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Of its next inner steps."""
     steps: int = 0
     """Made since this node was last dealt samples."""
     dealt: int = 0
@@ -512,6 +528,9 @@ class FakeRun:
     nodes: dict[str, FakeNode] = field(default_factory=dict)
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
+    rollback: RollbackConfig | None = None
+    said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Events of going back, and their rounds."""
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]
@@ -559,22 +578,17 @@ class FakeRun:
             fetch_entry=lambda round, out: self._fetch_entry(round, name, out),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,
+            going_back=None if self.rollback is None else self._going_back(self.rollback, local),
         )
-        outer = self._build(parts)
+        outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
-        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
         return self.nodes[name]
 
-    def _build(self, parts: OuterParts) -> OuterAlgorithm:
-        match self.algorithm:
-            case DilocoConfig():
-                return DiLoCo(parts, self.algorithm)
-            case SparseLocoConfig():
-                return SparseLoCo(parts, self.algorithm)
-            case DemoConfig():
-                return Demo(parts, self.algorithm, clip_norm=self.optim.clip_norm)
-            case DdpConfig():
-                return Ddp(parts, clip_norm=self.optim.clip_norm)
+    def _going_back(self, config: RollbackConfig, local: LocalMesh) -> GoingBack:
+        restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
+        tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
+        return GoingBack(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
 
     def _stage(self, step: int, name: str) -> StagedState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
@@ -673,6 +687,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         flush_every: int | None = None,
         model: Callable[[], nn.Module] = TinyModel,
         optim: OptimConfig = OPTIM,
+        rollback: RollbackConfig | None = None,
     ) -> FakeRun:
         run = FakeRun(
             algorithm,
@@ -686,6 +701,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
             flush_every=flush_every,
             model=model,
             optim=optim,
+            rollback=rollback,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

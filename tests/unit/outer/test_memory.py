@@ -16,8 +16,8 @@ NUMEL = 5
 PAYLOAD = {"progress": {"inner_step": 20}}
 
 
-def a_memory(folder: Path, *, launcher: str = "7:100", layout: str = "model") -> NodeMemory:
-    return NodeMemory(folder, launcher=launcher, layout=layout)
+def a_memory(folder: Path, *, launcher: str = "7:100", layout: str = "model", is_restart: bool = False) -> NodeMemory:
+    return NodeMemory(folder, launcher=launcher, layout=layout, is_restart=is_restart)
 
 
 def write(folder: Path, memory: NodeMemory) -> str:
@@ -31,7 +31,7 @@ def write(folder: Path, memory: NodeMemory) -> str:
 
 def restart(folder: Path, **other: str) -> HeldState | None:
     """The next trainer claims the folder: what it does not keep is removed."""
-    memory = a_memory(folder, **other)
+    memory = a_memory(folder, **other, is_restart=True)
     kept = memory.set_aside(folder)
     for file in folder.iterdir():
         if file.name not in kept:
@@ -67,7 +67,7 @@ def test_memory_of_another_launcher_or_model_is_not_taken(tmp_path: Path, other:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: a_memory(folder).spoil(),
+        lambda folder: (folder / "stamp.json").unlink(),
         lambda folder: (folder / "params.f32").unlink(),
         lambda folder: (folder / "params.f32").write_bytes(b"short"),
         lambda folder: (folder / "params.f32").write_bytes(b"\x01" * 4 * NUMEL),
@@ -79,6 +79,30 @@ def test_memory_that_is_not_what_its_stamp_says_is_not_taken(tmp_path: Path, dam
     write(tmp_path, a_memory(tmp_path))
     damage(tmp_path)
     assert restart(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda folder: (folder / "stamp.json").unlink(), "the trainer before left none"),
+        (lambda folder: (folder / "momentum.f32").write_bytes(b"\x01" * 4 * NUMEL), "it was being changed when the"),
+        (lambda folder: (folder / "momentum.f32").unlink(), "it cannot be set aside: "),
+    ],
+)
+def test_restarted_trainer_says_why_it_takes_nothing(
+    tmp_path: Path, damage: Callable[[Path], object], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, a_memory(tmp_path))
+    damage(tmp_path)
+    assert restart(tmp_path) is None
+    (said,) = (record.__dict__["fields"] for record in caplog.records)
+    assert said["why"].startswith(why)
+
+
+def test_first_start_of_a_trainer_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = a_memory(tmp_path)
+    assert memory.set_aside(tmp_path) == () and memory.recall(NUMEL) is None
+    assert caplog.records == []
 
 
 def test_nothing_is_stamped_where_nobody_would_restart_the_trainer(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def assert_every_sample_once(run: Run) -> None:
     rounds = []
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.payload["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items() if steps}
+        used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
         rounds.append(
             CommittedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
         )

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.outer.conftest import FakeRun, StartRun
+from tests.unit.outer.conftest import BATCH, FakeRun, StartRun
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.rollback import RollbackConfig
+from zeroband.data.audit import CommittedRound, audit
 from zeroband.elastic.beginning import Beginning
+from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.orders import roll_back
 from zeroband.elastic.progress import Progress
 from zeroband.outer.base import RoundReport, StateCopy
@@ -47,6 +50,21 @@ def go_back(run: FakeRun, **updates: Tensor) -> dict[str, RoundReport]:
         assert digest == outcome.report.state == copy.state
         run[name].steps = 0
     return {name: outcome.report for name, outcome in outcomes.items()}
+
+
+def learn(run: FakeRun, update: Tensor, **losses: float) -> dict[str, RoundReport]:
+    """A round of nodes that see these losses."""
+    for name, loss in losses.items():
+        run[name].step_loss.nats = loss
+    return run.round(**dict.fromkeys(losses, update))
+
+
+def recorded(verdict: Verdict) -> CommittedRound:
+    """As the nodes' events have it."""
+    progress = Progress.from_record(verdict.payload["progress"])
+    used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
+    line = (progress.founding, progress.follows)
+    return CommittedRound(verdict.round, used, progress.ledger, progress.assigned, *line, at_s=verdict.round)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -111,6 +129,47 @@ def test_nobody_catches_up_over_a_rollback(start_run: StartRun, noise: Noise) ->
     journal = run["a"].journal
     kept = [journal.await_entry(round, patience_s=0.0) is not None for round in (1, 2, 3, 4)]
     assert kept == [False, False, False, True]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("skip_data", [True, False])
+def test_spike_of_the_common_loss_takes_all_members_back_once(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig, skip_data: bool
+) -> None:
+    run = start_run(algorithm, "a", "b", rollback=RollbackConfig(skip_data=skip_data))
+    for n in range(6):
+        learn(run, noise(n), a=3.0, b=3.0)
+    save(run, 6)
+    learn(run, noise(6), a=7.0, b=3.9)  # a spike on one node, not in the mean
+    learn(run, noise(7), a=3.0, b=3.0)
+    assert run.said == []
+    learn(run, noise(8), a=20.0, b=3.9)
+    back = go_back(run, a=noise(50), b=noise(51))
+    assert run.said == [("rollback_ordered", 9)] and run.store.orders.rollback is None
+    assert back["a"].progress == back["b"].progress and back["a"].progress.inner_step == 6
+    for n in range(20, 23):
+        reports = learn(run, noise(n), a=3.0, b=3.0)
+        assert reports["a"].state == reports["b"].state
+    assert len(run.said) == 1
+    left_out = run.store.verdicts[10].payload["skipped"]
+    assert left_out == (((48, 72),) if skip_data else ())
+    assert audit(map(recorded, run.store.verdicts), left_out).is_exact
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_round_in_which_no_update_is_finite_takes_the_run_back(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+) -> None:
+    run = start_run(algorithm, "a", "b", rollback=RollbackConfig())
+    learn(run, noise(1), a=3.0, b=3.0)
+    save(run, 1)
+    bad = noise(2)
+    bad[3] = float("nan")
+    run.round(a=bad, b=noise(3))
+    assert run.said == []
+    run.round(a=bad, b=bad)
+    assert go_back(run, a=noise(4), b=noise(5))["a"].progress.inner_step == 1
+    assert run.said == [("rollback_ordered", 3)]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

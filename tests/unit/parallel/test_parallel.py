@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroband.config.schema import ModelConfig, TrainConfig
@@ -20,6 +20,7 @@ from zeroband.parallel import (
     broadcast_json,
     clip_grad_norm_,
     init_local_mesh,
+    make_room,
     parallelize,
     set_gradient_sync,
 )
@@ -76,31 +77,40 @@ def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
 
 
 def test_parallelize_shards_root_and_each_block_and_keeps_names(mesh: LocalMesh) -> None:
-    model = sharded(mesh, activation_checkpointing=True)
+    model = sharded(mesh, dtype="bfloat16", activation_checkpointing=True)
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.layers)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain().named_parameters()]
 
 
+def test_one_rank_in_float32_is_left_as_it_is(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_parallelize_on_one_rank_gives_gradients_of_the_plain_model(
-    mesh: LocalMesh, activation_checkpointing: bool
-) -> None:
-    reference, model = plain(), sharded(mesh, activation_checkpointing=activation_checkpointing)
-    backward(reference)
-    backward(model)
+def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, activation_checkpointing: bool) -> None:
+    reference, model = sharded(mesh, activation_checkpointing=activation_checkpointing), plain()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh.mesh)
+    for number in range(3):  # one after the other into the same gradient
+        backward(reference)
+        set_gradient_sync(model, number == 2)
+        backward(model)
     expected, got = gradients(reference), gradients(model)
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
-def test_parallelize_before_init_on_meta_equals_after(mesh: LocalMesh) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parallelize_before_init_on_meta_equals_after(mesh: LocalMesh, dtype: str) -> None:
     with torch.device("meta"):
         model = Transformer(CONFIG, VOCAB)
-    parallelize(model, TrainConfig(dtype="float32"), mesh)
-    model.to_empty(device=mesh.device)
+    parallelize(model, TrainConfig(dtype=dtype), mesh)
+    make_room(model, mesh)
     init_weights(model, seed=0)
-    assert torch.equal(model(TOKENS), sharded(mesh)(TOKENS))
+    assert torch.equal(model(TOKENS), sharded(mesh, dtype=dtype)(TOKENS))
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(mesh: LocalMesh) -> None:
@@ -126,21 +136,21 @@ def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
 
 
 def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> None:
-    model = sharded(mesh)
+    model = sharded(mesh, dtype="bfloat16")
     set_gradient_sync(model, False)
     backward(model)
     assert not gradients(model)
     set_gradient_sync(model, True)
     backward(model)
-    reference = plain()
-    backward(reference)
-    backward(reference)
+    once = sharded(mesh, dtype="bfloat16")
+    backward(once)
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, gradients(reference)[name])
+        torch.testing.assert_close(gradient, 2 * gradients(once)[name])
 
 
-def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh) -> None:
-    model = sharded(mesh)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh, dtype: str) -> None:
+    model = sharded(mesh, dtype=dtype)
     shard = local_shard(model.embed_tokens.weight)
     for on in (False, True):
         set_gradient_sync(model, on)
@@ -151,7 +161,7 @@ def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh)
 
 @pytest.mark.parametrize("forward_only", ["evaluating", "generate"])
 def test_values_written_into_shards_after_forward_only_are_used(mesh: LocalMesh, forward_only: str) -> None:
-    model = sharded(mesh)
+    model = sharded(mesh, dtype="bfloat16")
     shard = local_shard(model.embed_tokens.weight)
     if forward_only == "generate":
         generate(model, TOKENS[0], max_new_tokens=1, temperature=0.0, seed=0, context=4)

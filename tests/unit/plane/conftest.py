@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroband.kernels.codec import Codec
-from zeroband.plane.engine import Engine, Operation, Running, Shape, State
+from zeroband.plane.engine import Encoded, Engine, Operation, Running, Shape, State
 from zeroband.plane.handshake import OPEN, StreamKeys
 from zeroband.plane.shape import shape_of
 
@@ -114,9 +114,12 @@ class Net:
         *,
         allowed: float = 1.0,
         errors: Tensor | None = None,
+        encoded: Encoded | None = None,
     ) -> Running:
         engine, links = self.engines[member], range(self.world)
-        reduction = engine.start(operation, shape, member, links, source, result, allowed=allowed, errors=errors)
+        reduction = engine.start(
+            operation, shape, member, links, source, result, allowed=allowed, errors=errors, encoded=encoded
+        )
         self.started.append(reduction)
         return reduction
 

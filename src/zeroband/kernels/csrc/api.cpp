@@ -36,6 +36,8 @@ struct zb_spec {
     const float* in;
     float* out;
     float* error;  // may be null
+    const uint8_t* encoded;  // may be null: of all values, in place of `in`
+    uint8_t* encoded_out;    // may be null
     double allowed;
 };
 
@@ -62,7 +64,15 @@ struct zb_link {
     uint64_t received_bytes;
 };
 
-int zb_abi() { return 5; }
+// Whether every frame holds whole blocks of one encoding of all values.
+static bool is_aligned(const zb_spec& spec) {
+    const size_t block = block_of(static_cast<CodecId>(spec.codec));
+    bool is_whole = spec.chunk_numel % block == 0;
+    for (uint32_t shard = 0; shard < spec.world; ++shard) is_whole = is_whole && spec.bounds[shard] % block == 0;
+    return is_whole;
+}
+
+int zb_abi() { return 6; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -104,6 +114,7 @@ void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }
 RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     if (!is_codec(spec->codec) || spec->world < 2 || spec->self >= spec->world || spec->chunk_numel == 0) return nullptr;
     if (encoded_size(static_cast<CodecId>(spec->codec), spec->chunk_numel) > LARGEST_PAYLOAD) return nullptr;
+    if ((spec->encoded != nullptr || spec->encoded_out != nullptr) && !is_aligned(*spec)) return nullptr;
     ReduceSpec made;
     made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
     made.codec = static_cast<CodecId>(spec->codec);
@@ -116,6 +127,8 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     made.in = spec->in;
     made.out = spec->out;
     made.error = spec->shares[spec->self] > 0 ? spec->error : nullptr;
+    made.encoded = spec->encoded;
+    made.encoded_out = spec->encoded_out;
     made.allowed = spec->allowed;
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }

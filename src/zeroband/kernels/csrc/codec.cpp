@@ -1,11 +1,29 @@
 #include "codec.h"
 
+#include <cstring>
+
 namespace zeroband {
 namespace {
 
 constexpr int32_t INFINITE = 0x7f800000;
 constexpr float TINY = 0x1p-118f;     // a block whose largest value is below becomes zeros
 constexpr float LARGEST = 0x1.fffffcp127f;  // one unit below the largest float
+
+// Where a part lies in an encoding, and what it consists of: scales and what follows them.
+struct Part {
+    Part(CodecId codec, size_t start, size_t n, size_t total)
+        : scale_bytes(scale_bytes_of(codec, n)),
+          value_bytes(encoded_size(codec, n) - scale_bytes),
+          scales_at(scale_bytes_of(codec, start)),
+          values_at(scale_bytes_of(codec, total) + encoded_size(codec, start) - scales_at) {}
+
+    static size_t scale_bytes_of(CodecId codec, size_t n) {
+        const size_t block = block_of(codec);
+        return block == 1 ? 0 : 4 * ((n + block - 1) / block);
+    }
+
+    size_t scale_bytes, value_bytes, scales_at, values_at;
+};
 
 }  // namespace
 
@@ -57,6 +75,27 @@ size_t encoded_size(CodecId codec, size_t n) {
         case INT4: return (n + 1) / 2 + 4 * ((n + INT4_BLOCK - 1) / INT4_BLOCK);
         default: return 0;
     }
+}
+
+size_t block_of(CodecId codec) {
+    switch (codec) {
+        case FP16: return FP16_BLOCK;
+        case INT8: return INT8_BLOCK;
+        case INT4: return INT4_BLOCK;
+        default: return 1;
+    }
+}
+
+void take_part(CodecId codec, const uint8_t* whole, size_t total, size_t start, size_t n, uint8_t* part) {
+    const Part at(codec, start, n, total);
+    std::memcpy(part, whole + at.scales_at, at.scale_bytes);
+    std::memcpy(part + at.scale_bytes, whole + at.values_at, at.value_bytes);
+}
+
+void put_part(CodecId codec, const uint8_t* part, size_t start, size_t n, uint8_t* whole, size_t total) {
+    const Part at(codec, start, n, total);
+    std::memcpy(whole + at.scales_at, part, at.scale_bytes);
+    std::memcpy(whole + at.values_at, part + at.scale_bytes, at.value_bytes);
 }
 
 int variant_count() {

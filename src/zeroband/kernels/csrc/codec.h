@@ -23,6 +23,14 @@ struct Codec {
 // Bytes that n values take.
 size_t encoded_size(CodecId codec, size_t n);
 
+// Values that share a scale; 1 where there are no scales.
+size_t block_of(CodecId codec);
+
+// The part of an encoding that holds the values [start, start + n) of `total`, as an encoding of its own; and back.
+// `start` is a multiple of the block, and so is n unless the part is the last one.
+void take_part(CodecId codec, const uint8_t* whole, size_t total, size_t start, size_t n, uint8_t* part);
+void put_part(CodecId codec, const uint8_t* part, size_t start, size_t n, uint8_t* whole, size_t total);
+
 // The variants that this processor can run, the best one last.
 int variant_count();
 const char* variant_name(int variant);

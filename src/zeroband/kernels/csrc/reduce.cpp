@@ -1,5 +1,6 @@
 #include "reduce.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -102,18 +103,43 @@ bool Reduce::claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
 }
 
 PacketPtr Reduce::make(uint32_t shard, uint32_t chunk) {
+    if (!spec_.is_ring) return own_part(shard, chunk);
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
-    const float* values = spec_.in + start;
-    if (spec_.is_ring) {  // partial sums of shares travel
-        float* sum = scratch<Room::SUM>(n);
-        const float share = spec_.shares[spec_.self];
-        for (uint64_t i = 0; i < n; ++i) sum[i] = share > 0 ? share * values[i] : 0.0f;  // 0 may stand for anything
-        values = sum;
-    }
+    float* sum = scratch<Room::SUM>(n);  // partial sums of shares travel
+    std::fill(sum, sum + n, spec_.shares[spec_.self] > 0 ? -0.0f : 0.0f);  // what is added keeps its sign
+    add_own(shard, chunk, sum);
     PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
-    if (!encode(values, packet, n, static_cast<int64_t>(start))) return nullptr;
-    note_error(values, packet, n, start, spec_.is_ring ? spec_.shares[spec_.self] : 1);
+    if (!encode(sum, packet, n, static_cast<int64_t>(start))) return nullptr;
+    note_error(sum, packet, n, start, spec_.shares[spec_.self]);
     return packet;
+}
+
+// This member's contribution to a chunk, encoded alone.
+PacketPtr Reduce::own_part(uint32_t shard, uint32_t chunk) {
+    const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
+    PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
+    if (spec_.encoded != nullptr) {
+        take_part(spec_.codec, spec_.encoded, spec_.numel(), start, n, packet->payload());
+        if (spec_.error != nullptr) std::fill(spec_.error + start, spec_.error + start + n, 0.0f);
+        return packet;
+    }
+    if (!encode(spec_.in + start, packet, n, static_cast<int64_t>(start))) return nullptr;
+    note_error(spec_.in + start, packet, n, start, 1);
+    return packet;
+}
+
+// Adds this member's share of a chunk to a sum.
+void Reduce::add_own(uint32_t shard, uint32_t chunk, float* sum) {
+    const float share = spec_.shares[spec_.self];
+    if (share == 0) return;  // its contribution may be anything
+    const uint64_t n = chunk_size(shard, chunk);
+    if (spec_.encoded != nullptr) {
+        const PacketPtr part = pool_->lend(frame_of(PARTIAL, shard, chunk));
+        take_part(spec_.codec, spec_.encoded, spec_.numel(), chunk_start(shard, chunk), n, part->payload());
+        return codec_.add(part->payload(), n, share, sum);
+    }
+    const float* values = spec_.in + chunk_start(shard, chunk);
+    for (uint64_t i = 0; i < n; ++i) sum[i] += share * values[i];
 }
 
 // What the encoding of values that hold this member's own ones times `share` took from them.
@@ -173,20 +199,28 @@ void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awa
 }
 
 void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened) {
-    const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
+    const uint64_t n = chunk_size(spec_.self, chunk);
     float* sum = scratch<Room::SUM>(n);
     std::memset(sum, 0, n * sizeof(float));
     for (uint32_t member = 0; member < spec_.world(); ++member) {
         if (spec_.shares[member] == 0) continue;
         PacketPtr part = parts[member];
         if (member == spec_.self) {
-            part = pool_->lend(frame_of(PARTIAL, spec_.self, chunk));
-            if (!encode(spec_.in + start, part, n, static_cast<int64_t>(start))) return;
-            note_error(spec_.in + start, part, n, start, 1);
+            part = own_part(spec_.self, chunk);
+            if (part == nullptr) return;
         }
         codec_.add(part->payload(), n, spec_.shares[member], sum);
     }
     publish(chunk, sum, awakened);
+}
+
+// Into the buffers of the mean.
+void Reduce::write(const PacketPtr& packet) {
+    const Frame& frame = packet->frame;
+    const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
+    codec_.decode(packet->payload(), n, spec_.out + start);
+    if (spec_.encoded_out != nullptr)
+        put_part(spec_.codec, packet->payload(), start, n, spec_.encoded_out, spec_.numel());
 }
 
 // The mean of an own chunk: encoded once, adopted as decoded, sent on.
@@ -194,7 +228,7 @@ void Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& a
     const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
     PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
     if (!encode(mean, packet, n, static_cast<int64_t>(start))) return;
-    codec_.decode(packet->payload(), n, spec_.out + start);
+    write(packet);
     const float share = spec_.shares[spec_.self];
     for (uint64_t i = 0; spec_.error != nullptr && i < n; ++i) {  // all-to-all: beside that of the own part
         const float taken = (mean[i] - spec_.out[start + i]) / share;
@@ -216,7 +250,7 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     const float share = spec_.shares[spec_.self];
     float* sum = scratch<Room::SUM>(n);
     codec_.decode(packet->payload(), n, sum);
-    for (uint64_t i = 0; share > 0 && i < n; ++i) sum[i] += share * spec_.in[start + i];
+    add_own(frame.shard, frame.chunk, sum);
     if (frame.shard == spec_.self) return publish(frame.chunk, sum, awakened);
     if (share > 0) {
         if (!encode(sum, packet, n, static_cast<int64_t>(start))) return;
@@ -228,7 +262,7 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
 // A mean: decoded, and in a ring sent on until it is back before its owner.
 void Reduce::adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
-    codec_.decode(packet->payload(), chunk_size(frame.shard, frame.chunk), spec_.out + chunk_start(frame.shard, frame.chunk));
+    write(packet);
     if (spec_.is_ring && ring_neighbour(1) != frame.shard) enqueue(ring_neighbour(1), packet, awakened);
     settle(0, 1);
 }

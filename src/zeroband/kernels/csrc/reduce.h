@@ -22,9 +22,12 @@ struct ReduceSpec {
     const float* in;
     float* out;
     float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
+    const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
+    uint8_t* encoded_out = nullptr;    // gets the mean as it travels
     double allowed = 1;  // share of the frames that may be sent before `allow` says more
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
+    uint64_t numel() const { return bounds.back(); }
 };
 
 class Reduce : public Transfer {
@@ -48,10 +51,13 @@ class Reduce : public Transfer {
     uint32_t ring_neighbour(uint32_t step) const;
     void count_traffic();
 
+    PacketPtr own_part(uint32_t shard, uint32_t chunk);
+    void add_own(uint32_t shard, uint32_t chunk, float* sum);
     void collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened);
     void pass_on(PacketPtr packet, std::vector<uint32_t>& awakened);
     void adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened);
     void finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::vector<uint32_t>& awakened);
+    void write(const PacketPtr& packet);
     void publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened);
     bool encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start);
     void note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share);

@@ -1,0 +1,212 @@
+"""An outer round's work on a GPU: its two passes beside the card's copy bandwidth, and the bytes that cross PCIe.
+
+kernels     GB/s of each pass, in Triton and in plain torch, over those of a copy on the same card
+round       a contribution and an outer step with the outer state on the GPU and on the CPU: bytes by the profiler's
+            count, and seconds
+
+  python bench/kernels.py [kernels] [round] [--numel 268435456]
+
+Needs an NVIDIA GPU; `round` needs the package's dependencies too, `kernels` only torch and triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zeroband.kernels import fused
+from zeroband.kernels.fused import BLOCK, OuterStep, Passes, passes_on
+
+REPEATS = 30
+WARM_UP = 5
+RULE = OuterStep(0.7, 0.9, is_nesterov=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a GPU does over and over. `moved_bytes`: what it has to read and write at least, once."""
+
+    name: str
+    moved_bytes: int
+    run: Callable[[], object]
+
+    def seconds(self) -> float:
+        """Of one run, by the card's own clock."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self.run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def copies(numel: int) -> Work:
+    source, target = torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")
+    return Work("copy, float32", 8 * numel, lambda: target.copy_(source))
+
+
+def encoding(passes: Passes, kind: str, numel: int, dtype: torch.dtype) -> Work:
+    outer = torch.randn(numel, device="cuda")
+    inner = (outer + 1e-3 * torch.randn(numel, device="cuda")).to(dtype)
+    scales = torch.empty(numel // BLOCK, device="cuda")
+    codes = torch.empty(numel, dtype=torch.int8, device="cuda")
+    has_bad = torch.zeros(1, dtype=torch.int32, device="cuda")
+    moved = sum(t.nbytes for t in (outer, inner, scales, codes))
+    name = f"pseudo-gradient and int8, {name_of(dtype)}, {kind}"
+    return Work(name, moved, lambda: passes.encode_difference(outer, inner, scales, codes, has_bad))
+
+
+def stepping(passes: Passes, kind: str, numel: int, dtype: torch.dtype) -> Work:
+    scales = 1e-6 * torch.rand(numel // BLOCK, device="cuda")
+    codes = torch.randint(-127, 128, (numel,), dtype=torch.int8, device="cuda")
+    params, momentum = torch.randn(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    inner = torch.empty(numel, dtype=dtype, device="cuda")
+    moved = scales.nbytes + codes.nbytes + 2 * params.nbytes + 2 * momentum.nbytes + inner.nbytes
+    name = f"int8, Nesterov and write-back, {name_of(dtype)}, {kind}"
+    return Work(name, moved, lambda: passes.take_step(scales, codes, 0, params, momentum, inner, RULE))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def compare_kernels(numel: int) -> None:
+    """Print the table of `kernels`: each beside a copy, in turns."""
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {numel / 1e6:.0f} M values, {REPEATS} times\n")
+    print("| pass | GB/s, median | GB/s, best | of a copy, medians | of a copy, bests |\n|---|---|---|---|---|")
+    numel = numel // BLOCK * BLOCK
+    kinds: list[tuple[str, Passes]] = [("Triton", passes_on(torch.device("cuda"))), ("plain torch", fused)]
+    makers: list[Callable[[], Work]] = [
+        lambda make=make, kind=kind, passes=passes, dtype=dtype: make(passes, kind, numel, dtype)
+        for kind, passes in kinds
+        for make in (encoding, stepping)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    copy = copies(numel)
+    for maker in makers:
+        work = maker()
+        laps = [(copy.seconds(), work.seconds()) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+        rates = [[w.moved_bytes / lap[i] / 1e9 for lap in laps] for i, w in enumerate((copy, work))]
+        (copy_mid, mid), (copy_best, best) = (list(map(f, rates)) for f in (statistics.median, max))
+        print(f"| {work.name} | {mid:.0f} | {best:.0f} | {mid / copy_mid:.2f} | {best / copy_best:.2f} |", flush=True)
+        del work
+        torch.cuda.empty_cache()
+    rates_of_copy = [copy.moved_bytes / copy.seconds() / 1e9 for _ in range(REPEATS)]
+    print(f"| {copy.name} | {statistics.median(rates_of_copy):.0f} | {max(rates_of_copy):.0f} | 1.00 | 1.00 |")
+
+
+# -- a round ----------------------------------------------------------------------------------------------------------
+
+
+def model_of(numel: int) -> nn.Module:
+    """About so many bfloat16 parameters: matrices of 4096 columns, norms between them, and one that ends in a block."""
+    model, rows = nn.Module(), max(numel // 4096 // 16, 1)
+    for i in range(16):
+        weight = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        model.register_parameter(f"layers_{i:02d}_weight", nn.Parameter(weight, requires_grad=False))
+        norm = torch.randn(4096 if i < 15 else 1001, device="cuda", dtype=torch.bfloat16)
+        model.register_parameter(f"layers_{i:02d}_weight_norm", nn.Parameter(norm, requires_grad=False))
+    return model
+
+
+def crossing(work: Callable[[], object]) -> dict[str, int]:
+    """Bytes that a piece of work has copied from the GPU ("DtoH") and to it ("HtoD"), by the profiler's count."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    moved = dict.fromkeys(("DtoH", "HtoD"), 0)
+    for event in events:
+        for way in moved:
+            if event.get("cat") == "gpu_memcpy" and way in event["name"]:
+                moved[way] += event["args"]["bytes"]
+    return moved
+
+
+def best_s(work: Callable[[], object]) -> float:
+    laps: list[float] = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began_at_s = time.monotonic()
+        work()
+        torch.cuda.synchronize()
+        laps.append(time.monotonic() - began_at_s)
+    return min(laps)
+
+
+def compare_rounds(numel: int) -> None:
+    """Print the table of `round`."""
+    from zeroband.config.outer import OuterSGDConfig
+    from zeroband.kernels.codec import CODECS
+    from zeroband.outer.device_state import DeviceState
+    from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
+    from zeroband.outer.optimizer import OuterSGD
+    from zeroband.parallel import init_local_mesh
+
+    codec, optimizer = CODECS["int8"], OuterSGD(OuterSGDConfig())
+    model = model_of(numel)
+    layout, shards = FlatLayout.of(model), parameter_shards(model)
+    places, n = ShardMap(layout, 0, 1), layout.numel
+    local = init_local_mesh({})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        buffers = SharedBuffers(Path(folder), n, local)
+        buffers.open("params", "momentum", "contribution", "result")
+        params, momentum, contribution = (buffers[name] for name in ("params", "momentum", "contribution"))
+        places.store(shards, params)
+        gpu, state = torch.device("cuda"), {"params": params, "momentum": momentum}
+        device = DeviceState(buffers, places, optimizer, gpu, lambda: shards, **state)
+
+        def send_from_gpu() -> None:
+            device.contribute()
+            device.encode_borders()
+
+        def send_from_cpu() -> Tensor:
+            outer = dict(places.parts(params, shards))
+            for name, out in places.parts(contribution, shards):
+                optimizer.contribution(outer[name], shards[name].to("cpu").reshape(-1), out)
+            return codec.encode(contribution)
+
+        device.encoded.result.copy_(codec.encode(1e-3 * torch.randn(n)))
+        ways: list[tuple[str, str, Callable[[], object]]] = [
+            ("GPU", "contribution", send_from_gpu),
+            ("GPU", "step on the GPU, inner parameters", lambda: device.take_step(outer_step=1)),
+            ("CPU", "contribution, encoded", send_from_cpu),
+            ("CPU", "inner parameters", lambda: places.load(shards, params)),
+        ]
+        print(f"\n{n / 1e6:.1f} M bfloat16 parameters, int8, one rank\n")
+        print("| outer state | work | bytes from the GPU, each parameter | to it | s, best |\n|---|---|---|---|---|")
+        for where, what, work in ways:
+            work()
+            moved = crossing(work)
+            took = f"{moved['DtoH'] / n:.4f} | {moved['HtoD'] / n:.4f} | {best_s(work):.4f}"
+            print(f"| {where} | {what} | {took} |", flush=True)
+    local.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["kernels", "round"])
+    parser.add_argument("--numel", type=int, default=1 << 28)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no NVIDIA GPU here; nothing is measured")
+    if "kernels" in arguments.what:
+        compare_kernels(arguments.numel)
+    if "round" in arguments.what:
+        compare_rounds(arguments.numel)
+
+
+if __name__ == "__main__":
+    main()

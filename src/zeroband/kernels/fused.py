@@ -1,0 +1,87 @@
+"""The two passes of an outer round over parameters on a GPU: what is sent is encoded, what came back is applied.
+
+Here in plain torch, as the truth and where there is no Triton; `gpu` has them as one kernel each. Both give the bytes
+of the codec `int8`, so whoever receives them decodes them like any others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from zeroband.kernels import reference
+
+_log = logging.getLogger(__name__)
+
+BLOCK = 256
+"""Values that share a scale, as in the codec `int8`."""
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """v <- momentum v + delta; params <- params - lr (delta + momentum v) with Nesterov, else params - lr v.
+
+    float32, one rounding for each operation.
+    """
+
+    lr: float
+    momentum: float
+    is_nesterov: bool
+
+
+class Passes(Protocol):
+    """Both passes; all tensors of a call on one device, contiguous."""
+
+    def encode_difference(self, outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
+        """Write the encoding of outer - inner; `has_bad` becomes 1 if a difference is not finite, else it stays.
+
+        Shapes: outer (n,) float32, inner (n,) float32 or bfloat16, n a multiple of 256; scales (n / 256,) float32,
+        codes (n,) int8, has_bad (1,) int32. Where a difference is not finite its block holds nothing of use.
+        """
+        ...
+
+    def take_step(
+        self, scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
+    ) -> None:
+        """Take the outer step on an encoded mean in place, and start the inner parameters from the result.
+
+        Shapes: codes (n,) int8; scales (ceil((skip + n) / 256),) float32 of the blocks in which they lie, of whose
+        first one `skip` values come before; params and momentum (n,) float32; inner (n,) float32 or bfloat16.
+        """
+        ...
+
+
+def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
+    """As `Passes` says."""
+    difference = outer - inner.to(torch.float32)
+    has_bad.logical_or_(~torch.isfinite(difference).all())
+    data = reference.encode_int8(difference, BLOCK)
+    border = 4 * scales.numel()
+    scales.copy_(data[:border].view(torch.float32))
+    codes.copy_(data[border:].view(torch.int8))
+
+
+def take_step(
+    scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
+) -> None:
+    """As `Passes` says."""
+    delta = scales.repeat_interleave(BLOCK)[skip : skip + codes.numel()] * codes.to(torch.float32)
+    momentum.mul_(step.momentum).add_(delta)
+    change = momentum.mul(step.momentum).add_(delta) if step.is_nesterov else momentum.clone()
+    params.sub_(change.mul_(step.lr))
+    inner.copy_(params)
+
+
+def passes_on(device: torch.device) -> Passes:
+    """What serves on a device: Triton on a GPU; plain torch, and it says so, where Triton is not installed."""
+    if device.type == "cuda":
+        try:
+            return cast(Passes, importlib.import_module("zeroband.kernels.gpu"))
+        except ImportError as error:
+            _log.warning("the outer round on the GPU runs in plain torch: %s; install triton", error)
+    return cast(Passes, importlib.import_module(__name__))

@@ -1,0 +1,99 @@
+"""The two passes of `fused` in Triton: everything is read once and written once.
+
+Importing needs triton, which comes with torch's CUDA wheels. They run on tensors of an NVIDIA GPU; with
+`TRITON_INTERPRET=1` in the environment, on CPU tensors. No multiply and add is fused, quotients are rounded to the
+nearest and subnormals kept, so every bit is that of `reference` and of `outer.optimizer.OuterSGD`.
+"""
+
+# Triton has no type stubs, and a kernel's parameters are what it is launched with.
+# pyright: reportMissingTypeStubs=false, reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zeroband.kernels import reference
+from zeroband.kernels.fused import BLOCK, OuterStep
+
+_TILE = 8
+"""Blocks that one program takes."""
+
+_WARPS = 4
+_TINY = tl.constexpr(reference.TINY)
+_MOST = tl.constexpr(float(reference.LARGEST / 127))
+"""Of a scale, so that decoding cannot overflow."""
+
+_MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2^23: what is added and taken away again is rounded to the nearest integer, ties to even."""
+
+_INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def encode_kernel(outer, inner, scales, codes, has_bad, blocks, block: tl.constexpr, tile: tl.constexpr):
+    """Of `tile` blocks: difference, largest value, scale, codes."""
+    rows = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    at = rows[:, None] * block + tl.arange(0, block)[None, :]  # (tile, block)
+    is_there = rows < blocks
+    mask = is_there[:, None]
+    delta = tl.load(outer + at, mask=mask, other=0.0) - tl.load(inner + at, mask=mask, other=0.0).to(tl.float32)
+    bits = delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(bits, axis=1)  # (tile,); at least _INFINITE where a value is not finite
+    tl.store(has_bad, 1, mask=tl.max(top, axis=0) >= _INFINITE)
+    largest = top.to(tl.float32, bitcast=True)
+    is_tiny = largest < _TINY
+    scale = tl.minimum(tl.div_rn(largest, 127.0), _MOST)
+    inverse = tl.where(is_tiny, 0.0, tl.div_rn(127.0, tl.where(is_tiny, 1.0, largest)))
+    rounded = (delta * inverse[:, None] + _MAGIC) - _MAGIC
+    tl.store(codes + at, rounded.to(tl.int8), mask=mask)
+    tl.store(scales + rows, tl.where(is_tiny, 0.0, scale), mask=is_there)
+
+
+@triton.jit
+def step_kernel(
+    scales, codes, skip, params, momentum, inner, n, lr, mu,
+    is_nesterov: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Of `tile` blocks: decoded, the outer step, written to all three."""
+    rows = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    at = rows[:, None] * block + tl.arange(0, block)[None, :] - skip  # (tile, block)
+    mask = (at >= 0) & (at < n)
+    scale = tl.load(scales + rows, mask=rows * block < n + skip, other=0.0)
+    delta = tl.load(codes + at, mask=mask, other=0).to(tl.float32) * scale[:, None]
+    velocity = tl.load(momentum + at, mask=mask, other=0.0) * mu + delta
+    change = velocity
+    if is_nesterov:
+        change = velocity * mu + delta
+    theta = tl.load(params + at, mask=mask, other=0.0) - change * lr
+    tl.store(momentum + at, velocity, mask=mask)
+    tl.store(params + at, theta, mask=mask)
+    tl.store(inner + at, theta.to(inner.dtype.element_ty), mask=mask)
+
+
+def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
+    """As `fused.Passes` says. Does not wait for the GPU."""
+    blocks = scales.numel()
+    if outer.numel() != blocks * BLOCK:
+        raise ValueError(f"{blocks} scales are those of {blocks * BLOCK} values, there are {outer.numel()}")
+    if blocks:
+        encode_kernel[(triton.cdiv(blocks, _TILE),)](
+            outer, inner, scales, codes, has_bad, blocks,
+            block=BLOCK, tile=_TILE, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def take_step(
+    scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
+) -> None:
+    """As `fused.Passes` says. Does not wait for the GPU."""
+    n, blocks = codes.numel(), scales.numel()
+    if triton.cdiv(skip + n, BLOCK) != blocks:
+        raise ValueError(f"{n} values behind {skip} lie in {triton.cdiv(skip + n, BLOCK)} blocks, not in {blocks}")
+    if n:
+        step_kernel[(triton.cdiv(blocks, _TILE),)](
+            scales, codes, skip, params, momentum, inner, n, step.lr, step.momentum,
+            is_nesterov=step.is_nesterov, block=BLOCK, tile=_TILE, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

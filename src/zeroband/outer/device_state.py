@@ -1,0 +1,255 @@
+"""The outer state of a rank's shards on its GPU, so that a round moves one byte a parameter over PCIe each way.
+
+The canonical state stays in shared memory: the CPU takes the same outer steps there, from the same encoded mean, with
+the same bits, so nothing has to be copied back for a digest, a checkpoint or a joiner. What lies on the GPU is a copy
+that follows it; it is loaded anew where the state comes from elsewhere, and a part of it is compared in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroband.config.outer import DilocoConfig
+from zeroband.errors import ConfigError
+from zeroband.kernels.codec import CODECS, Codec
+from zeroband.kernels.fused import BLOCK, passes_on
+from zeroband.outer.flat import ShardMap, SharedBuffers
+from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.transaction import CONTRIBUTION
+from zeroband.plane.engine import Encoded
+
+_CODEC = CODECS["int8"]
+_ENCODED, _ENCODED_RESULT = "encoded", "encoded-result"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a shard lies in the flat state, and its copy on the GPU. Whole blocks are [first, last)."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    params: Tensor
+    momentum: Tensor
+
+
+def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> None:
+    """Raises ConfigError where `outer.state_device = "cuda"` is not possible on this node."""
+    if config.state_device == "cpu":
+        return
+    way_out = 'or set outer.state_device = "cpu"'
+    if device.type != "cuda":
+        raise ConfigError(f"outer.state_device = 'cuda': this node trains on {device.type}; give it a GPU, {way_out}")
+    if codec != _CODEC:
+        raise ConfigError(
+            f"outer.state_device = 'cuda' encodes as int8 and the nodes of this run exchange {codec.name}; set "
+            f"comm.backend = 'native' and comm.codec = 'int8' on all nodes, {way_out}"
+        )
+    if (config.fragments, config.overlap, config.merge, config.clip_to_median) != (1, 0, "overwrite", False):
+        raise ConfigError(
+            "outer.state_device = 'cuda' goes with rounds of the whole model that training waits for; leave "
+            f"outer.fragments, overlap, merge and clip_to_median as they are, {way_out}"
+        )
+    if config.optimizer.lr == 1 and config.optimizer.momentum == 0:
+        raise ConfigError(
+            "outer.state_device = 'cuda' sends differences, and outer.optimizer.lr = 1 with momentum = 0 averages the "
+            f"parameters themselves; set another lr or momentum, {way_out}"
+        )
+
+
+class DeviceState:
+    """Also the replica (`outer.replica`) of a node that waits for every round. Its parameters are the model's.
+
+    Made, and its methods called, by all local ranks, but for `encode_borders`. `buffers`: with an open contribution
+    buffer, where values of blocks that several shards share meet. `model_shards`: this rank's, by name, on the device.
+    `params`, `momentum`: the canonical state, (n,) float32 on CPU.
+    """
+
+    def __init__(
+        self,
+        buffers: SharedBuffers,
+        shards: ShardMap,
+        optimizer: OuterSGD,
+        device: torch.device,
+        model_shards: Callable[[], Mapping[str, Tensor]],
+        *,
+        params: Tensor,
+        momentum: Tensor,
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._passes = passes_on(device)
+        self._model_shards = model_shards
+        self._canonical = params, momentum
+        self._contribution = buffers[CONTRIBUTION]
+        self._taken_step: int | None = None
+        """The outer step with which the GPU is ahead of `settle`."""
+        numel = buffers.numel
+        for name in (_ENCODED, _ENCODED_RESULT):
+            buffers.open_bytes(name, _CODEC.encoded_size(numel))
+        self.encoded = Encoded(buffers.bytes_of(_ENCODED), buffers.bytes_of(_ENCODED_RESULT))
+        _pin(self.encoded.contribution, device)
+        _pin(self.encoded.result, device)
+        self._sent, self._came = _halves(self.encoded.contribution, numel), _halves(self.encoded.result, numel)
+        self._borders = _between(shards.all_ranges(), numel)
+        self._places: dict[str, _Place] = {}
+        for name, (start, stop) in shards.ranges().items():
+            first, last = _whole_blocks(start, stop)
+            room = [torch.empty(stop - start, dtype=torch.float32, device=device) for _ in range(2)]
+            self._places[name] = _Place(start, stop, first, last, *room)
+        self._load()
+
+    def _load(self) -> None:
+        """Take over the canonical state: 8 bytes a parameter."""
+        for place in self._places.values():
+            for ours, canonical in zip((place.params, place.momentum), self._canonical, strict=True):
+                ours.copy_(canonical[place.start : place.stop])
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    def contribute(self) -> list[str]:
+        """Encode outer minus inner parameters into shared memory; the names of those that are not finite somewhere.
+
+        Returns when all of it is there, but for `encode_borders`.
+        """
+        shards = self._model_shards()
+        has_bad = torch.zeros(len(self._places), dtype=torch.int32, device=self._device)
+        spoilt_borders: set[str] = set()
+        for i, (name, place) in enumerate(self._places.items()):
+            inner = shards[name].detach().view(-1)
+            self._encode(place, inner, has_bad[i : i + 1])
+            if not self._write_borders(place, inner):
+                spoilt_borders.add(name)
+        flags: list[int] = has_bad.tolist()  # waits for the GPU, and so for the copies too
+        return [n for n, is_bad in zip(self._places, flags, strict=True) if is_bad or n in spoilt_borders]
+
+    def _encode(self, place: _Place, inner: Tensor, has_bad: Tensor) -> None:
+        first, last, blocks = place.first, place.last, (place.last - place.first) // BLOCK
+        if blocks == 0:
+            return
+        part = slice(first - place.start, last - place.start)
+        scales = torch.empty(blocks, dtype=torch.float32, device=self._device)
+        codes = torch.empty(last - first, dtype=torch.int8, device=self._device)
+        self._passes.encode_difference(place.params[part], inner[part], scales, codes, has_bad)
+        all_scales, all_codes = self._sent
+        all_scales[first // BLOCK : last // BLOCK].copy_(scales, non_blocking=True)
+        all_codes[first:last].copy_(codes, non_blocking=True)
+
+    def _write_borders(self, place: _Place, inner: Tensor) -> bool:
+        """Differences outside whole blocks, as they are; False if one is not finite."""
+        is_finite = True
+        for start, stop in ((place.start, place.first), (place.last, place.stop)):
+            if stop > start:
+                part, out = slice(start - place.start, stop - place.start), self._contribution[start:stop]
+                out.copy_(place.params[part] - inner[part].to(torch.float32))
+                is_finite = is_finite and bool(torch.isfinite(out).all())
+        return is_finite
+
+    def encode_borders(self) -> None:
+        """Encode the blocks that several shards share. One rank, when all have contributed finite values."""
+        all_scales, all_codes = self._sent
+        for start, stop in self._borders:
+            scales, codes = _halves(_CODEC.encode(self._contribution[start:stop]), stop - start)
+            all_scales[start // BLOCK : start // BLOCK + scales.numel()].copy_(scales)
+            all_codes[start:stop].copy_(codes)
+
+    def take_step(self, *, outer_step: int) -> None:
+        """Take the outer step on the encoded mean and start the inner parameters from the result. Does not wait.
+
+        The canonical state takes the same step before `receive` or `restart`.
+        """
+        step, shards = self._optimizer.step_at(outer_step), self._model_shards()
+        self._taken_step = outer_step
+        all_scales, all_codes = self._came
+        for name, place in self._places.items():
+            block, end = place.start // BLOCK, -(-place.stop // BLOCK)
+            scales = all_scales[block:end].to(self._device, non_blocking=True)
+            codes = all_codes[place.start : place.stop].to(self._device, non_blocking=True)
+            inner, skip = shards[name].detach().view(-1), place.start - block * BLOCK
+            self._passes.take_step(scales, codes, skip, place.params, place.momentum, inner, step)
+
+    def _settle(self, outer_step: int) -> None:
+        """Wait for the step, and compare the parameters of one shard, another one after each step."""
+        names = list(self._places)
+        name = names[outer_step % len(names)]
+        place = self._places[name]
+        if not torch.equal(place.params.cpu(), self._canonical[0][place.start : place.stop]):
+            raise RuntimeError(
+                f"after outer step {outer_step} the GPU holds other outer parameters for {name} than the CPU; its "
+                "arithmetic or its memory is at fault: start this node again, with outer.state_device = 'cpu' if it "
+                "comes again"
+            )
+
+    # -- a replica ----------------------------------------------------------------------------------------------
+
+    @property
+    def anchor(self) -> Tensor:
+        return self._canonical[0]
+
+    def sent(self, turn: int, share: float, outer_step: int) -> None:
+        """Nothing: no round travels beside training (`require_device`)."""
+
+    def expect(self, turn: int) -> None:
+        self.restart(turn)
+
+    def receive(self, turn: int) -> None:
+        self.restart(turn)
+
+    def restart(self, turn: int) -> None:
+        """Train from the outer parameters: those of the step just taken, else the canonical ones, loaded anew.
+
+        Raises RuntimeError where the GPU and the CPU came to other values.
+        """
+        step, self._taken_step = self._taken_step, None
+        if not self._places:
+            return
+        if step is not None:
+            self._settle(step)
+            return
+        self._load()
+        shards = self._model_shards()
+        for name, place in self._places.items():
+            shards[name].detach().view(-1).copy_(place.params)
+
+
+def _whole_blocks(start: int, stop: int) -> tuple[int, int]:
+    """The blocks inside a range; an empty range at its start where there is none."""
+    first, last = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+    return (first, last) if first < last else (start, start)
+
+
+def _between(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """What the whole blocks of these ranges leave over: at multiples of the block, but for the end."""
+    left: list[tuple[int, int]] = []
+    at = 0
+    for first, last in sorted(_whole_blocks(*one) for one in ranges):
+        if first < last:
+            if at < first:
+                left.append((at, first))
+            at = last
+    return [*left, (at, numel)] if at < numel else left
+
+
+def _halves(data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Scales and codes of an encoding, as views."""
+    border = 4 * -(-numel // BLOCK)
+    return data[:border].view(torch.float32), data[border:].view(torch.int8)
+
+
+def _pin(tensor: Tensor, device: torch.device) -> None:
+    """Let the GPU copy to and from a mapped buffer by itself. Raises ConfigError where its driver refuses."""
+    if device.type != "cuda":
+        return
+    driver = torch.cuda.cudart()
+    assert driver is not None
+    error = int(driver.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
+    if error:
+        raise ConfigError(
+            f"the GPU's driver does not map {tensor.numel()} bytes of shared memory (cudaHostRegister: error {error}); "
+            'set outer.state_device = "cpu"'
+        )

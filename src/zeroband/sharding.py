@@ -1,0 +1,34 @@
+"""Which tensors and modules FSDP2 has sharded, asked without loading it.
+
+Its modules take as long to import as the rest of torch (sympy is among what they load), and a node of one rank in
+float32 does without them: a DTensor can only be there where they are loaded already.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor, nn
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether a tensor is cut over the ranks of this node."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 gathers the parameters of a module and reduces their gradients."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory; all of it where it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
