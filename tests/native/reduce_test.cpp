@@ -53,7 +53,7 @@ void encoded_contribution_is_sent_as_it_is() {
             const auto codec = static_cast<CodecId>(id);
             Members members({3, 30011, codec, is_ring, false});
             auto running = members.start_all(1);
-            for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+            for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
             members.finish_all(running);
             const std::vector<float> expected = members.out[0];
             const std::vector<uint8_t> encoded = members.encoding(0);
@@ -67,7 +67,7 @@ void encoded_contribution_is_sent_as_it_is() {
                 }
                 running[member] = members.engines[member]->start(std::move(spec), members.links);
             }
-            for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+            for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
             members.finish_all(running);
             const size_t bytes = expected.size() * sizeof(float);
             REQUIRE(is_ring || std::memcmp(members.out[1].data(), expected.data(), bytes) == 0);
