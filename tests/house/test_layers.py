@@ -19,8 +19,8 @@ LAYERS = (
     {"fetcher", "node", "offline", "plane_parts", "restorer"},
     {"parts"},
     {"entry", "report", "snapshots"},
-    {"cluster", "train"},
-    {"chaos", "cli", "ctl", "demo", "doctor", "plan"},
+    {"cluster", "plan", "train"},
+    {"chaos", "cli", "compare", "ctl", "demo", "doctor"},
 )
 """From the bottom: files and folders directly below the package."""
 
