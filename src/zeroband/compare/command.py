@@ -69,12 +69,16 @@ class Comparison:
         limit_s = 60 * options.limit_minutes
         self._runner = Runner(options.out, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped)
         self.outcomes: list[Outcome] = []
+        self._trials: dict[tuple[str, float, int], Trial] = {}
         planned = [self._trial(arm, lr, options.seeds[0]) for arm in options.methods for lr in self._lrs]
         more_seeds = [self._trial(arm, self._lrs[0], seed) for arm in options.methods for seed in options.seeds[1:]]
         self._work = total_work([*planned, *more_seeds])
 
     def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
-        return trial(self._options, arm, lr, seed, start=self._start_digest)
+        key = (arm.name, lr, seed)
+        if key not in self._trials:
+            self._trials[key] = trial(self._options, arm, lr, seed, start=self._start_digest)
+        return self._trials[key]
 
     def run(self, console: Console) -> None:
         """Until all runs are over; the page is written after each. Raises Stopped, RunFailed for the common start."""

@@ -180,6 +180,14 @@ def _listed(value: Any) -> list[Any]:
     return value.split(",") if isinstance(value, str) else list(value)
 
 
+def _arms(value: Any) -> tuple[Arm, ...]:
+    return parse_arms(_listed(value))
+
+
+def _lrs(value: Any) -> tuple[float, ...]:
+    return tuple(sorted({float(part) for part in _listed(value)}))
+
+
 def _seeds(value: Any) -> tuple[int, ...]:
     """`2` means seeds 0 and 1; a list names them."""
     if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
@@ -188,12 +196,12 @@ def _seeds(value: Any) -> tuple[int, ...]:
 
 
 _READERS: Mapping[str, Any] = {
-    "methods": lambda value: parse_arms(_listed(value)),
+    "methods": _arms,
     "title": str,
     "seeds": _seeds,
     "nodes": int,
     "inner_steps": int,
-    "lrs": lambda value: tuple(sorted({float(part) for part in _listed(value)})),
+    "lrs": _lrs,
     "tries": int,
     "warm_steps": int,
     "warm_lr": float,

@@ -69,7 +69,7 @@ class Bar:
         self._say(line)
 
     def _say(self, line: str) -> None:
-        self._progress.console.print(line, highlight=False, markup=False)
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _show(self, more: float) -> None:
         done = self._done + more

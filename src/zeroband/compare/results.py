@@ -92,9 +92,9 @@ class ResultFiles:
 
 
 def _from_record(record: Mapping[str, Any]) -> Outcome:
-    values: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
     if record["format"] != FORMAT:
         raise ValueError(f"format {record['format']}")
+    values: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
     values["points"] = tuple(Point(**point) for point in record["points"])
     values["measured"] = None if record["measured"] is None else Measured(**record["measured"])
     return Outcome(**values)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from zeroband.checkpoint.layout import folder_of
 from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.storage import open_storage
@@ -22,6 +20,7 @@ from zeroband.compare.results import Outcome, Point, finite
 from zeroband.compare.trials import Trial, start_flags
 from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
+from zeroband.offline.arguments import device_of
 from zeroband.offline.directory import write_directory
 from zeroband.offline.evaluate import evaluate_checkpoint
 from zeroband.offline.opened import open_trained
@@ -135,6 +134,6 @@ class Runner:
         points: list[Point] = []
         for step in steps:
             where = str(self._checkpoints / run_id / folder_of(step))
-            result = evaluate_checkpoint(where, torch.device("cpu"), samples=self._samples)
+            result = evaluate_checkpoint(where, device_of(None), samples=self._samples)
             points.append(Point(step, finite(result.loss)))
         return tuple(points)

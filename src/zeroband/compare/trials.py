@@ -21,7 +21,7 @@ from zeroband.config.schema import RunConfig
 WARM_SEED = 271828
 """Of the common start's data, so that no run begins with the samples that it has just seen."""
 
-_OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "train.init_from", "ckpt.path", "ckpt.retry_s")
+_OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.init_from", "ckpt.path", "ckpt.retry_s")
 _SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
 _QUIET = ("--export=none", "--resume=none", "--observe.sample-prompt=none", "--observe.wandb=none")
 
