@@ -3,7 +3,7 @@
 Eight real nodes on this machine train with DiLoCo; one takes three times as long for an inner step. In the second run a
 node leaves every few rounds (exponential gaps, in turns asked to and killed) and comes back about two rounds later.
 
-    python bench/churn.py [--steps 800] [--every-rounds 3] [--seed 0]
+    python bench/churn.py [--nodes 8] [--steps 800] [--every-rounds 3] [--seed 0]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.cluster import LocalCluster
 from zeroband.offline.evaluate import evaluate_checkpoint
 
-NODES, INNER_STEPS, BATCH, LENGTH = 8, 20, 8, 64
+INNER_STEPS, BATCH, LENGTH = 20, 8, 64
 SLOW_STEP_S = 1.5
 """Of the straggler; about three times what a step of eight nodes on two cores takes."""
 KEPT = 2
@@ -62,21 +62,21 @@ class Run:
 
 
 @contextmanager
-def cluster_of(folder: Path, steps: int) -> Iterator[LocalCluster]:
+def cluster_of(folder: Path, nodes: int, steps: int) -> Iterator[LocalCluster]:
     arguments = (*TASK, f"--train.total-steps={steps}", f"--ckpt.path={folder / 'ck'}")
-    with LocalCluster(folder / "runs", arguments, nodes=NODES, run_id="run", env={"OMP_NUM_THREADS": "1"}) as cluster:
-        for number in range(NODES):
-            slow = ["--fault.inject", f"inner@+0=TAKES{SLOW_STEP_S}"] if number == NODES - 1 else []
+    with LocalCluster(folder / "runs", arguments, nodes=nodes, run_id="run", env={"OMP_NUM_THREADS": "1"}) as cluster:
+        for number in range(nodes):
+            slow = ["--fault.inject", f"inner@+0=TAKES{SLOW_STEP_S}"] if number == nodes - 1 else []
             cluster.start(arguments=slow)
         yield cluster
 
 
-def train(steps: int, every_rounds: float | None, seed: int) -> Run:
+def train(nodes: int, steps: int, every_rounds: float | None, seed: int) -> Run:
     """A run, with departures where there is a gap for them."""
     found = Run()
     with tempfile.TemporaryDirectory(prefix="zeroband-bench-") as name:
         folder = Path(name)
-        with cluster_of(folder, steps) as cluster:
+        with cluster_of(folder, nodes, steps) as cluster:
             began_s = time.monotonic()
             if every_rounds is not None:
                 found.departures = churn(cluster, every_rounds, random.Random(seed))
@@ -126,15 +126,16 @@ def loss_at(curve: Sequence[tuple[int, float]], tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--every-rounds", type=float, default=3.0, help="mean gap between two departures")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    static = train(arguments.steps, None, arguments.seed)
-    moving = train(arguments.steps, arguments.every_rounds, arguments.seed)
+    static = train(arguments.nodes, arguments.steps, None, arguments.seed)
+    moving = train(arguments.nodes, arguments.steps, arguments.every_rounds, arguments.seed)
     tokens = min(static.curve[-1][0], moving.curve[-1][0])
     at_static, at_moving = loss_at(static.curve, tokens), loss_at(moving.curve, tokens)
-    print(f"{os.cpu_count()} cores, {NODES} nodes, {moving.departures} departures")
+    print(f"{os.cpu_count()} cores, {arguments.nodes} nodes, {moving.departures} departures")
     print("| run | tokens | held-out loss there | of static | goodput | wall |\n|---|---|---|---|---|---|")
     for name, found, loss in (("static", static, at_static), ("churn", moving, at_moving)):
         ratio = f"{loss:.4f} | {loss / at_static:.4f}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,7 +61,10 @@ class Links:
         return self._numbers.setdefault(node, len(self._numbers))
 
     def prefix(self, node: str) -> list[str]:
-        return self._wan.prefix(self._number(node))
+        program, *rest = self._wan.prefix(self._number(node))
+        found = shutil.which(program)  # nodes are started by an absolute path
+        assert found is not None
+        return [found, *rest]
 
     def address(self, node: str) -> str:
         return self._wan.address(self._number(node))

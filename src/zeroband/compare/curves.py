@@ -15,6 +15,8 @@ class Series:
     """One line of a chart."""
 
     name: str
+    number: int
+    """Of the method in the table: the same colour in every chart."""
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
@@ -55,14 +57,14 @@ def _seconds(row: Row, share: float) -> float:
 def _series(rows: Sequence[Row], x_of: Callable[[Row, float], float]) -> tuple[Series, ...]:
     """The mean over the seeds at each place; without places at 0, and methods that have none."""
     found: list[Series] = []
-    for row in rows:
+    for place, row in enumerate(rows):
         if row.measured is None:
             continue
         last = row.runs[0].points[-1].step
         places = [(point.step / last, _mean_loss(row, number)) for number, point in enumerate(row.runs[0].points)]
         shown = [(x_of(row, share), loss) for share, loss in places if loss is not None and x_of(row, share) > 0]
         if shown:
-            found.append(Series(row.arm, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
+            found.append(Series(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
     return tuple(found)
 
 

@@ -55,7 +55,7 @@ def draw(chart: Chart) -> str:
         f"{escape(chart.y_label)}</text>",
     ]
     for number, series in enumerate(chart.series):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = COLOURS[series.number % len(COLOURS)]
         points = [(x.at(a), y.at(b)) for a, b in zip(series.xs, series.ys, strict=True)]
         path = " ".join(f"{a},{b}" for a, b in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
