@@ -27,7 +27,9 @@ def test_methods_are_compared_from_one_start_and_kept(
     asked += ["--warm-steps=20", "--warm-lr=1e-2", "--optim.adamw.lr=1e-4", "--points=2", "--samples=32"]
     asked += [*TINY, f"--data.cache-dir={tmp_path / 'cache'}", f"--out={tmp_path / 'out'}"]
     assert cli.main(asked) == 0
-    outcomes = {one["arm"]: one for one in map(json.loads, map(Path.read_text, (tmp_path / "out/results").iterdir()))}
+    outcomes = {
+        one["arm"]: one for one in map(json.loads, map(Path.read_text, (tmp_path / "runs/compare-results").iterdir()))
+    }
     for arm, nodes, rounds in (("single", 1, 0), ("diloco-fp32", 2, 2)):
         outcome: dict[str, Any] = outcomes[arm]
         counters = outcome["measured"]

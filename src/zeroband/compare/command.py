@@ -29,7 +29,7 @@ from zeroband.compare.results import Outcome, ResultFiles
 from zeroband.compare.runner import RunFailed, Runner, Stopped
 from zeroband.compare.search import Losses, best_lr, next_lr
 from zeroband.compare.table import Row, row_of
-from zeroband.compare.trials import Trial, total_work, trial, warm_up
+from zeroband.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import load_config
 from zeroband.errors import ConfigError
@@ -64,7 +64,7 @@ class Comparison:
         self._options, self._command = options, command
         self._config = load_config(options.arguments, {})
         self._lrs = options.lrs or (self._config.optim.adamw.lr,)
-        self._files = ResultFiles(options.out / "results")
+        self._files = ResultFiles(shared_folder("results"))
         self._start_digest = warm_up(options)[1] if options.warm_steps else ""
         limit_s = 60 * options.limit_minutes
         self._runner = Runner(options.out, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped)
@@ -97,7 +97,7 @@ class Comparison:
         if not self._options.warm_steps:
             return None
         arguments, digest = warm_up(self._options)
-        out = Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / "compare-starts" / digest / "model"
+        out = shared_folder("starts") / digest / "model"
         if not out.exists():
             samples = self._options.warm_steps * self._options.nodes * self._config.train.batch_size
             bar.add(samples)

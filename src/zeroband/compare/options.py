@@ -54,7 +54,7 @@ class Options:
     claims: tuple[Claim, ...] = field(default=())
     """What the figures should show, checked at the end."""
     out: Path = Path("runs/compare")
-    """Where results, the page and the figures go."""
+    """Where the page, the figures and the files of the runs go."""
 
     @property
     def wan(self) -> Link:
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-s", help="seconds of an inner step for it")
     parser.add_argument("--limit-minutes", help="of one run")
     parser.add_argument("--title", help="of the page")
-    parser.add_argument("--out", help="folder for results and page")
+    parser.add_argument("--out", help="folder for the page and the runs")
     return parser
 
 

@@ -1,16 +1,18 @@
-"""One run to make: a method, a learning rate, a seed; the flags that it is, and the digest of them. Pure."""
+"""One run to make: a method, a learning rate, a seed; the flags that it is, and the digest of all it depends on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zeroband import __version__
+import zeroband
 from zeroband.compare.methods import NO_STORE, Arm, flags_of
 from zeroband.compare.options import Options
 from zeroband.compare.results import FORMAT
@@ -23,6 +25,8 @@ WARM_SEED = 271828
 
 _OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.init_from", "ckpt.path", "ckpt.retry_s")
 _SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
+_CODE = (".py", ".cpp", ".h", ".inl")
+_ONLY_LOOKS = ("chaos", "cli.py", "compare", "ctl.py", "demo", "doctor", "observe", "plan", "report.py")
 _QUIET = ("--export=none", "--resume=none", "--observe.sample-prompt=none", "--observe.wandb=none")
 
 
@@ -103,8 +107,24 @@ def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any]) -> str:
     for key in _OF_THIS_MACHINE:
         section, _, name = key.partition(".")
         plain[section].pop(name, None)
-    record = {"format": FORMAT, "version": __version__, "nodes": nodes, "config": plain, **about}
+    record = {"format": FORMAT, "code": code_digest(), "nodes": nodes, "config": plain, **about}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def code_digest() -> str:
+    """Of the code that trains: runs of another one are not these runs. What only looks or shows is left out."""
+    root, seen = Path(zeroband.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        unit = path.relative_to(root).parts[0]
+        if path.suffix in _CODE and unit not in _ONLY_LOOKS:
+            seen.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return seen.hexdigest()[:32]
+
+
+def shared_folder(name: str) -> Path:
+    """A folder that all comparisons share: what one has made serves the others, by digest."""
+    return Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / f"compare-{name}"
 
 
 def start_flags(start: Path | None) -> list[str]:

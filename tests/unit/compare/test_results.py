@@ -60,6 +60,7 @@ class Machine:
 
 
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, *flags: str) -> Comparison:
+    monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
     options = read_options(["--methods=ddp,diloco", "--lrs=1e-3,2e-3", f"--out={tmp_path}", "--seeds=2", *flags])
     comparison = Comparison(options, "zeroband compare ...")
