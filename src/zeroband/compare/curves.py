@@ -61,17 +61,17 @@ def _series(rows: Sequence[Row], x_of: Callable[[Row, float], float]) -> tuple[S
         if row.measured is None:
             continue
         last = row.runs[0].points[-1].step
-        places = [(point.step / last, _mean_loss(row, number)) for number, point in enumerate(row.runs[0].points)]
+        places = [(point.step / last, _mean_loss(row, point.step)) for point in row.runs[0].points]
         shown = [(x_of(row, share), loss) for share, loss in places if loss is not None and x_of(row, share) > 0]
         if shown:
             found.append(Series(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
     return tuple(found)
 
 
-def _mean_loss(row: Row, number: int) -> float | None:
-    losses = [run.points[number].loss for run in row.runs if number < len(run.points)]
-    known = [loss for loss in losses if loss is not None]
-    return statistics.mean(known) if known and len(known) == len(losses) else None
+def _mean_loss(row: Row, step: int) -> float | None:
+    """Over the seeds; None where one has none there: a checkpoint is skipped while the one before is being written."""
+    losses = [point.loss for run in row.runs for point in run.points if point.step == step and point.loss is not None]
+    return statistics.mean(losses) if len(losses) == len(row.runs) else None
 
 
 def ticks(low: float, high: float, *, is_log: bool) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def test_charts_draw_what_was_measured_within_their_frame() -> None:
         places = [tuple(map(float, point.split(","))) for point in points]
         assert len(places) == 2 * len(chart.series)
         assert all(64 <= x <= 530 and 16 <= y <= 334 for x, y in places)
+
+
+def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
+    first, second = outcome("ddp", 1e-3, 1.6), outcome("ddp", 1e-3, 1.8, seed=1)
+    second = replace(second, points=second.points[1:])
+    row = row_of(parse_arms(["ddp"])[0], [first, second], LINK, overlap_steps=0, step_s=None)
+    (line,) = charts([row], "8mbit,50ms")[0].series
+    assert (line.xs, line.ys) == ((20_000,), (pytest.approx(1.7),))
 
 
 def test_chart_without_a_line_says_so() -> None:
