@@ -148,7 +148,7 @@ def best_s(work: Callable[[], object]) -> float:
 
 def compare_rounds(numel: int) -> None:
     """Print the table of `round`."""
-    from zeroband.config.schema import OuterSGDConfig
+    from zeroband.config.outer import OuterSGDConfig
     from zeroband.kernels.codec import CODECS
     from zeroband.outer.device_state import DeviceState
     from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards

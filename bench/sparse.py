@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zeroband.outer.demo import DemoRule
+from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.outer.demo import momentum_rule
 from zeroband.outer.flat import FlatLayout, Slot
 from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.sparseloco import SparseLocoRule
+from zeroband.outer.sparseloco import error_rule
 
 _PAYLOADS = 4
 
@@ -37,7 +38,9 @@ def main() -> None:
     copy_s = _median_s(lambda: x.clone(), x, options.runs)
     print(f"{layout.numel} values on {x.device}, torch {torch.__version__}, {options.threads} threads")
     print(f"{'':<12}{'bytes':>10}{'2N/bytes':>10}{'ms per 1e6 values':>20}{'of a copy':>12}")
-    for name, feedback in (("DeMo", DemoRule().feedback(layout)), ("SparseLoCo", SparseLocoRule().feedback(layout))):
+    momentum = momentum_rule(DemoConfig(type="demo"), layout)
+    errors = error_rule(SparseLocoConfig(type="sparseloco"), layout)
+    for name, feedback in (("DeMo", momentum), ("SparseLoCo", errors)):
         codec = feedback.codec
         print(f"{name:<12}{codec.nbytes:>10}{2 * codec.numel / codec.nbytes:>10.1f}")
         payload = codec.check(codec.encode(x).payload)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from zeroband.checkpoint.hub_files import start_from
-from zeroband.config.schema import DdpConfig, RunConfig
+from zeroband.config.outer import DdpConfig, DemoConfig
+from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
@@ -20,7 +21,7 @@ from zeroband.faults import FaultPoints
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
 from zeroband.observe.log import get_logger
-from zeroband.optim import InnerOptimizer
+from zeroband.optim import InnerOptimizer, StepRule
 from zeroband.outer.losses import StepLoss
 from zeroband.parallel import LocalMesh, make_room, parallelize
 
@@ -82,7 +83,8 @@ def build_node(config: RunConfig, local: LocalMesh, departure: Departure) -> Nod
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
     is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
-    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp)
+    rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
+    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp, rule=rule)
     return NodeParts(
         config=config,
         node_id=node_id_of(config),

@@ -1,14 +1,15 @@
-"""The inner optimizer of a node: AdamW over the local shards and the schedule of its learning rate.
+"""The inner optimizer of a node: AdamW over the local shards, or steps by signs, and the schedule of its learning rate.
 
-Knows nothing of other nodes. Its whole state is two counters and two moments for each parameter. It calls the function
-behind torch.optim.AdamW: the class loads torch's compiler at its first step, seconds that most nodes have no use for.
+Knows nothing of other nodes. Its whole state is two counters and, with AdamW, two moments for each parameter. It calls
+the function behind torch.optim.AdamW: the class loads torch's compiler at its first step, seconds that most nodes have
+no use for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,11 @@ from zeroband.sharding import local_part
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CHUNK = 1 << 20
+"""Elements handled at a time, so that the temporary stays in the cache."""
+
+StepRule = Literal["adamw", "sign"]
+"""How gradients become a step; `sign` has no state, and what lies in the gradients was made for it by DeMo."""
 
 
 def learning_rate(step: int, *, optim: OptimConfig, total_steps: int) -> float:
@@ -50,8 +56,19 @@ def _progress(step: int, start: float, stop: float) -> float:
     return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
 
 
+def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
+    """Step by the sign of an update, in place; any slice of one dimension. Where the update is 0 nothing moves.
+
+    One rounding for each operation, so that the bits do not depend on devices and slices.
+    """
+    for theta, q in zip(params.split(_CHUNK), update.split(_CHUNK), strict=True):
+        theta.sub_(q.sign().mul_(lr))
+
+
 class InnerOptimizer:
-    """AdamW and its learning-rate schedule as one stateful part.
+    """The update rule and its learning-rate schedule as one stateful part.
+
+    AdamW, or DeMo's theta <- theta (1 - lr weight_decay) - lr sign(gradient) (arXiv:2411.19870), which has no moments.
 
     The decay is decoupled, and of matrices and embeddings only: vectors (norms) are not decayed. Uses torch's fused
     kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
@@ -60,17 +77,28 @@ class InnerOptimizer:
     can be written into them before the first step.
     """
 
-    def __init__(self, model: nn.Module, optim: OptimConfig, *, total_steps: int, slice_exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        *,
+        total_steps: int,
+        slice_exact: bool = False,
+        rule: StepRule = "adamw",
+    ) -> None:
         self._names = dict(model.named_parameters())
         self._optim = optim
         self._total_steps = total_steps
+        self._rule: StepRule = rule
+        self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
+        """Of the state of each parameter."""
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
         self._is_fused = all(parameter.device.type in devices for parameter in self._names.values())
         self._step_count = 0
         self._states = {
             name: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+                **{moment: torch.zeros_like(parameter) for moment in self.moment_names},
             }
             for name, parameter in self._names.items()
         }
@@ -92,9 +120,10 @@ class InnerOptimizer:
 
     def step(self) -> None:
         """Update the parameters from their gradients and move on by one inner step."""
+        update = self._update if self._rule == "adamw" else self._step_by_signs
         with torch.no_grad():
-            self._update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)
-            self._update([name for name, p in self._names.items() if p.ndim < 2], 0.0)
+            update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)
+            update([name for name, p in self._names.items() if p.ndim < 2], 0.0)
         self._step_count += 1
 
     def _update(self, names: Iterable[str], weight_decay: float) -> None:
@@ -117,6 +146,14 @@ class InnerOptimizer:
             eps=config.eps,
             maximize=False,
         )
+
+    def _step_by_signs(self, names: Iterable[str], weight_decay: float) -> None:
+        for name in names:
+            gradient = self._names[name].grad
+            if gradient is not None:
+                theta = local_part(self._names[name].data).view(-1)
+                theta.mul_(1.0 - self.lr * weight_decay)
+                sign_step(theta, local_part(gradient).reshape(-1), lr=self.lr)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -146,11 +183,13 @@ class InnerOptimizer:
         return {
             name: (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
             for name, state in self._states.items()
+            if self.moment_names
         }
 
     def named_moments(self) -> dict[str, Tensor]:
         """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
-        return {f"{moment}.{name}": state[moment] for moment in _MOMENTS for name, state in self._states.items()}
+        states = self._states.items()
+        return {f"{moment}.{name}": state[moment] for moment in self.moment_names for name, state in states}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""

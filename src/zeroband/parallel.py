@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -114,9 +114,14 @@ def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
 
 def all_ok(flag: bool, mesh: LocalMesh) -> bool:
     """True on every rank when it is true on all of them."""
-    votes = torch.tensor([int(flag)])
+    return each_ok([flag], mesh)[0]
+
+
+def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
+    """The same for each of several flags, as many on all ranks."""
+    votes = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
-    return bool(votes.item())
+    return [bool(vote) for vote in votes.tolist()]
 
 
 def barrier(mesh: LocalMesh) -> None:

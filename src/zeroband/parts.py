@@ -20,8 +20,9 @@ from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.serving import StateServer
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config.load import shared_items
+from zeroband.config.outer import DilocoConfig, RoundsConfig
 from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import DdpConfig, DilocoConfig, RunConfig
+from zeroband.config.schema import RunConfig
 from zeroband.elastic.beginning import is_abandoned
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import (
@@ -41,9 +42,9 @@ from zeroband.node import NodeParts
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
+from zeroband.outer.build import build_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
-from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
@@ -51,7 +52,7 @@ from zeroband.outer.journal import Journal
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
-from zeroband.parallel import LocalMesh, all_ok
+from zeroband.parallel import LocalMesh, all_ok, barrier
 from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
 from zeroband.restorer import Restorer, SavedState, source_of
@@ -80,15 +81,15 @@ def shape_of(config: RunConfig) -> RunShape:
 
 
 def pace_of(config: RunConfig) -> Pace:
-    """How many inner steps this node makes in a round; DDP has rounds of one step."""
-    if not isinstance(config.outer, DilocoConfig):
+    """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
+    if not isinstance(config.outer, RoundsConfig):
         return Pace(1)
     return Pace(config.outer.phase_steps, config.outer.inner_seconds)
 
 
 def rules_of(config: RunConfig) -> Rules:
     """What the run asks of a round."""
-    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, DilocoConfig) else None
+    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, RoundsConfig) else None
     return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
 
 
@@ -227,7 +228,7 @@ class RunParts:
         if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
         sent = ShardMap(arranged(layout, fragments), local.rank, local.world_size)
-        every = config.ckpt.rounds_between(are_rounds_steps=isinstance(config.outer, DdpConfig))
+        every = config.ckpt.rounds_between(are_rounds_steps=not isinstance(config.outer, RoundsConfig))
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,
@@ -249,13 +250,8 @@ class RunParts:
             going_back=self._going_back(),
             memory=self.memory if local.rank == 0 else None,
         )
-        match config.outer:
-            case DilocoConfig():
-                return DiLoCo(parts, config.outer)
-            case DdpConfig():
-                return Ddp(parts, clip_norm=config.optim.clip_norm)
-            case None:
-                raise AssertionError("a run of several nodes has an outer algorithm")
+        assert config.outer is not None, "a run of several nodes has an outer algorithm"
+        return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
 
     def _going_back(self) -> GoingBack | None:
         config = self._node.config.rollback
@@ -338,15 +334,21 @@ class RunParts:
     def load_inner(self, step: int) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
 
-        Called by all local ranks. DDP has it in the outer state.
+        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all in the outer
+        state.
         """
         if isinstance(self.outer, Ddp):
             return True
-        has_inner = self.restorer.load_inner(step, self._node.inner, self._node.local)
-        if not all_ok(has_inner, self._node.local):
-            self._node.inner.forget_moments()
-            return False
-        return True
+        local, own = self._node.local, {name: self.buffers[name] for name in self.outer.local_sections}
+        has_inner = self.restorer.load_inner(step, self._node.inner, local, own if local.rank == 0 else {})
+        if all_ok(has_inner, local):
+            return True
+        self._node.inner.forget_moments()
+        for buffer in own.values():
+            if local.rank == 0:
+                buffer.zero_()
+        barrier(local)
+        return False
 
     def point_latest(self, step: int) -> None:
         """Whoever resumes begins with this step. Local rank 0."""

@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroband.config.schema import DdpConfig, RunConfig
+from zeroband.config.outer import DilocoConfig
+from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import DataPlane
@@ -120,7 +121,7 @@ def codec_of(config: RunConfig) -> Codec:
     """How this run encodes what it averages."""
     if config.comm.backend == "gloo":
         return CODECS["fp32"]
-    return CODECS[config.comm.codec or ("fp32" if isinstance(config.outer, DdpConfig) else "int8")]
+    return CODECS[config.comm.codec or ("int8" if isinstance(config.outer, DilocoConfig) else "fp32")]
 
 
 def require_native(*, is_sealed: bool) -> None:

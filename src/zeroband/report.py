@@ -168,6 +168,8 @@ class Report:
             "outer/clip": round.clip,
             "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
             "outer/received_bytes": sum(r.received_bytes for r in rounds),
+            "outer/payload_bytes": round.payload_bytes,
+            "outer/payload_ratio": None if not round.payload_bytes else 2 * self._parameters / round.payload_bytes,
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
         }
 
@@ -182,6 +184,8 @@ class Report:
             self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
         if round.is_left_out:
             self.events.emit("update_refused", round=round.round, reason="it is not finite")
+        for member_id, reason in round.refused:
+            self.events.emit("payload_refused", round=round.round, member_id=member_id, reason=reason)
         self.events.emit(
             "round_committed",
             round=round.round,

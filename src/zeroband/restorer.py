@@ -130,15 +130,21 @@ class Restorer:
         self._faults.at("restored", 0)
         return _saved(restored)
 
-    def load_inner(self, step: int, inner: InnerOptimizer, local: LocalMesh) -> bool:
+    def load_inner(
+        self, step: int, inner: InnerOptimizer, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
+    ) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read before; every local rank its shards.
 
+        `buffers`: flat ones, (n,) float32, to fill with what else the node saved of itself.
         False, with fresh moments, where this node is not in it, or what it saved of itself does not verify.
         """
+        from zeroband.checkpoint.inner_state import views_of  # loads FSDP2, for which one rank has no other use
+
+        wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
             checkpoint = open_checkpoint(self._storage, step)
             counters = checkpoint.node_state(self._node_id)
-            if counters is not None and checkpoint.read_inner(self._node_id, inner.named_moments()):
+            if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
                 inner.seek(inner.step_count, update_count=int(counters["update_count"]))
                 set_random_state(counters["random_states"], local)
                 return True

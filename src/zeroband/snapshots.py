@@ -22,7 +22,8 @@ from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
-from zeroband.config.schema import DilocoConfig, RunConfig
+from zeroband.config.outer import RoundsConfig
+from zeroband.config.schema import RunConfig
 from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
@@ -40,7 +41,6 @@ from zeroband.parts import RunParts
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
 _PARAMS = "params"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _log = get_logger(__name__)
 
@@ -58,12 +58,14 @@ class Staging:
         self.layout = FlatLayout.of(node.model)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
         self.outer: tuple[str, ...] = (_PARAMS,) if run is None else run.outer.sections
-        self.inner: tuple[str, ...] = () if run is not None and isinstance(run.outer, Ddp) else _MOMENTS
+        moments = () if run is not None and isinstance(run.outer, Ddp) else node.inner.moment_names
+        self._local_sections: tuple[str, ...] = () if run is None else run.outer.local_sections
+        self.inner = (*moments, *self._local_sections)
         folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
         if run is None:
             on_first_rank(self._local, lambda: _claim(config, node.node_id, stack))
         self._moments = [  # their places never change, and asking for them takes as long as copying a small model
-            {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(_MOMENTS))
+            {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(moments))
         ]
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
         self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
@@ -89,13 +91,12 @@ class Staging:
     def copy(self) -> None:
         """Copy this rank's part; when all ranks have returned, the copy is whole."""
         if self._run is not None:
-            for name in self.outer:
+            for name in (*self.outer, *self._local_sections):
                 self._part(self.buffers[f"{_STAGED}{name}"]).copy_(self._part(self._run.buffers[name]))
         shards: dict[str, dict[str, Tensor]] = {}
         if self._run is None:
             shards[_PARAMS] = parameter_shards(self._node.model)
-        if self.inner:
-            shards |= dict(zip(_MOMENTS, self._moments, strict=True))
+        shards |= dict(zip(self.inner, self._moments, strict=False))  # they come first
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._local.device))
             with torch.cuda.stream(self._stream):
@@ -171,8 +172,8 @@ class Snapshots:
         self._stall_s: float | None = None
         self._staged_round: int | None = None
         self._report: RoundReport | None = None
-        is_diloco = isinstance(node.config.outer, DilocoConfig)
-        self._every = self._config.rounds_between(are_rounds_steps=not is_diloco)
+        are_rounds_steps = not isinstance(node.config.outer, RoundsConfig)
+        self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps)
         self._layout_digest = FlatLayout.of(node.model).digest()
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ import pytest
 
 from zeroband.cluster import RedisServer
 from zeroband.config import RunConfig, load_config
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.departure import Departure
 from zeroband.model.size import parameter_count
 from zeroband.parallel import init_local_mesh
@@ -74,6 +74,8 @@ def trained(
     if outer and outer["type"] == "diloco":
         flags.append(f"--outer.inner_steps={outer.get('fragments', 1)}")
         flags += ["--outer.overlap=1"] if outer.get("overlap") else []
+    if outer and outer["type"] == "sparseloco":
+        flags.append("--outer.inner_steps=1")
     environ = {"ZERO_BAND_STORE__URL": redis_server.url} if outer else {}
     config = load_config([f"@{preset}", *flags], environ)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-// Bytes of a stranger who knows the key: the frame reader and the reduction behind it take anything without harm.
+// Bytes of a stranger who knows the key: the frame reader and the operation behind it take anything without harm.
 //
 // With clang: -fsanitize=fuzzer,address. Without: a main of its own mutates what an honest member would send.
 
@@ -10,11 +10,21 @@ using namespace zeroband;
 namespace {
 
 constexpr uint32_t PEER = 1;
+constexpr uint64_t NUMEL = 5003;
+
+enum Kind : unsigned { ALL_TO_ALL = 0, RING = 1, GATHER = 2, KINDS = 3 };
+
+// Member 0 or 1 of an operation of this kind.
+std::unique_ptr<Transfer> operation_of(Kind kind, uint32_t self, float* in, float* out) {
+    const auto pool = std::make_shared<PacketPool>();
+    if (kind == GATHER)
+        return std::make_unique<Gather>(gather_of({2, NUMEL, FP32, false, false}, self, 1, bytes_of(in), bytes_of(out)), pool);
+    return std::make_unique<Reduce>(spec_of({2, NUMEL, INT8, kind == RING, false}, self, 1, in, out), pool);
+}
 
 struct Target {
-    explicit Target(bool is_ring) : shape{2, 5003, INT8, is_ring, false}, in(shape.numel, 1.0f), out(shape.numel) {
-        reduce = std::make_unique<Reduce>(spec_of(shape, 0, 1, in.data(), out.data()), pool);
-        reduce->begin();
+    explicit Target(Kind kind) : in(NUMEL, 1.0f), out(2 * NUMEL), transfer(operation_of(kind, 0, in.data(), out.data())) {
+        transfer->begin();
     }
 
     // False: the stream would be closed.
@@ -23,13 +33,13 @@ struct Target {
         const FrameReader::Sink sink = {
             [this](const Frame& frame) {
                 using Verdict = FrameReader::Verdict;
-                if (!(frame.operation == reduce->spec().operation))
+                if (!(frame.operation == transfer->operation()))
                     return frame.operation.run == 7 ? Verdict::SKIP : Verdict::REFUSE;
-                return reduce->expects(PEER, frame) ? Verdict::TAKE : Verdict::REFUSE;
+                return transfer->expects(PEER, frame) ? Verdict::TAKE : Verdict::REFUSE;
             },
             [this](PacketPtr packet) {
                 std::vector<uint32_t> awakened;
-                reduce->receive(PEER, std::move(packet), awakened);
+                transfer->receive(PEER, std::move(packet), awakened);
             }};
         while (size > 0) {
             const FrameReader::Room room = reader.room();
@@ -44,17 +54,16 @@ struct Target {
         return true;
     }
 
-    const Case shape;
     std::vector<float> in, out;
-    std::shared_ptr<PacketPool> pool = std::make_shared<PacketPool>();
-    std::unique_ptr<Reduce> reduce;
+    const std::shared_ptr<PacketPool> pool = std::make_shared<PacketPool>();
+    const std::unique_ptr<Transfer> transfer;
 };
 
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size == 0) return 0;
-    Target target((data[0] & 1) != 0);
+    Target target(static_cast<Kind>(data[0] % KINDS));
     target.feed(data + 1, size - 1);
     return 0;
 }
@@ -64,13 +73,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 namespace {
 
 // What the other member would send if it spoke alone.
-std::vector<uint8_t> honest(bool is_ring) {
-    const Case shape{2, 5003, INT8, is_ring, false};
-    std::vector<float> in(shape.numel, 0.5f), out(shape.numel);
-    Reduce reduce(spec_of(shape, PEER, 1, in.data(), out.data()), std::make_shared<PacketPool>());
-    reduce.begin();
+std::vector<uint8_t> honest(Kind kind) {
+    std::vector<float> in(NUMEL, 0.5f), out(2 * NUMEL);
+    const auto transfer = operation_of(kind, PEER, in.data(), out.data());
+    transfer->begin();
     std::vector<uint8_t> sent;
-    while (PacketPtr packet = reduce.next(0))
+    while (PacketPtr packet = transfer->next(0))
         sent.insert(sent.end(), packet->header(), packet->payload() + packet->frame.payload_bytes);
     return sent;
 }
@@ -94,11 +102,13 @@ std::vector<uint8_t> mutated(std::vector<uint8_t> bytes, std::mt19937& random) {
 int main(int argc, char** argv) {
     const long rounds = argc > 1 ? std::atol(argv[1]) : 20000;
     std::mt19937 random(1);
-    const std::vector<uint8_t> seeds[2] = {honest(false), honest(true)};
-    REQUIRE(Target(false).feed(seeds[0].data(), seeds[0].size()));
-    REQUIRE(Target(true).feed(seeds[1].data(), seeds[1].size()));
+    std::vector<std::vector<uint8_t>> seeds;
+    for (const Kind kind : {ALL_TO_ALL, RING, GATHER}) {
+        seeds.push_back(honest(kind));
+        REQUIRE(Target(kind).feed(seeds[kind].data(), seeds[kind].size()));
+    }
     for (long round = 0; round < rounds; ++round) {
-        const size_t kind = random() % 2;
+        const size_t kind = random() % KINDS;
         std::vector<uint8_t> bytes{static_cast<uint8_t>(kind)};
         const std::vector<uint8_t> tail = mutated(seeds[kind], random);
         bytes.insert(bytes.end(), tail.begin(), tail.end());

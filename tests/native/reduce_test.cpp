@@ -39,7 +39,7 @@ void reductions_agree() {
                     Members members({world, 30011, static_cast<CodecId>(codec), is_ring, is_sealed});
                     for (uint64_t opening = 1; opening <= 2; ++opening) {
                         const auto running = members.start_all(opening);
-                        for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+                        for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
                         members.finish_all(running);
                         require_equal(members);
                     }
@@ -82,9 +82,9 @@ void late_member_is_waited_for() {
     Members members({3, 100003, INT8, false, true});
     std::vector<RunningPtr> running(3);
     for (const uint32_t member : {0u, 1u}) running[member] = members.start(member, 1);
-    REQUIRE(!running[0]->reduce.wait(0.05));
+    REQUIRE(!running[0]->transfer->wait(0.05));
     running[2] = members.start(2, 1);
-    for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+    for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
     members.finish_all(running);
     require_equal(members);
 }
@@ -97,14 +97,14 @@ void aborted_reduction_leaves_the_links_as_they_were() {
         std::vector<std::thread> threads;
         for (uint32_t member = 0; member < 4; ++member)
             threads.emplace_back([&, member] {
-                aborted[member]->reduce.wait(0.0005 * round);
+                aborted[member]->transfer->wait(0.0005 * round);
                 members.engines[member]->finish(aborted[member]);
             });
         for (auto& thread : threads) thread.join();
         for (auto* buffers : {&members.out, &members.error})
             for (auto& buffer : *buffers) std::fill(buffer.begin(), buffer.end(), 1e9f);  // nobody writes there any more
         const auto running = members.start_all(opening + 1);
-        for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+        for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
         members.finish_all(running);
         require_equal(members);
     }
@@ -115,8 +115,8 @@ void lost_link_ends_the_reduction_of_both() {
         Members members({3, 4000037, INT8, false, false});
         const auto running = members.start_all(1);
         members.engines[0]->drop_link(1);
-        REQUIRE(running[1]->reduce.wait(DEADLINE_S));
-        REQUIRE(running[1]->reduce.state() == PEER_LOST && running[1]->reduce.detail() == 0);
+        REQUIRE(running[1]->transfer->wait(DEADLINE_S));
+        REQUIRE(running[1]->transfer->state() == PEER_LOST && running[1]->transfer->detail() == 0);
         members.finish_all(running);
     }
 }
@@ -125,8 +125,8 @@ void value_that_is_not_finite_is_named() {
     Members members({2, 30011, INT8, false, false});
     members.in[1][20123] = std::nanf("");
     const auto running = members.start_all(1);
-    REQUIRE(running[1]->reduce.wait(DEADLINE_S));
-    REQUIRE(running[1]->reduce.state() == NOT_FINITE && running[1]->reduce.detail() == 20123);
+    REQUIRE(running[1]->transfer->wait(DEADLINE_S));
+    REQUIRE(running[1]->transfer->state() == NOT_FINITE && running[1]->transfer->detail() == 20123);
     members.finish_all(running);
 }
 
@@ -139,12 +139,12 @@ void held_member_sends_what_it_may() {
         spec.allowed = member == 0 ? 0.5 : 1.0;
         running.push_back(members.engines[member]->start(std::move(spec), members.links));
     }
-    while (!running[0]->reduce.has_sent_what_is_allowed()) std::this_thread::yield();
-    REQUIRE(!running[1]->reduce.wait(0.05));
-    const Traffic sent = running[0]->reduce.traffic(1);
+    while (!running[0]->transfer->has_sent_what_is_allowed()) std::this_thread::yield();
+    REQUIRE(!running[1]->transfer->wait(0.05));
+    const Traffic sent = running[0]->transfer->traffic(1);
     REQUIRE(sent.sent_bytes > 0 && sent.sent_bytes < sent.to_send_bytes);
     members.engines[0]->allow(running[0], 1.0);
-    for (const auto& one : running) REQUIRE(one->reduce.wait(DEADLINE_S) && one->reduce.state() == DONE);
+    for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
     members.finish_all(running);
     require_equal(members);
 }

@@ -1,4 +1,4 @@
-// What the native tests share: members of a reduction in one process, joined by socket pairs.
+// What the native tests share: members of an operation in one process, joined by socket pairs.
 #pragma once
 
 #include <sys/socket.h>
@@ -44,6 +44,20 @@ inline ReduceSpec spec_of(const Case& c, uint32_t self, uint64_t opening, const 
     }
     spec.bounds.push_back(c.numel);
     spec.chunk_numel = 1024;
+    spec.in = in;
+    spec.out = out;
+    return spec;
+}
+
+inline uint8_t* bytes_of(float* values) { return reinterpret_cast<uint8_t*>(values); }
+
+// Payloads of other lengths for each member, none longer than 4 * numel bytes.
+inline GatherSpec gather_of(const Case& c, uint32_t self, uint64_t opening, const uint8_t* in, uint8_t* out) {
+    GatherSpec spec;
+    spec.operation = {7, opening << 16, 1, 1, 0};
+    spec.self = self;
+    for (uint32_t member = 0; member < c.world; ++member) spec.lengths.push_back(4 * c.numel - 1500 * member);
+    spec.chunk_bytes = 1024;
     spec.in = in;
     spec.out = out;
     return spec;

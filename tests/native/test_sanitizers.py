@@ -51,8 +51,9 @@ def succeeds(*command: str | Path) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_reductions_aborts_and_losses_are_clean(build: Build, sanitizer: str) -> None:
-    succeeds(build("reduce_test", sanitizer))
+@pytest.mark.parametrize("program", ["reduce_test", "gather_test"])
+def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sanitizer: str) -> None:
+    succeeds(build(program, sanitizer))
 
 
 def test_frames_of_a_stranger_do_no_harm(build: Build) -> None:

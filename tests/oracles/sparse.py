@@ -81,12 +81,23 @@ def paste(flat: Tensor, where: tuple[slice, tuple[int, ...], range, range], chun
     matrix[rows.start : rows.stop, columns.start : columns.stop] = torch.tensor(chunk)
 
 
-def demo(problem: Problem, steps: int, *, chunk: int, k: int, lr: float, decay: float, share: float) -> list[Tensor]:
-    """The parameters after each step; values travel as they are."""
+def demo(
+    problem: Problem,
+    steps: int,
+    *,
+    chunk: int,
+    k: int,
+    lr: float,
+    decay: float,
+    share: float,
+    leaves: dict[int, int] | None = None,
+) -> list[Tensor]:
+    """The parameters after each step; values travel as they are. `leaves`: nodes, and the first step without them."""
     theta = problem.start()
     momenta = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
     history: list[Tensor] = []
     for step in range(1, steps + 1):
+        there = [m for m in range(problem.nodes) if step < (leaves or {}).get(m, steps + 1)]
         for m in range(problem.nodes):
             momenta[m] = decay * momenta[m] + lr * problem.gradient(m, step, theta)
         update = torch.zeros(problem.numel)
@@ -96,8 +107,10 @@ def demo(problem: Problem, steps: int, *, chunk: int, k: int, lr: float, decay: 
             sent = [largest(chunk_of, k) for chunk_of in coefficients]
             for q, values in zip(taken, sent, strict=True):
                 paste(q, where, dct(dense(values, coefficients[0]), is_inverse=True))
-            paste(update, where, dct(dense(mean_of_senders(sent), coefficients[0]), is_inverse=True))
+            mean_of_those = mean_of_senders([sent[m] for m in there])
+            paste(update, where, dct(dense(mean_of_those, coefficients[0]), is_inverse=True))
         momenta = [momentum - share * q for momentum, q in zip(momenta, taken, strict=True)]
+        update[update.abs() < 1e-12] = 0  # where all waves are 0, as in the middle of a chunk, floats give anything
         theta = theta - lr * update.sign()
         history.append(theta)
     return history
@@ -122,8 +135,9 @@ def sparseloco(
     runs: list[list[tuple[list[int], int]]],
     decay: float,
     lr: float,
+    leaves: dict[int, int] | None = None,
 ) -> list[Tensor]:
-    """The outer parameters after each round.
+    """The outer parameters after each round. `leaves`: nodes, and the first round without them, which count from 0.
 
     `runs`: chunks whose values share their two sizes, each as indices of its values and how many are sent.
     """
@@ -144,6 +158,6 @@ def sparseloco(
                 sent[chosen] = torch.tensor(two_bit(errors[m][chosen].tolist()))
             errors[m] = errors[m] - sent
             decoded.append(sent)
-        theta = theta - lr * mean(decoded)
+        theta = theta - lr * mean([sent for m, sent in enumerate(decoded) if round < (leaves or {}).get(m, rounds)])
         history.append(theta)
     return history

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
-from zeroband.config.overlap import overlap_problem
+from zeroband.config.outer import DemoConfig, Outer, SparseLocoConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.rollback import RollbackConfig
 from zeroband.config.section import NODE_LOCAL, Secret, Section
@@ -213,85 +213,6 @@ class TrainConfig(Section):
     """CPU threads of one rank. None: torch's choice."""
 
 
-class OuterSGDConfig(Section):
-    lr: PositiveFloat = 0.7
-    """Outer learning rate."""
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Outer momentum."""
-    nesterov: bool = True
-    """Nesterov form, as torch.optim.SGD(nesterov=True, dampening=0); without momentum it makes no difference."""
-    momentum_warmup_rounds: int = Field(default=0, ge=0)
-    """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
-
-
-class DdpConfig(Section):
-    type: Literal["ddp"]
-
-
-class DilocoConfig(Section):
-    type: Literal["diloco"]
-    inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
-    averages. A slower node may do fewer. None: 500, or as many as fit into inner_seconds."""
-    inner_seconds: PositiveFloat | None = None
-    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
-    None: inner_steps alone decides."""
-    straggler_deadline_s: PositiveFloat | None = None
-    """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
-    later round. None: they wait for every node that is alive."""
-    optimizer: OuterSGDConfig = OuterSGDConfig()
-    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
-    fragments: PositiveInt = 1
-    """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
-    same bytes, a lower peak. Divides inner_steps."""
-    fragment_pattern: Literal["strided", "sequential"] = "strided"
-    """Which layers a fragment has: every so many-th, or neighbours. The embedding goes with the first, the rest with
-    the last."""
-    overlap: NonNegativeInt | Literal["full"] = 0
-    """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
-    "full". 0: training waits for it."""
-    merge: Literal["overwrite", "mix", "eager"] = "overwrite"
-    """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
-    alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
-    (arXiv:2502.12996); needs an overlap."""
-    alpha: float = Field(default=0.5, ge=0, le=1)
-    """Part of a node's own parameters that merge = "mix" keeps."""
-
-    clip_to_median: bool = False
-    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
-    broken. From 3 nodes on."""
-    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
-    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
-    instead of the parameters; needs comm.codec int8."""
-
-    @property
-    def phase_steps(self) -> int:
-        """Inner steps from one contribution to the next, at most."""
-        return (self.inner_steps or (500 if self.inner_seconds is None else 1_000_000)) // self.fragments
-
-    @property
-    def overlap_steps(self) -> int | None:
-        """Inner steps that a round travels; None: until the next one is sent."""
-        return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> DilocoConfig:
-        problem = overlap_problem(
-            inner_steps=self.inner_steps or 500,
-            has_fixed_steps=self.inner_seconds is None,
-            fragments=self.fragments,
-            overlap=None if self.overlap == "full" else self.overlap,
-            is_eager=self.merge == "eager",
-            has_deadline=self.straggler_deadline_s is not None,
-        )
-        if problem is not None:
-            raise ValueError(problem)
-        return self
-
-
-Outer = Annotated[DdpConfig | DilocoConfig, Field(discriminator="type")]
-
-
 class CommConfig(Section):
     backend: Literal["native", "gloo"] = "native"
     """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted ones."""
@@ -426,6 +347,19 @@ class RunConfig(Section):
             )
         if self.rollback is not None and (self.outer is None or self.ckpt.path is None):
             raise ValueError("[rollback] needs [outer] and ckpt.path: the checkpoints that the nodes go back to")
+        return self
+
+    @model_validator(mode="after")
+    def _payloads_travel_as_they_are(self) -> RunConfig:
+        if not isinstance(self.outer, DemoConfig | SparseLocoConfig):
+            return self
+        if self.comm.codec is not None:
+            raise ValueError(
+                f"comm.codec={self.comm.codec!r} is for averages, and outer.type={self.outer.type!r} sends payloads: "
+                "drop it; outer.values says how their values travel"
+            )
+        if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
+            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
         return self
 
     @model_validator(mode="after")

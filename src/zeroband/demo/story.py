@@ -13,7 +13,7 @@ from pathlib import Path
 from zeroband.cluster import LocalCluster
 from zeroband.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.config import RunConfig, load_config
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import RoundsConfig
 from zeroband.demo.ending import epilogue, final_digests, is_one_state
 from zeroband.demo.scene import Chronicle, Scene
 from zeroband.demo.screen import Screen, open_screen
@@ -101,7 +101,7 @@ class Story:
         self._cluster = cluster
         self._total_steps = config.train.total_steps
         self._kill_step, self._restart_step = turning_points(self._total_steps)
-        steps_per_round = config.outer.phase_steps if isinstance(config.outer, DilocoConfig) else 1
+        steps_per_round = config.outer.phase_steps if isinstance(config.outer, RoundsConfig) else 1
         self._total_rounds = -(-self._total_steps // steps_per_round)
         self._started_at_s = time.time()
         self._from_s = time.monotonic()

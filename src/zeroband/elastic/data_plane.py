@@ -1,4 +1,4 @@
-"""What the mesh asks of a data path between nodes: the weighted mean of an opening's members, abortable at any time."""
+"""What the mesh asks of a data path between nodes: the mean of an opening's members, or their payloads; abortable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroband.plane.engine import Encoded
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one reduce moved over the network, on this node."""
+    """What one reduce or gathering moved over the network, on this node."""
 
     took_s: float
     sent_bytes: int
@@ -29,6 +29,27 @@ class Rates:
     """Of this node's access link."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """To other members."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Who sends how many bytes to whom: the same on all members of an opening."""
+
+    lengths: tuple[int, ...]
+    """Of each member's payload, in the order of the members; 0: it sends nothing."""
+    receiver: str | None = None
+    """The one member that gets them. None: all do."""
+    number: int = 0
+    """Counts the gatherings of one opening, in their order."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.lengths)
+
+    def part_of(self, member: int) -> slice:
+        """Where the payload of the n-th member lies among all of them."""
+        start = sum(self.lengths[:member])
+        return slice(start, start + self.lengths[member])
 
 
 class DataPlane(Protocol):
@@ -58,6 +79,24 @@ class DataPlane(Protocol):
         unless its share is 0; after PeerLost it holds nothing of use. `encoded`: the contribution and the mean as they
         travel, where the caller encodes; `contribution` is not read then. The bytes are right on local rank 0. Raises
         PeerLost.
+        """
+        ...
+
+    def gather(
+        self,
+        payload: Tensor,
+        result: Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        """Write the members' payloads into `result`, one behind the other; the bytes that the node sent and received.
+
+        Shapes: payload (its length,), result (gathering.total_bytes,), uint8 on CPU, shared by the local ranks. The
+        result of a member that does not receive may have any length, and stays as it is. `on_progress`, `stops` and
+        the rest: as for `reduce_mean`.
         """
         ...
 

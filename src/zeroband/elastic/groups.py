@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.data_plane import Rates
+from zeroband.elastic.data_plane import Gathering, Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.rendezvous import RedisRendezvous
 from zeroband.elastic.store import Store
@@ -47,6 +47,15 @@ class LaneOwnership:
 def ring_bytes(numel: int, nodes: int) -> int:
     """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
     return 8 * numel * (nodes - 1) // nodes
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """A piece of a member's payload, sent by it and received by the others."""
+
+    lane: int
+    sender: int
+    part: torch.Tensor
 
 
 class LaneGroups:
@@ -101,6 +110,34 @@ class LaneGroups:
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 
+    def gather(
+        self,
+        payload: torch.Tensor,
+        result: torch.Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
+        assert gathering.receiver is None, "the configuration refuses it"
+        own = opening.members.index(member_id)
+        self._connect(opening, own)
+        broadcasts: list[_Broadcast] = []
+        for lane in self.ownership.owned():
+            for sender, length in enumerate(gathering.lengths):
+                start, stop = lane_bounds(length, self.ownership.lanes)[lane]
+                part = result[gathering.part_of(sender)][start:stop]
+                if sender == own:
+                    part.copy_(payload[start:stop])
+                broadcasts += [_Broadcast(lane, sender, c) for c in part.split(4 * self._chunk_numel) if c.numel()]
+        if len(opening.members) > 1:
+            works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
+            self._await_all(works, result, opening, on_progress)
+        own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
+        return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
+
     def _connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
         if self._connected == (opening.epoch, opening.members):
@@ -134,13 +171,19 @@ class LaneGroups:
             return
         chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
         works = [self._groups[lane].allreduce([chunk]) for lane, chunk in chunks]
+        self._await_all(works, [part for _, part in parts], opening, on_progress)
+
+    def _await_all(
+        self, works: Sequence[dist.Work], used: object, opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
+        """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
         try:
             on_progress(0.0)
             for done, work in enumerate(works, start=1):
                 self._await(work, opening)
                 on_progress(done / len(works))
         except PeerLost:
-            _keep_forever(works, [part for _, part in parts])
+            _keep_forever(works, used)
             raise
 
     def _await(self, work: dist.Work, opening: Opening) -> None:

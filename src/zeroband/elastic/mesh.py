@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.data_plane import DataPlane, Transfer
+from zeroband.elastic.data_plane import DataPlane, Gathering, Transfer
 from zeroband.elastic.epoch import (
     Opening,
     Ready,
@@ -148,6 +148,38 @@ class ElasticDeviceMesh:
         done, in 0..1. `stops`: shares at which it stands still meanwhile.
         Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
         """
+
+        def move(moved: Callable[[float], None]) -> tuple[int, int]:
+            return self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops, errors, encoded)
+
+        return self._transfer(move, opening, on_progress)
+
+    def gather(
+        self,
+        payload: torch.Tensor,
+        result: torch.Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        on_progress: Callable[[float], None] = lambda share: None,
+        stops: Sequence[float] = (),
+    ) -> Transfer:
+        """The members' payloads, one behind the other, into `result`: the same bytes on all of them that receive.
+
+        As `DataPlane.gather`; `result` must be replaced after PeerLost, unless `keeps_buffers`.
+        """
+
+        def move(moved: Callable[[float], None]) -> tuple[int, int]:
+            return self._plane.gather(payload, result, gathering, opening, self.member_id, moved, stops)
+
+        return self._transfer(move, opening, on_progress)
+
+    def _transfer(
+        self,
+        move: Callable[[Callable[[float], None]], tuple[int, int]],
+        opening: Opening,
+        on_progress: Callable[[float], None],
+    ) -> Transfer:
+        """Move bytes between nodes, with the opening watched. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
         reason, sent, received = "", 0, 0
         if self.local.rank == 0:
@@ -159,9 +191,7 @@ class ElasticDeviceMesh:
             on_progress(done)
 
         try:
-            sent, received = self._plane.reduce_mean(
-                contribution, result, opening, self.member_id, moved, stops, errors, encoded
-            )
+            sent, received = move(moved)
         except PeerLost as error:
             reason = str(error)
             self.board.abort(opening.version)

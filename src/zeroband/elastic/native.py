@@ -1,4 +1,4 @@
-"""The native data plane as the mesh uses it: links to an opening's members, and one reduction over them at a time.
+"""The native data plane as the mesh uses it: links to an opening's members, and one operation over them at a time.
 
 Local rank 0 moves the whole node's state, which lies in shared memory; the other ranks wait for it.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.data_plane import Rates
+from zeroband.elastic.data_plane import Gathering, Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import Codec
 from zeroband.plane.calling import Address
-from zeroband.plane.engine import Encoded, Operation, Reduction, State, Traffic
+from zeroband.plane.engine import Encoded, Engine, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
-from zeroband.plane.shape import shape_of
+from zeroband.plane.shape import piece_bytes, shape_of
 from zeroband.plane.tuning import LinkTuning
 
 _POLL_S = 0.0005
@@ -38,7 +38,7 @@ class Reach:
 
 
 class NativePlane:
-    """Reductions by the engine. `reach`: on local rank 0 only."""
+    """Reductions and gatherings by the engine. `reach`: on local rank 0 only."""
 
     keeps_buffers = True
 
@@ -71,33 +71,73 @@ class NativePlane:
         if len(opening.members) == 1:
             self._take_alone(contribution, result, opening.share(member_id), errors, encoded)
             return 0, 0
-        self._connect(self._reach, opening, member_id)
         shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
-        operation = Operation(self._run, _number(opening), opening.epoch, opening.round)
+
+        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+            buffers, place = (contribution, result), (at.operation, shape, at.number, at.links)
+            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded)
+
+        return self._operate(self._reach, start, opening, member_id, on_progress, stops)
+
+    def gather(
+        self,
+        payload: Tensor,
+        result: Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        if self._reach is None:
+            return 0, 0
+        if len(opening.members) == 1:
+            result.copy_(payload)
+            return 0, 0
+        receiver = None if gathering.receiver is None else opening.members.index(gathering.receiver)
+
+        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+            return engine.gather(
+                at.operation,
+                gathering.lengths,
+                at.number,
+                at.links,
+                payload,
+                result,
+                receiver=receiver,
+                chunk_bytes=piece_bytes(max(gathering.lengths)),
+                allowed=allowed,
+            )
+
+        return self._operate(self._reach, start, opening, member_id, on_progress, stops, lane=gathering.number)
+
+    def _operate(
+        self,
+        reach: Reach,
+        start: Callable[[Engine, _Place, float], Running],
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float],
+        *,
+        lane: int = 0,
+    ) -> tuple[int, int]:
+        """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
+        self._connect(reach, opening, member_id)
         for member in opening.members:
-            self._reach.links.set_congestion(member, self._tuning(member).congestion)
-        numbers = [self._reach.links.number(member) for member in opening.members]
-        at = opening.members.index(member_id)
-        reduction = self._reach.links.engine.start(
-            operation,
-            shape,
-            at,
-            numbers,
-            contribution,
-            result,
-            allowed=stops[0] if stops else 1.0,
-            errors=errors,
-            encoded=encoded,
-        )
+            reach.links.set_congestion(member, self._tuning(member).congestion)
+        links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
+        operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
+        running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
             meter = _Meter()
-            self._await(_Run(reduction, opening, at, on_progress, list(stops)), meter)
-            traffic = {m: reduction.traffic(i) for i, m in enumerate(opening.members) if i != at}
+            self._await(_Run(running, opening, at, on_progress, list(stops)), meter)
+            traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
             self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._rates = meter.rates(traffic, self._rates)
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
-            reduction.close()
+            running.close()
 
     def _take_alone(
         self, contribution: Tensor, result: Tensor, share: float, errors: Tensor | None, encoded: Encoded | None
@@ -136,18 +176,18 @@ class NativePlane:
         return self._board.aborted_version >= opening.version
 
     def _await(self, run: _Run, meter: _Meter) -> None:
-        opening, reduction = run.opening, run.reduction
+        opening, running = run.opening, run.running
         run.on_progress(0.0)
-        while (state := reduction.wait(_POLL_S)) == State.RUNNING:
+        while (state := running.wait(_POLL_S)) == State.RUNNING:
             if self._is_aborted(opening):
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
-            member = opening.members[reduction.detail]
+            member = opening.members[running.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
-            raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({reduction.detail})")
+            raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
         run.on_progress(1.0)
 
     def measured(self) -> Rates:
@@ -162,11 +202,22 @@ class NativePlane:
             self._reach.links.engine.close()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """This node in an operation."""
+
+    operation: Operation
+    number: int
+    """Among the members."""
+    links: Sequence[int]
+    """To each member."""
+
+
 @dataclass
 class _Run:
-    """A reduction while it is waited for."""
+    """An operation while it is waited for."""
 
-    reduction: Reduction
+    running: Running
     opening: Opening
     at: int
     """This node's place among the members."""
@@ -176,14 +227,14 @@ class _Run:
     done: float = 0.0
 
     def traffic(self) -> dict[str, Traffic]:
-        return {m: self.reduction.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
+        return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
 
     def look(self, meter: _Meter) -> None:
         """See how far it is, and go on from where it was to stand still."""
         now_s = time.monotonic()
-        if self.stops and self.reduction.is_held():
+        if self.stops and self.running.is_held():
             self.on_progress(self.stops.pop(0))
-            self.reduction.allow(self.stops[0] if self.stops else 1.0)
+            self.running.allow(self.stops[0] if self.stops else 1.0)
         if now_s - self.looked_at_s < _LOOK_S:
             return
         self.looked_at_s, traffic = now_s, self.traffic().values()

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 5
+ABI = 6
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -40,8 +40,30 @@ class ReduceSpec(ctypes.Structure):
     )
 
 
+class GatherSpec(ctypes.Structure):
+    """One gathering, as `zb_gather_start` takes it. The pointers are read during the call, but for `input` and
+    `output`, which are used until it ended. `receiver`: a member, or -1 for everybody."""
+
+    _fields_ = (
+        ("run", c_uint64),
+        ("opening", c_uint64),
+        ("epoch", c_uint32),
+        ("round", c_uint32),
+        ("lane", c_uint32),
+        ("world", c_uint32),
+        ("self", c_uint32),
+        ("receiver", c_int32),
+        ("chunk_bytes", c_uint64),
+        ("lengths", c_void_p),
+        ("links", c_void_p),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("allowed", c_double),
+    )
+
+
 class TrafficRecord(ctypes.Structure):
-    """What moved between this node and another in one reduction. `silent_s`: negative before anything came."""
+    """What moved between this node and another in one operation. `silent_s`: negative before anything came."""
 
     _fields_ = (
         ("sent_bytes", c_uint64),
@@ -76,13 +98,14 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_peak_bytes": (c_uint64, (c_void_p,)),
     "zb_forget_peak": (None, (c_void_p,)),
     "zb_reduce_start": (c_void_p, (c_void_p, POINTER(ReduceSpec))),
-    "zb_reduce_wait": (c_int, (c_void_p, c_double)),
-    "zb_reduce_allow": (None, (c_void_p, c_void_p, c_double)),
-    "zb_reduce_is_held": (c_int, (c_void_p,)),
-    "zb_reduce_detail": (c_int64, (c_void_p,)),
-    "zb_reduce_traffic": (None, (c_void_p, c_uint32, POINTER(TrafficRecord))),
-    "zb_reduce_end": (None, (c_void_p, c_void_p)),
-    "zb_reduce_free": (None, (c_void_p,)),
+    "zb_gather_start": (c_void_p, (c_void_p, POINTER(GatherSpec))),
+    "zb_transfer_wait": (c_int, (c_void_p, c_double)),
+    "zb_transfer_allow": (None, (c_void_p, c_void_p, c_double)),
+    "zb_transfer_is_held": (c_int, (c_void_p,)),
+    "zb_transfer_detail": (c_int64, (c_void_p,)),
+    "zb_transfer_traffic": (None, (c_void_p, c_uint32, POINTER(TrafficRecord))),
+    "zb_transfer_end": (None, (c_void_p, c_void_p)),
+    "zb_transfer_free": (None, (c_void_p,)),
 }
 
 

@@ -45,6 +45,11 @@ EVENTS: Mapping[str, EventKind] = {
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),
+    "payload_refused": EventKind(
+        "What a member sent is no payload, or cannot be added up; all leave it out.",
+        ("round", "member_id", "reason"),
+        logging.ERROR,
+    ),
     "paused": EventKind("The run stands still before this round, as an operator ordered.", ("round",)),
     "resumed": EventKind("It goes on.", ("round", "paused_s")),
     "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),

@@ -70,6 +70,10 @@ METRICS: Mapping[str, Metric] = {
     "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
     "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
     "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),
+    "outer/payload_bytes": Metric(
+        "bytes", "This node's payload in the round, counted on its way to one other; absent where averages travel."
+    ),
+    "outer/payload_ratio": Metric("ratio", "2 bytes of each parameter over outer/payload_bytes."),
     "outer/ddp_bytes": Metric(
         "bytes since the last line",
         "What per-step data parallel would have sent instead: 2 (M-1)/M x 4 bytes x parameters for each inner step.",

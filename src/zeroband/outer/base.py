@@ -58,6 +58,10 @@ class RoundReport:
     """Why the round was opened again, once for each time."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Members whose payload was left out, and why."""
+    payload_bytes: int | None = None
+    """Of this node's payload, counted on its way to one other node; None: it sent none."""
     clip: float | None = None
     """What this node's update was scaled by; None: updates are not clipped."""
 
@@ -187,6 +191,11 @@ class OuterAlgorithm(SyncHooks, Protocol):
     @property
     def sections(self) -> tuple[str, ...]:
         """Names of the buffers that make up the outer state."""
+        ...
+
+    @property
+    def local_sections(self) -> tuple[str, ...]:
+        """Names of the buffers that only this node has; saved with its inner optimizer."""
         ...
 
     @property

@@ -1,58 +1,88 @@
-"""DeMo's arithmetic: decoupled momentum, the transform that packs it, and the step by its sign. No transport.
+"""DeMo / DisTrO: decoupled momentum, its largest frequencies as the payload of every step, the sign of their mean.
 
 One step on node i, gradient g, momentum m, all flat float32 buffers (arXiv:2411.19870, algorithm 1, and its source):
-    theta <- theta (1 - lr wd)
     m_i <- beta m_i + lr g_i;  (places, values) = k largest of DCT(chunk(m_i));  m_i <- m_i - alpha IDCT(places, values)
-    Q = IDCT(mean over the nodes that sent a coefficient);  theta <- theta - lr sign(Q)
-There is no inner optimizer and no state that nodes exchange. `sparse.feedback` has the second line, `sparse.codec` the
-third.
+    Q = IDCT(mean over the nodes that sent a coefficient);  theta <- theta (1 - lr wd) - lr sign(Q)
+The inner optimizer takes the last step, with Q in the place of the gradient. Momenta stay on their nodes and need not
+be equal; the outer state is the parameters alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
-from zeroband.outer.flat import FlatLayout
+from zeroband.config.outer import DemoConfig
+from zeroband.errors import Fenced
+from zeroband.observe.log import get_logger
+from zeroband.outer.aggregator import AggregatedExchange
+from zeroband.outer.base import OuterParts, RoundReport
+from zeroband.outer.every_step import PARAMS, EveryStep
+from zeroband.outer.flat import FlatLayout, gradient_shards, parameter_shards
+from zeroband.outer.local_memory import LocalMemory
+from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.rollback import RolledBack
 from zeroband.outer.sparse.codec import SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.sparse.values import ValueCodingName
+from zeroband.outer.transaction import Committed
+from zeroband.parallel import clip_grad_norm_
 
-_CHUNK = 1 << 20
-"""Elements handled at a time, so that the temporary stays in the cache."""
+MOMENTUM = "momentum"
 
-
-@dataclass(frozen=True)
-class DemoRule:
-    """DeMo's knobs; the defaults are those of its source and, for the values, of Psyche's runs."""
-
-    k: int = 4
-    """Coefficients of each chunk that are sent: 32 in DeMo's source, 4 with signs gives 1260 times less than 2 N."""
-    chunk: int = 64
-    """Longest side of a chunk."""
-    values: ValueCodingName = "sign"
-    """How coefficients travel; float32 is the paper's."""
-    decay: float = 0.999
-    """Of the momentum (beta); 0.995 in Psyche's Consilience."""
-    share: float = 1.0
-    """Of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second [2nd hand]."""
-
-    def feedback(self, layout: FlatLayout) -> ErrorFeedback:
-        """The momentum's rule with its codec."""
-        rule = SparseRule(k=self.k, chunk=self.chunk, values=self.values, transform="dct")
-        return ErrorFeedback(SparseCodec(layout, rule), decay=self.decay, share=self.share)
+_log = get_logger(__name__)
 
 
-def decay_weights(params: Tensor, *, lr: float, weight_decay: float) -> None:
-    """Shrink parameters, in place; any slice, the same bits however it is cut."""
-    params.mul_(1.0 - lr * weight_decay)
+def momentum_rule(config: DemoConfig, layout: FlatLayout) -> ErrorFeedback:
+    """The momentum's rule with its codec."""
+    rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct")
+    return ErrorFeedback(SparseCodec(layout, rule), decay=config.decay, share=config.share)
 
 
-def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
-    """Step by the sign of the decoded update, in place; any slice. Where the update is 0 nothing moves.
+class Demo(EveryStep):
+    """`clip_norm`: of this node's gradient. The inner optimizer steps by signs (`optim.SignDescent`)."""
 
-    With the momentum as `update` it is the lookahead of a step whose payload is on its way; `lr` negative undoes it.
-    """
-    for theta, q in zip(params.split(_CHUNK), update.split(_CHUNK), strict=True):
-        theta.sub_(q.sign().mul_(lr))
+    local_sections = (MOMENTUM,)
+
+    def __init__(self, parts: OuterParts, config: DemoConfig, *, clip_norm: float | None) -> None:
+        rule = momentum_rule(config, FlatLayout.of(parts.model))
+        self._clip_norm = clip_norm
+        self._memory = LocalMemory(parts, MOMENTUM, rule)
+        kind = AggregatedExchange if config.aggregator else PayloadExchange
+        self._exchange = kind(parts.mesh, parts.buffers, rule.codec, divisor="senders")
+        super().__init__(parts, self._exchange)
+
+    def sync_gradients(self, step: int, tokens: int) -> float | None:
+        self._keeper.count(tokens)
+        norm = clip_grad_norm_(self._parts.model, self._clip_norm)
+        self._committed = self._commit(self._contribute(norm))
+        self._set_gradients(self._committed.result, self._committed.verdict.payload)
+        return norm
+
+    def _contribute(self, norm: float) -> bool:
+        """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
+        gradients = gradient_shards(self._parts.model)
+        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.inner.lr):
+            self._memory.pack(self._exchange.payload)
+            return True
+        fields = {"round": self.round + 1, "norm": norm}
+        _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
+        return False
+
+    def _commit(self, weighted: bool) -> Committed:
+        try:
+            committed = self._keeper.commit(self._keeper.offer(weighted=weighted))
+        except (Fenced, RolledBack):
+            self._memory.restore()
+            raise
+        self._memory.settle()
+        return committed
+
+    def _take_over(self) -> RoundReport:
+        refused = tuple(self._exchange.refused.items())
+        return replace(super()._take_over(), refused=refused, payload_bytes=self._exchange.payload_bytes)
+
+    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {PARAMS: parameter_shards(self._parts.model)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.data.ledger import Range
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
@@ -42,6 +42,7 @@ class DiLoCo:
     """
 
     sections = (PARAMS, MOMENTUM)
+    local_sections: tuple[str, ...] = ()
 
     def __init__(self, parts: OuterParts, config: DilocoConfig) -> None:
         self._parts = parts

@@ -117,10 +117,10 @@ def gradient_shards(model: nn.Module) -> dict[str, Tensor]:
 
 
 class SharedBuffers:
-    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks.
+    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks; bytes of any length.
 
-    `open` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer is made, so
-    that a full shared memory is an error here and not a bus error later.
+    `open`, `open_bytes` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer
+    is made, so that a full shared memory is an error here and not a bus error later.
     """
 
     def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
@@ -152,6 +152,15 @@ class SharedBuffers:
 
     def bytes_of(self, name: str) -> Tensor:
         """Shape (size,) uint8 on CPU, as `open_bytes` made it."""
+        return self._bytes[name]
+
+    def renew_bytes(self, name: str, size: int) -> Tensor:
+        """Make a buffer of so many zero bytes in place of one that something left behind may still write to."""
+        if self._bytes.pop(name, None) is not None:
+            barrier(self._local)
+            if self._local.rank == 0:
+                (self._folder / f"{name}.u8").unlink()
+        self.open_bytes(name, size)
         return self._bytes[name]
 
     def renew(self, name: str) -> None:

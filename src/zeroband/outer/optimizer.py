@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 from zeroband.kernels.fused import OuterStep
 
 _CHUNK = 1 << 20

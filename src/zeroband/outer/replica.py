@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.outer.base import OuterParts
 from zeroband.outer.flat import parameter_shards
 from zeroband.outer.optimizer import OuterSGD

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroband.config.outer import SparseLocoConfig
 from zeroband.config.stability import Caution, Setting, cautions, safe_lr
-from zeroband.outer.sparseloco import SparseLocoRule
 from zeroband.plan.forecast import Forecast, Job
 
 _KNOWN_LOSS = {
@@ -41,7 +41,7 @@ class Advice:
 
 def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Caution, ...]:
     """What is known to go wrong with a forecast's method under these settings."""
-    rule = SparseLocoRule()
+    rule = SparseLocoConfig(type="sparseloco")
     is_sparse = forecast.method == "sparseloco"
     setting = Setting(
         method=forecast.method,

@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.overlap import overlap_problem
 from zeroband.config.stability import Method
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
-from zeroband.outer.demo import DemoRule
+from zeroband.outer.demo import momentum_rule
 from zeroband.outer.flat import FlatLayout, Slot
 from zeroband.outer.sparse.codec import SparseCodec
 from zeroband.outer.sparse.combine import combined_bytes
-from zeroband.outer.sparseloco import SparseLocoRule
+from zeroband.outer.sparseloco import error_rule
 from zeroband.plane.shape import MESSAGE_S, all_to_all_s
 from zeroband.plane.topology import Network
 
@@ -178,12 +179,12 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
 
 
 def _demo(job: Job, link: Link) -> Iterator[Forecast]:
-    codec = DemoRule(k=job.k).feedback(_matrices(job.params)).codec
+    codec = momentum_rule(DemoConfig(type="demo", k=job.k), _matrices(job.params)).codec
     yield _gathered(job, link, "demo", "sign", codec, 1, overlap_s=job.demo_overlap * job.step_s)
 
 
 def _sparseloco(job: Job, link: Link) -> Iterator[Forecast]:
-    codec = SparseLocoRule().feedback(_matrices(job.params)).codec
+    codec = error_rule(SparseLocoConfig(type="sparseloco"), _matrices(job.params)).codec
     yield _gathered(job, link, "sparseloco", "two_bit", codec, job.sparse_steps, overlap_s=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The engine in Python's hands: links made of streams, and reductions that go on without the interpreter."""
+"""The engine in Python's hands: links made of streams, and operations that go on without the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeroband.plane.handshake import StreamKeys
 
 
 class State(enum.IntEnum):
-    """How far a reduction is. All but RUNNING are for good."""
+    """How far an operation is. All but RUNNING are for good."""
 
     RUNNING = 0
     DONE = 1
@@ -34,7 +34,7 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """Which reduction of which run it is. Openings are numbered upwards; nothing older than the newest counts."""
+    """Which operation of which run it is. Openings are numbered upwards; nothing older than the newest counts."""
 
     run: int
     """64 bits that stand for the run's id."""
@@ -137,12 +137,12 @@ class Engine:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
-    ) -> Reduction:
+    ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
         Shapes: all (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
         this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
-        node's frames to send before `Reduction.allow` says more. `errors`: gets what this node's encodings took from
+        node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
         the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
         `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
         took. Its result is what `result` was decoded from.
@@ -182,7 +182,52 @@ class Engine:
         handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
         if not handle:
             raise ValueError(f"no reduction has this shape: {shape}")
-        return Reduction(self._engine, handle, buffers)
+        return Running(self._engine, handle, buffers)
+
+    def gather(
+        self,
+        operation: Operation,
+        lengths: Sequence[int],
+        self_at: int,
+        links: Sequence[int],
+        payload: Tensor,
+        result: Tensor,
+        *,
+        receiver: int | None = None,
+        chunk_bytes: int,
+        allowed: float = 1.0,
+    ) -> Running:
+        """Begin to send `payload` to all members, or to the `receiver` alone, and to take theirs.
+
+        Shapes: payload (lengths[self_at],), result (sum(lengths),) uint8 on CPU, contiguous: the payloads in the order
+        of the members, of any length and untouched on a member that does not receive; both stay as they are until it
+        ended. `lengths`: of all members, the same on all of them; one of no bytes is not sent. `links`, `allowed`: as
+        for `start`.
+        """
+        total = sum(lengths) if receiver in (None, self_at) else result.numel()
+        for tensor, length in ((payload, lengths[self_at]), (result, total)):
+            if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != length:
+                raise ValueError(f"a gathering needs {length} contiguous bytes, not {tensor.shape} {tensor.dtype}")
+        arrays = (np.array(lengths, np.uint64), np.array(links, np.uint32))
+        spec = native.GatherSpec(
+            operation.run,
+            operation.opening,
+            operation.epoch,
+            operation.round,
+            operation.lane,
+            len(lengths),
+            self_at,
+            -1 if receiver is None else receiver,
+            chunk_bytes,
+            *(array.ctypes.data for array in arrays),
+            payload.data_ptr(),
+            result.data_ptr(),
+            allowed,
+        )
+        handle = self._library.zb_gather_start(self._engine, ctypes.byref(spec))
+        if not handle:
+            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes}, for member {receiver}")
+        return Running(self._engine, handle, (payload, result))
 
     @property
     def peak_bytes(self) -> int:
@@ -193,7 +238,7 @@ class Engine:
         self._library.zb_forget_peak(self._engine)
 
     def close(self) -> None:
-        """Not while a reduction is used, or another thread calls."""
+        """Not while an operation is used, or another thread calls."""
         if self._handle is not None:
             self._library.zb_engine_close(self._handle)
             self._handle = None
@@ -208,8 +253,8 @@ def _require_encodings(encoded: Encoded, shape: Shape) -> None:
             )
 
 
-class Reduction:
-    """One that runs, or ended. `close()` stops it and gives its buffers back; nothing else may be called then."""
+class Running:
+    """An operation that runs, or ended. `close()` stops it and gives its buffers back, and is called last."""
 
     def __init__(self, engine: int, handle: int, buffers: tuple[Tensor, ...]) -> None:
         self._library = native.load()
@@ -220,23 +265,23 @@ class Reduction:
 
     def wait(self, timeout_s: float) -> State:
         """Wait for its end, but not longer; 0 only looks."""
-        return State(self._library.zb_reduce_wait(self._handle, timeout_s))
+        return State(self._library.zb_transfer_wait(self._handle, timeout_s))
 
     def allow(self, share: float) -> None:
         """Let this share of the node's frames be sent."""
-        self._library.zb_reduce_allow(self._engine, self._handle, share)
+        self._library.zb_transfer_allow(self._engine, self._handle, share)
 
     def is_held(self) -> bool:
         """Whether all frames that may be sent are with the kernel."""
-        return bool(self._library.zb_reduce_is_held(self._handle))
+        return bool(self._library.zb_transfer_is_held(self._handle))
 
     @property
     def detail(self) -> int:
-        return int(self._library.zb_reduce_detail(self._handle))
+        return int(self._library.zb_transfer_detail(self._handle))
 
     def traffic(self, member: int) -> Traffic:
         record = native.TrafficRecord()
-        self._library.zb_reduce_traffic(self._handle, member, ctypes.byref(record))
+        self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record))
         return Traffic(
             record.sent_bytes,
             record.to_send_bytes,
@@ -250,11 +295,11 @@ class Reduction:
         """Stop it, from any thread; on return no buffer is touched any more."""
         with self._closing:
             if self._handle is not None:
-                self._library.zb_reduce_end(self._engine, self._handle)
+                self._library.zb_transfer_end(self._engine, self._handle)
 
     def close(self) -> None:
         self.abort()
         with self._closing:
             if self._handle is not None:
-                self._library.zb_reduce_free(self._handle)
+                self._library.zb_transfer_free(self._handle)
                 self._handle = None

@@ -17,6 +17,7 @@ _ALIGNMENT = 256
 
 _MOST_CHUNK, _LEAST_CHUNK = 1 << 16, 1 << 12
 _CHUNKS_PER_SHARD = 16
+_MOST_PIECE, _LEAST_PIECE = 1 << 18, 1 << 14
 
 
 USUAL_MBIT, USUAL_RTT_MS = 1000, 100
@@ -67,6 +68,11 @@ def chunk_numel(shard_numel: int) -> int:
     """Values that travel in one frame: several frames in each shard, so that its pieces overtake one another's work."""
     wanted = -(-shard_numel // _CHUNKS_PER_SHARD // _ALIGNMENT) * _ALIGNMENT
     return min(max(wanted, _LEAST_CHUNK), _MOST_CHUNK)
+
+
+def piece_bytes(length: int) -> int:
+    """Bytes of a gathered payload that travel in one frame: several frames in each, over several streams."""
+    return min(max(-(-length // _CHUNKS_PER_SHARD), _LEAST_PIECE), _MOST_PIECE)
 
 
 def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) -> float:

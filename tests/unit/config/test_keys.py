@@ -16,7 +16,7 @@ from zeroband.config.keys import Variant, dotted, schema_keys
         ("data.micro_bs", "train.micro_bs"),
         ("loglevel", "log_level"),
         ("optim.lr", "optim.adamw.lr"),
-        ("outer.lr", "outer.optimizer.lr"),
+        ("outer.nesterov", "outer.optimizer.nesterov"),
         ("inner_stps", "outer.inner_steps"),
         ("modle", "model"),
         ("qqqq", None),

@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.outer import DilocoConfig
 from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import CosineSchedule, DilocoConfig, ParquetSource, WandbConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import CosineSchedule, ParquetSource, WandbConfig, WarmupStableDecaySchedule
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 Load = Callable[..., RunConfig]
@@ -220,11 +221,27 @@ def test_file_that_is_no_toml_is_refused_by_name(refusal: Refusal, tmp_path: Pat
 
 def test_key_of_another_type_is_refused_with_the_type_it_belongs_to(refusal: Refusal) -> None:
     message = refusal("--outer.type", "ddp", "--outer.inner_steps", "5", "--outer.optimizer.lr", "1", **STORE)
-    home = 'belongs to outer.type="diloco"; chosen is outer.type="ddp"'
+    homes = ('outer.type="diloco" or outer.type="sparseloco"', 'outer.type="diloco"')
+    keys = ("outer.inner_steps", "outer.optimizer.lr")
     assert message.splitlines() == [
-        f"outer.inner_steps (from --outer.inner_steps) {home}",
-        f"outer.optimizer.lr (from --outer.optimizer.lr) {home}",
+        f'{key} (from --{key}) belongs to {home}; chosen is outer.type="ddp"'
+        for key, home in zip(keys, homes, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--outer.type=demo", "--comm.codec=int8"), "comm.codec='int8' is for averages"),
+        (("--outer.type=sparseloco", "--comm.codec=fp32"), "outer.values says how their values travel"),
+        (
+            ("--outer.type=demo", "--outer.aggregator", "--comm.backend=gloo"),
+            'outer.aggregator needs comm.backend = "native"',
+        ),
+    ],
+)
+def test_settings_that_payloads_have_no_use_for_are_refused(refusal: Refusal, argv: tuple[str, ...], said: str) -> None:
+    assert said in refusal(*argv, **STORE)
 
 
 @pytest.mark.parametrize(

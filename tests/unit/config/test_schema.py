@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zeroband.config.schema import DilocoConfig, FaultConfig, ModelConfig
+from zeroband.config.outer import DilocoConfig, SparseLocoConfig
+from zeroband.config.schema import FaultConfig, ModelConfig
 from zeroband.config.time_outs import TimeOuts
 
 
@@ -115,6 +116,11 @@ def test_detect_s_out_of_its_range_is_refused(detect_s: float) -> None:
 )
 def test_round_of_diloco_is_limited_by_steps_unless_only_its_time_is_given(keys: dict[str, Any], most: int) -> None:
     assert DilocoConfig(type="diloco", **keys).phase_steps == most
+
+
+def test_round_of_sparseloco_is_shorter() -> None:
+    assert SparseLocoConfig(type="sparseloco").phase_steps == 30
+    assert SparseLocoConfig(type="sparseloco", inner_seconds=60.0).phase_steps == 1_000_000
 
 
 def test_rounds_of_diloco_have_no_time_and_wait_for_everybody_unless_told() -> None:

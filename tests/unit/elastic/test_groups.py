@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.data_plane import Gathering
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.groups import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.rendezvous import RedisRendezvous
@@ -265,3 +266,46 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
         return sums
 
     assert in_threads(two_epochs, 3) == [[3.0, 2.0], [3.0, 2.0], [3.0]]
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def payload_of(rank: int) -> torch.Tensor:
+    """Of a length that the lanes do not divide; the second member has none."""
+    return torch.arange(0 if rank == 1 else 75 + rank, dtype=torch.uint8) + 100 * rank
+
+
+def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    lengths = tuple(len(payload_of(rank)) for rank in range(3))
+
+    def gather(rank: int) -> list[int]:
+        groups, _ = make_groups(rank)
+        result = torch.zeros(sum(lengths), dtype=torch.uint8)
+        gathering = Gathering(lengths)
+        moved = groups.gather(payload_of(rank), result, gathering, an_opening(*NAMES), NAMES[rank], ignore)
+        assert moved == (2 * lengths[rank], sum(lengths) - lengths[rank])
+        return result.tolist()
+
+    expected = torch.cat([payload_of(rank) for rank in range(3)]).tolist()
+    assert in_threads(gather, 3) == [expected] * 3
+
+
+def test_gathering_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    nodes = [make_groups(rank) for rank in range(2)]
+
+    def take_part(rank: int) -> None:
+        groups, board = nodes[rank]
+        opening = an_opening("a#1", "b#1", version=4)
+        if rank == 1:
+            groups._connect(opening, rank)
+            return
+        threading.Timer(0.3, board.abort, args=(4,)).start()
+        payload, result = torch.ones(5, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
+        groups.gather(payload, result, Gathering((5, 5)), opening, "a#1", ignore)
+
+    first, second = in_threads(take_part, 2)
+    assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
+    assert second is None

@@ -12,7 +12,7 @@ import torch
 from tests.unit.kernels.passes import DIFFERENCES, INT8, encode, is_same, noise, step
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 from zeroband.kernels import fused
 from zeroband.kernels.fused import BLOCK, OuterStep, passes_on
 from zeroband.outer.optimizer import OuterSGD

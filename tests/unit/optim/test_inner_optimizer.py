@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.errors import ConfigError
-from zeroband.optim import InnerOptimizer
+from zeroband.optim import InnerOptimizer, sign_step
 
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), schedule=LinearSchedule(type="linear"), warmup_steps=2)
 
@@ -188,3 +188,44 @@ def test_forget_moments_continues_as_a_fresh_adam_at_the_same_rate() -> None:
     train(model, optimizer, 5, 1)
     moved = (model.norm.detach() - before).abs()
     assert all(math.isclose(value, rate, rel_tol=1e-4) for value in moved.tolist())
+
+
+def test_step_by_signs_decays_matrices_and_moves_every_value_by_the_learning_rate() -> None:
+    model = Tiny()
+    optimizer = InnerOptimizer(model, OPTIM, total_steps=20, rule="sign")
+    before, lr = {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.lr
+    signs = {name: torch.tensor([1.0, -1.0, 0.0]).expand_as(p) for name, p in before.items()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = 1e-20 * signs[name]
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        kept = 1.0 - lr * (OPTIM.adamw.weight_decay if name == "matrix" else 0.0)
+        assert torch.equal(parameter.detach(), before[name] * kept - lr * signs[name])
+    assert (optimizer.step_count, optimizer.update_count) == (1, 0)
+
+
+def test_rule_without_moments_keeps_its_place_on_the_schedule_alone() -> None:
+    optimizer = InnerOptimizer(Tiny(), OPTIM, total_steps=20, rule="sign")
+    assert (optimizer.moments(), optimizer.named_moments(), optimizer.moment_names) == ({}, {}, ())
+    optimizer.seek(7)
+    again = InnerOptimizer(Tiny(), OPTIM, total_steps=20, rule="sign")
+    again.load_state_dict(optimizer.state_dict())
+    again.forget_moments()
+    assert (again.step_count, again.lr) == (7, optimizer.lr)
+
+
+def test_parameters_without_a_gradient_are_not_decayed() -> None:
+    model = Tiny()
+    before = model.matrix.detach().clone()
+    InnerOptimizer(model, OPTIM, total_steps=20, rule="sign").step()
+    assert torch.equal(model.matrix, before)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_steps_by_signs_do_not_depend_on_slices(slices: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    theta, update = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    expected = theta - 0.003 * update.sign()
+    for part, q in zip(theta.chunk(slices), update.chunk(slices), strict=True):
+        sign_step(part, q, lr=0.003)
+    assert torch.equal(theta, expected)

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.rollback import RollbackConfig
-from zeroband.config.schema import AdamWConfig, DdpConfig, DilocoConfig, OptimConfig
+from zeroband.config.schema import AdamWConfig, OptimConfig
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.data_plane import Rates
+from zeroband.elastic.data_plane import Gathering, Rates
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.epoch import (
     Opening,
@@ -49,7 +50,7 @@ from zeroband.going_back import GoingBack
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
-from zeroband.outer.ddp import Ddp
+from zeroband.outer.build import build_algorithm
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
@@ -58,6 +59,7 @@ from zeroband.outer.journal import Journal
 from zeroband.outer.losses import StepLoss
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
+from zeroband.outer.sparseloco import SparseLoCo
 from zeroband.parallel import LocalMesh, init_local_mesh
 from zeroband.plane.engine import Encoded
 
@@ -65,6 +67,8 @@ DEADLINE_S = 20.0
 BATCH = 4
 CLIP_NORM = 1.0
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
+
+Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig
 
 _T = TypeVar("_T")
 
@@ -246,6 +250,8 @@ class MemoryLanes:
         self.abandoned: list[Tensor] = []
         self.damage: Callable[[Tensor], object] | None = None
         """Applied once to what arrives."""
+        self.forge: dict[int, Callable[[Tensor], object]] = {}
+        """Applied once to what is sent in the gathering of this number."""
         self._store = store
         self.member_id = member_id
 
@@ -326,6 +332,41 @@ class MemoryLanes:
             damage(parts[0][1])
         on_progress(1.0)
 
+    def gather(
+        self,
+        payload: Tensor,
+        result: Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        store, key, sent = self._store, (opening.id, -1 - gathering.number), payload.clone()
+        self.forge.pop(gathering.number, lambda payload: None)(sent)
+        store.change(lambda: store.connected.add((opening.id, member_id)))
+        store.change(lambda: store.sent.setdefault(key, {}).update({member_id: sent}))
+        on_progress(0.0)
+
+        def arrived() -> bool | Wait:
+            if len(store.sent[key]) == len(opening.members):
+                return True
+            store.require_sound(opening)
+            return Wait("payloads of others")
+
+        try:
+            store.wait_for(arrived)
+        except PeerLost:
+            self.abandoned.append(result)
+            raise
+        receives = gathering.receiver in (None, member_id)
+        if receives:
+            result.copy_(torch.cat([store.sent[key][member] for member in opening.members]))
+        on_progress(1.0)
+        receivers = len(opening.members) if gathering.receiver is None else 1
+        received = gathering.total_bytes - len(payload) if receives else 0
+        return len(payload) * (receivers - receives), received
+
     def leave_behind(self) -> None:
         """Nothing to part from."""
 
@@ -334,6 +375,21 @@ class MemoryLanes:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class ModelOf(nn.Module):
+    """Parameters of these names and shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *folders, last = name.split(".")
+            module: nn.Module = self
+            for folder in folders:
+                if not hasattr(module, folder):
+                    module.add_module(folder, nn.Module())
+                module = module.get_submodule(folder)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
 
 
 class TinyModel(nn.Module):
@@ -424,7 +480,7 @@ class FakeNode:
         return reports[-1] if reports else None
 
     def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
-        """An inner step with this local gradient, as the trainer makes it."""
+        """An inner step of DDP or DeMo with this local gradient, as the trainer makes it."""
         self.set_gradient(gradient)
         self.outer.sync_gradients(self.inner.step_count, tokens)
         self.inner.step()
@@ -434,13 +490,13 @@ class FakeNode:
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
         """A round of one step of whichever algorithm this is."""
-        is_diloco = isinstance(self.outer, DiLoCo)
-        report = self.diloco_step(update, tokens, ends_round=True) if is_diloco else self.ddp_step(update, tokens)
+        has_inner_steps = isinstance(self.outer, DiLoCo | SparseLoCo)
+        report = self.diloco_step(update, tokens, ends_round=True) if has_inner_steps else self.ddp_step(update, tokens)
         assert report is not None
         return report
 
     def take_steps(self, updates: Sequence[Tensor], tokens: int) -> RoundReport:
-        """A round of DiLoCo with these inner steps."""
+        """A round of DiLoCo or SparseLoCo with these inner steps."""
         reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
         assert reports[-1] is not None
         return reports[-1]
@@ -457,7 +513,7 @@ class FakeNode:
 class FakeRun:
     """Nodes by name; their member ids are the names."""
 
-    algorithm: DilocoConfig | DdpConfig
+    algorithm: Algorithm
     folder: Path
     local: LocalMesh
     lanes: int = 1
@@ -467,6 +523,7 @@ class FakeRun:
     flush_every: int | None = None
     model: Callable[[], nn.Module] = TinyModel
     codec: Codec = CODECS["fp32"]
+    optim: OptimConfig = OPTIM
     store: MemoryStore = field(default_factory=MemoryStore)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
@@ -490,7 +547,8 @@ class FakeRun:
         mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = self.model()
         layout = FlatLayout.of(model)
-        steps = self.algorithm.phase_steps if isinstance(self.algorithm, DilocoConfig) else 1
+        steps = self.algorithm.phase_steps if isinstance(self.algorithm, RoundsConfig) else 1
+        rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
 
         def die(_action: str) -> None:
             self.store.await_connected(name)
@@ -506,7 +564,7 @@ class FakeRun:
         parts = OuterParts(
             mesh=mesh,
             model=model,
-            inner=InnerOptimizer(model, OPTIM, total_steps=self.total_steps),
+            inner=InnerOptimizer(model, self.optim, total_steps=self.total_steps, rule=rule),
             buffers=buffers,
             shards=ShardMap(layout, 0, 1),
             fragments=fragments,
@@ -522,11 +580,7 @@ class FakeRun:
             flush_every=self.flush_every,
             going_back=None if self.rollback is None else self._going_back(self.rollback, local),
         )
-        outer = (
-            DiLoCo(parts, self.algorithm)
-            if isinstance(self.algorithm, DilocoConfig)
-            else Ddp(parts, clip_norm=CLIP_NORM)
-        )
+        outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
         return self.nodes[name]
@@ -622,7 +676,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
     """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
 
     def start(
-        algorithm: DilocoConfig | DdpConfig,
+        algorithm: Algorithm,
         *names: str,
         lanes: int = 1,
         total_steps: int = 1000,
@@ -632,6 +686,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         pace: Mapping[str, int] | None = None,
         flush_every: int | None = None,
         model: Callable[[], nn.Module] = TinyModel,
+        optim: OptimConfig = OPTIM,
         rollback: RollbackConfig | None = None,
     ) -> FakeRun:
         run = FakeRun(
@@ -645,6 +700,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
             codec=CODECS[codec],
             flush_every=flush_every,
             model=model,
+            optim=optim,
             rollback=rollback,
         )
         for name in names:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig
+from zeroband.config.outer import DdpConfig
 from zeroband.outer.base import StateCopy
 from zeroband.outer.flat import digest_of
 

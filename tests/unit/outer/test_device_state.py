@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.device_state import DeviceState, require_device

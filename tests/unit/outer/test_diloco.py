@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.outer.flat import digest_of

@@ -11,7 +11,7 @@ from tests.unit.outer.conftest import FakeRun
 from tests.unit.plane.oracle import averaged
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.errors import Fenced
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.transaction import CONTRIBUTION, RESULT

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.data.audit import Audit, CommittedRound, audit
 from zeroband.elastic.progress import Progress
 from zeroband.errors import Fenced, RunOver

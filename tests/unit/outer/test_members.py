@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.outer.flat import digest_of
 
@@ -22,7 +22,13 @@ def diloco(inner_steps: int = 1) -> DilocoConfig:
     return DilocoConfig(type="diloco", inner_steps=inner_steps, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
 
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", [diloco(), DDP], ids=["diloco", "ddp"])
+SPARSELOCO = SparseLocoConfig(type="sparseloco", inner_steps=1)
+Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig
+ALGORITHMS = pytest.mark.parametrize(
+    "algorithm",
+    [diloco(), DDP, DemoConfig(type="demo"), SPARSELOCO],
+    ids=["diloco", "ddp", "demo", "sparseloco"],
+)
 
 
 def sequence(noise: Noise, first: int, steps: int) -> list[Tensor]:
@@ -93,7 +99,7 @@ def test_nodes_ask_for_no_more_steps_than_the_run_has_left(start_run: StartRun, 
 
 @ALGORITHMS
 def test_round_in_which_all_updates_were_refused_counts_its_steps(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", "b")
     reports = run.round(a=noise(1) * float("nan"), b=noise(2) * float("inf"))
@@ -102,9 +108,7 @@ def test_round_in_which_all_updates_were_refused_counts_its_steps(
 
 
 @ALGORITHMS
-def test_round_of_joiners_alone_moves_nothing(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
-) -> None:
+def test_round_of_joiners_alone_moves_nothing(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
     run = start_run(algorithm, "a")
     run.round(a=noise(1))
     run.add("b").receive(run["a"])
@@ -123,7 +127,7 @@ def test_round_of_joiners_alone_moves_nothing(
 
 @ALGORITHMS
 def test_node_that_leaves_hands_over_what_it_learned_and_is_dealt_nothing(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", "b")
     run["b"].departure.ask(0.0)
@@ -173,7 +177,7 @@ def test_fault_points_are_passed_in_the_order_of_a_nodes_life(
     start_run: StartRun,
     noise: Noise,
     monkeypatch: pytest.MonkeyPatch,
-    algorithm: DilocoConfig | DdpConfig,
+    algorithm: Algorithm,
     role: str,
     points: list[str],
 ) -> None:
@@ -197,7 +201,7 @@ def test_fault_points_are_passed_in_the_order_of_a_nodes_life(
 @pytest.mark.parametrize("missed", [1, 3])
 @pytest.mark.defect(7)
 def test_joiner_that_misses_rounds_while_joining_catches_up_and_joins_the_next(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig, missed: int
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, missed: int
 ) -> None:
     run = start_run(algorithm, "a")
     run.round(a=noise(1))
@@ -216,7 +220,7 @@ def test_joiner_that_misses_rounds_while_joining_catches_up_and_joins_the_next(
 
 @ALGORITHMS
 def test_joiner_whose_round_was_committed_without_it_tries_the_next(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a")
     joiner = run.add("b")
@@ -258,7 +262,7 @@ def test_joiner_whose_missed_rounds_nobody_keeps_has_to_fetch_the_state_again(
 
 @ALGORITHMS
 def test_joiner_that_comes_when_the_run_ends_is_told_that_it_is_over(
-    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", total_steps=2)
     run.round(a=noise(1))

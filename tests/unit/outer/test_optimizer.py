@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig
 from zeroband.outer import optimizer as module
 from zeroband.outer.optimizer import OuterOptimizer, OuterSGD, PlainAverage, build_outer_optimizer
 

@@ -9,15 +9,16 @@ from tests.oracles.problem import LAYOUT, Converging, Pooled, Problem, mean
 from tests.oracles.sparse import demo, sparseloco
 from torch import Tensor
 
-from zeroband.config.schema import OuterSGDConfig
+from zeroband.config.outer import DemoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.config.stability import largest_stable_lr
-from zeroband.outer.demo import DemoRule, sign_step
+from zeroband.optim import sign_step
+from zeroband.outer.demo import momentum_rule
 from zeroband.outer.optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, eager_gradient
 from zeroband.outer.sparse.bits import ALIGNMENT
 from zeroband.outer.sparse.codec import SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.sparseloco import SparseLocoRule
+from zeroband.outer.sparseloco import error_rule
 
 ROUNDS, INNER_STEPS = 20, 4
 SGD = OuterSGDConfig(lr=0.7, momentum=0.9)
@@ -188,7 +189,7 @@ def test_demo_is_its_oracle(share: float) -> None:
 
 def test_demo_with_all_coefficients_and_no_momentum_is_the_sign_of_the_mean_gradient() -> None:
     problem = Problem(4)
-    feedback = DemoRule(k=4096, chunk=4, values="float32", decay=0.0).feedback(LAYOUT)
+    feedback = momentum_rule(DemoConfig(type="demo", k=4096, chunk=4, values="float32", decay=0.0), LAYOUT)
     theta = problem.start()
     for step, ours in enumerate(run_demo(problem, feedback, 0.01, [0, 1, 2, 3], steps=5), start=1):
         gradient = mean([problem.gradient(m, step, theta) for m in range(4)])
@@ -200,16 +201,16 @@ def test_demo_with_all_coefficients_and_no_momentum_is_the_sign_of_the_mean_grad
 @pytest.mark.slow
 @pytest.mark.parametrize("values", ["float32", "sign"])
 def test_demo_without_a_peer_is_as_if_it_had_never_been_listed(values: str) -> None:
-    rule = DemoRule(k=2, chunk=4, values="sign" if values == "sign" else "float32")
-    dropped = run_demo(Problem(4), rule.feedback(LAYOUT), 0.01, peers=[0, 1, 2], steps=4)
-    assert equal(dropped, run_demo(Problem(3), rule.feedback(LAYOUT), 0.01, peers=[0, 1, 2], steps=4))
-    assert not equal(dropped, run_demo(Problem(4), rule.feedback(LAYOUT), 0.01, peers=[0, 1, 2, 3], steps=4))
+    config = DemoConfig(type="demo", k=2, chunk=4, values="sign" if values == "sign" else "float32")
+    dropped = run_demo(Problem(4), momentum_rule(config, LAYOUT), 0.01, peers=[0, 1, 2], steps=4)
+    assert equal(dropped, run_demo(Problem(3), momentum_rule(config, LAYOUT), 0.01, peers=[0, 1, 2], steps=4))
+    assert not equal(dropped, run_demo(Problem(4), momentum_rule(config, LAYOUT), 0.01, peers=[0, 1, 2, 3], steps=4))
 
 
 @pytest.mark.slow
 def test_sparseloco_is_its_oracle_bit_for_bit() -> None:
-    problem, rule = Problem(4), SparseLocoRule(k=5, chunk=4, lr=0.8)
-    feedback, optimizer = rule.feedback(LAYOUT), rule.outer_optimizer()
+    problem, feedback = Problem(4), error_rule(SparseLocoConfig(type="sparseloco", k=5, chunk=4), LAYOUT)
+    optimizer = OuterSGD(OuterSGDConfig(lr=0.8, momentum=0.0, nesterov=False))
     theta, v, errors = problem.start(), zeros(), [zeros() for _ in range(4)]
     ours: list[Tensor] = []
     for round in range(ROUNDS):
@@ -238,8 +239,8 @@ def runs_of(codec: SparseCodec) -> list[list[tuple[list[int], int]]]:
 
 @pytest.mark.slow
 def test_error_feedback_conserves_what_goes_in() -> None:
-    rule = SparseLocoRule(k=3, chunk=4, decay=1.0)
-    feedback, memory, into, out = rule.feedback(LAYOUT), zeros(), zeros(), zeros()
+    feedback = error_rule(SparseLocoConfig(type="sparseloco", k=3, chunk=4, decay=1.0), LAYOUT)
+    memory, into, out = zeros(), zeros(), zeros()
     for step in range(ROUNDS):
         delta = Problem(1).gradient(0, step + 1, zeros())
         into += delta

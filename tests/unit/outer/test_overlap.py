@@ -13,7 +13,7 @@ from tests.oracles.problem import LAYOUT, SHAPES, Problem
 from tests.oracles.streaming import streaming
 from torch import Tensor, nn
 
-from zeroband.config.schema import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.data.audit import CommittedRound, audit
 from zeroband.elastic.progress import Progress
 from zeroband.outer.diloco import MOMENTUM, PARAMS

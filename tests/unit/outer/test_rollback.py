@@ -12,8 +12,8 @@ import torch
 from tests.unit.outer.conftest import BATCH, FakeRun, StartRun
 from torch import Tensor
 
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.config.rollback import RollbackConfig
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.data.audit import CommittedRound, audit
 from zeroband.elastic.beginning import Beginning
 from zeroband.elastic.epoch import Verdict

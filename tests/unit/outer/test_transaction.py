@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.epoch import Opening, Ready
 from zeroband.errors import Fenced, PeerLost
 from zeroband.outer.flat import FlatLayout, digest_of

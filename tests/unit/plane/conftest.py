@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroband.kernels.codec import Codec
-from zeroband.plane.engine import Encoded, Engine, Operation, Reduction, Shape, State
+from zeroband.plane.engine import Encoded, Engine, Operation, Running, Shape, State
 from zeroband.plane.handshake import OPEN, StreamKeys
 from zeroband.plane.shape import shape_of
 
@@ -52,7 +52,7 @@ def key_pair(*, is_sealed: bool) -> tuple[StreamKeys, StreamKeys]:
     return StreamKeys(a, b), StreamKeys(b, a)
 
 
-def ends_of(reductions: Sequence[Reduction]) -> list[State]:
+def ends_of(reductions: Sequence[Running]) -> list[State]:
     """How they ended, or RUNNING where one does not."""
     end_s = time.monotonic() + DEADLINE_S
     return [reduction.wait(max(0.0, end_s - time.monotonic())) for reduction in reductions]
@@ -85,7 +85,7 @@ class Net:
     is_sealed: bool = False
     streams: int = 1
     engines: list[Engine] = field(default_factory=list[Engine])
-    started: list[Reduction] = field(default_factory=list[Reduction])
+    started: list[Running] = field(default_factory=list[Running])
     opening: int = 0
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Net:
         allowed: float = 1.0,
         errors: Tensor | None = None,
         encoded: Encoded | None = None,
-    ) -> Reduction:
+    ) -> Running:
         engine, links = self.engines[member], range(self.world)
         reduction = engine.start(
             operation, shape, member, links, source, result, allowed=allowed, errors=errors, encoded=encoded
@@ -125,7 +125,7 @@ class Net:
 
     def operate_all(
         self, operation: Operation, shape: Shape, sources: Sequence[Tensor], *, but: Sequence[int] = ()
-    ) -> tuple[list[Reduction], list[Tensor]]:
+    ) -> tuple[list[Running], list[Tensor]]:
         """Start it on all members (`but` some). What they will have lies in the tensors, which begin as NaN."""
         results = [torch.full_like(source, float("nan")) for source in sources]
         members = [member for member in range(self.world) if member not in but]

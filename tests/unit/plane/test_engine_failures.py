@@ -20,7 +20,7 @@ from tests.unit.plane.conftest import (
 from torch import Tensor
 
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.plane.engine import Reduction, Shape, State
+from zeroband.plane.engine import Running, Shape, State
 from zeroband.plane.handshake import OPEN
 
 N = 20_011
@@ -37,7 +37,7 @@ def sources_for(world: int, *, seed: int = 0) -> list[Tensor]:
     return [noise(N, seed=seed + member) for member in range(world)]
 
 
-def has_sent(reduction: Reduction, world: int) -> bool:
+def has_sent(reduction: Running, world: int) -> bool:
     return sum(reduction.traffic(member).sent_bytes for member in range(world)) > 0
 
 

@@ -16,7 +16,7 @@ from tests.unit.plane.conftest import DEADLINE_S, RUN, ends_of, key_pair, noise,
 from torch import Tensor
 
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.engine import Engine, Operation, Reduction, Shape, State
+from zeroband.plane.engine import Engine, Operation, Running, Shape, State
 from zeroband.plane.handshake import OPEN, StreamKeys
 
 FP32 = CODECS["fp32"]
@@ -71,7 +71,7 @@ class Duel:
     peer: socket.socket
     source: Tensor
     result: Tensor
-    reduction: Reduction
+    reduction: Running
 
     def assert_ends_as_lost(self) -> None:
         assert self.reduction.wait(DEADLINE_S) in (State.PEER_LOST, State.FOREIGN_FRAME)
@@ -239,7 +239,7 @@ def test_member_that_sends_nan_where_it_is_no_encoding_spoils_no_result() -> Non
 # -- sealed -------------------------------------------------------------------------------------------------------
 
 
-Pair = tuple[list[Reduction], list[Engine]]
+Pair = tuple[list[Running], list[Engine]]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 // The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error.
 
 #include <new>
+#include <utility>
 
 #include "codec.h"
 #include "engine.h"
@@ -40,6 +41,19 @@ struct zb_spec {
     double allowed;
 };
 
+struct zb_gather_spec {
+    uint64_t run, opening;
+    uint32_t epoch, round, lane;
+    uint32_t world, self;
+    int32_t receiver;  // negative: everybody
+    uint64_t chunk_bytes;
+    const uint64_t* lengths;  // world
+    const uint32_t* links;    // world
+    const uint8_t* in;
+    uint8_t* out;
+    double allowed;
+};
+
 struct zb_traffic {
     uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes;
     double sending_s, silent_s;  // silent: since something arrived last; negative: nothing yet
@@ -58,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 5; }
+int zb_abi() { return 6; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -119,26 +133,41 @@ RunningPtr* zb_reduce_start(Engine* engine, const zb_spec* spec) {
     return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
 
-// Waits for at most so long; gives the ReduceState.
-int zb_reduce_wait(RunningPtr* running, double seconds) {
-    if (seconds > 0) (*running)->reduce.wait(seconds);
-    return (*running)->reduce.state();
+RunningPtr* zb_gather_start(Engine* engine, const zb_gather_spec* spec) {
+    if (spec->world < 2 || spec->self >= spec->world || spec->receiver >= static_cast<int64_t>(spec->world)) return nullptr;
+    if (spec->chunk_bytes == 0 || spec->chunk_bytes > LARGEST_PAYLOAD) return nullptr;
+    GatherSpec made;
+    made.operation = {spec->run, spec->opening, spec->epoch, spec->round, static_cast<uint16_t>(spec->lane)};
+    made.self = spec->self;
+    if (spec->receiver >= 0) made.receiver = static_cast<uint32_t>(spec->receiver);
+    made.lengths.assign(spec->lengths, spec->lengths + spec->world);
+    made.chunk_bytes = spec->chunk_bytes;
+    made.in = spec->in;
+    made.out = spec->out;
+    made.allowed = spec->allowed;
+    return new (std::nothrow) RunningPtr(engine->start(std::move(made), {spec->links, spec->links + spec->world}));
 }
-void zb_reduce_allow(Engine* engine, RunningPtr* running, double share) { engine->allow(*running, share); }
-int zb_reduce_is_held(RunningPtr* running) { return (*running)->reduce.has_sent_what_is_allowed() ? 1 : 0; }
-int64_t zb_reduce_detail(RunningPtr* running) { return (*running)->reduce.detail(); }
 
-void zb_reduce_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
-    const Traffic traffic = (*running)->reduce.traffic(member);
+// Waits for at most so long; gives the TransferState.
+int zb_transfer_wait(RunningPtr* running, double seconds) {
+    if (seconds > 0) (*running)->transfer->wait(seconds);
+    return (*running)->transfer->state();
+}
+void zb_transfer_allow(Engine* engine, RunningPtr* running, double share) { engine->allow(*running, share); }
+int zb_transfer_is_held(RunningPtr* running) { return (*running)->transfer->has_sent_what_is_allowed() ? 1 : 0; }
+int64_t zb_transfer_detail(RunningPtr* running) { return (*running)->transfer->detail(); }
+
+void zb_transfer_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
+    const Traffic traffic = (*running)->transfer->traffic(member);
     const double sending_s = traffic.last_sent_s - traffic.first_sent_s;
     const double silent_s = traffic.last_received_s > 0 ? monotonic_s() - traffic.last_received_s : -1;
     *out = {traffic.sent_bytes, traffic.to_send_bytes, traffic.received_bytes, traffic.to_receive_bytes,
             sending_s > 0 ? sending_s : 0, silent_s};
 }
 
-// Stops it where it still runs. Afterwards `in`, `out` and `error` are the caller's again; the handle stays until it is freed.
-void zb_reduce_end(Engine* engine, RunningPtr* running) { engine->finish(*running); }
-void zb_reduce_free(RunningPtr* running) { delete running; }
+// Stops it where it still runs. Afterwards its buffers are the caller's again; the handle stays until it is freed.
+void zb_transfer_end(Engine* engine, RunningPtr* running) { engine->finish(*running); }
+void zb_transfer_free(RunningPtr* running) { delete running; }
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -13,7 +13,7 @@ namespace zeroband {
 
 uint32_t Running::member_of(uint32_t link) const {
     uint32_t member = 0;
-    while (member < link_of.size() && (member == reduce.spec().self || link_of[member] != link)) ++member;
+    while (member < link_of.size() && (member == transfer->self() || link_of[member] != link)) ++member;
     return member;
 }
 
@@ -77,23 +77,31 @@ void Engine::set_congestion(uint32_t link, const std::string& name) {
 }
 
 RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
-    const auto running = std::make_shared<Running>(std::move(spec), pool_, std::move(links));
-    running->reduce.begin();
+    return start(std::make_unique<Reduce>(std::move(spec), pool_), std::move(links));
+}
+
+RunningPtr Engine::start(GatherSpec spec, std::vector<uint32_t> links) {
+    return start(std::make_unique<Gather>(std::move(spec), pool_), std::move(links));
+}
+
+RunningPtr Engine::start(std::unique_ptr<Transfer> transfer, std::vector<uint32_t> links) {
+    const auto running = std::make_shared<Running>(std::move(transfer), std::move(links));
+    running->transfer->begin();
     std::vector<uint32_t> others;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         running_.push_back(running);
-        newest_ = running->reduce.spec().operation;
+        newest_ = running->transfer->operation();
         has_started_ = true;
         for (uint32_t member = 0; member < running->link_of.size(); ++member) {
-            if (member == running->reduce.spec().self) continue;
+            if (member == running->transfer->self()) continue;
             others.push_back(member);
         }
     }
     for (const uint32_t member : others) {
         const uint32_t link = running->link_of[member];
         const LinkState state = link_state(link);
-        if (!state.is_up) running->reduce.end(PEER_LOST, member);
+        if (!state.is_up) running->transfer->end(PEER_LOST, member);
     }
     for (const auto& loop : loops_) loop->retry_held();
     awaken(*running, others);
@@ -101,20 +109,20 @@ RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
 }
 
 void Engine::allow(const RunningPtr& running, double share) {
-    running->reduce.allow(share);
+    running->transfer->allow(share);
     for (uint32_t member = 0; member < running->link_of.size(); ++member)
-        if (member != running->reduce.spec().self) awaken(*running, {member});
+        if (member != running->transfer->self()) awaken(*running, {member});
 }
 
 void Engine::finish(const RunningPtr& running) {
-    running->reduce.end(ABORTED, 0);
+    running->transfer->end(ABORTED, 0);
     std::lock_guard<std::mutex> lock(mutex_);
     running_.erase(std::remove(running_.begin(), running_.end(), running), running_.end());
 }
 
 RunningPtr Engine::running_of(const Operation& operation) {
     for (const RunningPtr& running : running_)
-        if (running->reduce.spec().operation == operation) return running;
+        if (running->transfer->operation() == operation) return running;
     return nullptr;
 }
 
@@ -135,8 +143,8 @@ FrameReader::Verdict Engine::judge(uint32_t link, const Frame& frame) {
             return newest_.is_before(frame.operation) ? Verdict::HOLD : Verdict::SKIP;
         }
     }
-    if (running->reduce.state() != RUNNING) return Verdict::SKIP;
-    return running->reduce.expects(running->member_of(link), frame) ? Verdict::TAKE : Verdict::REFUSE;
+    if (running->transfer->state() != RUNNING) return Verdict::SKIP;
+    return running->transfer->expects(running->member_of(link), frame) ? Verdict::TAKE : Verdict::REFUSE;
 }
 
 void Engine::deliver(uint32_t link, PacketPtr packet) {
@@ -149,7 +157,7 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     }
     if (running == nullptr) return;
     std::vector<uint32_t> awakened;
-    running->reduce.receive(running->member_of(link), std::move(packet), awakened);
+    running->transfer->receive(running->member_of(link), std::move(packet), awakened);
     awaken(*running, awakened);
 }
 
@@ -157,7 +165,7 @@ PacketPtr Engine::pick(uint32_t link, RunningPtr& running) {
     for (const RunningPtr& candidate : all_running()) {
         const uint32_t member = candidate->member_of(link);
         if (member >= candidate->link_of.size()) continue;
-        PacketPtr packet = candidate->reduce.next(member);
+        PacketPtr packet = candidate->transfer->next(member);
         if (packet == nullptr) continue;
         running = candidate;
         return packet;
@@ -186,9 +194,9 @@ void Engine::end_what_needs(uint32_t link) {
     for (const RunningPtr& running : all_running()) {
         const uint32_t member = running->member_of(link);
         if (member >= running->link_of.size()) continue;
-        const Traffic traffic = running->reduce.traffic(member);
+        const Traffic traffic = running->transfer->traffic(member);
         const bool is_over = traffic.sent_bytes == traffic.to_send_bytes && traffic.received_bytes == traffic.to_receive_bytes;
-        if (!is_over) running->reduce.end(PEER_LOST, member);
+        if (!is_over) running->transfer->end(PEER_LOST, member);
     }
 }
 

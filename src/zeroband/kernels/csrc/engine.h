@@ -1,4 +1,4 @@
-// The engine: a few threads that move frames between streams and the reductions that run. No thread of the caller is
+// The engine: a few threads that move frames between streams and the operations that run. No thread of the caller is
 // needed for anything to go on.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "gather.h"
 #include "reduce.h"
 #include "stream.h"
 
@@ -18,15 +19,15 @@ namespace zeroband {
 
 class Loop;
 
-// A reduction and the links to its members.
+// An operation and the links to its members.
 struct Running {
-    Running(ReduceSpec spec, std::shared_ptr<PacketPool> pool, std::vector<uint32_t> links)
-        : reduce(std::move(spec), std::move(pool)), link_of(std::move(links)) {}
+    Running(std::unique_ptr<Transfer> begun, std::vector<uint32_t> links)
+        : transfer(std::move(begun)), link_of(std::move(links)) {}
 
     // The member behind a link; at least the number of members where it is none.
     uint32_t member_of(uint32_t link) const;
 
-    Reduce reduce;
+    const std::unique_ptr<Transfer> transfer;
     const std::vector<uint32_t> link_of;  // by member; its own is not used
 };
 
@@ -54,7 +55,8 @@ class Engine {
     void set_congestion(uint32_t link, const std::string& name);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
-    // Lets this share of a reduction's frames be sent.
+    RunningPtr start(GatherSpec spec, std::vector<uint32_t> links);
+    // Lets this share of an operation's frames be sent.
     void allow(const RunningPtr& running, double share);
     // Ends it where it still runs; afterwards its buffers are the caller's again.
     void finish(const RunningPtr& running);
@@ -70,6 +72,7 @@ class Engine {
         std::atomic<uint64_t> received_bytes{0};
     };
 
+    RunningPtr start(std::unique_ptr<Transfer> transfer, std::vector<uint32_t> links);
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
     PacketPtr pick(uint32_t link, RunningPtr& running);

@@ -49,7 +49,7 @@ bool read_header(const uint8_t* in, Frame& frame) {
     frame.shard = take<uint32_t>(in);
     frame.chunk = take<uint32_t>(in);
     frame.payload_bytes = take<uint32_t>(in);
-    return (kind == PARTIAL || kind == FINAL) && frame.payload_bytes > 0 && frame.payload_bytes <= LARGEST_PAYLOAD;
+    return kind >= PARTIAL && kind <= PAYLOAD && frame.payload_bytes > 0 && frame.payload_bytes <= LARGEST_PAYLOAD;
 }
 
 }  // namespace zeroband

@@ -9,7 +9,9 @@ namespace zeroband {
 constexpr size_t HEADER_BYTES = 48;
 constexpr size_t LARGEST_PAYLOAD = size_t{16} << 20;
 
-enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2 };
+enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2, PAYLOAD = 3 };
+
+constexpr uint8_t NO_CODEC = 255;  // of payloads: bytes that stand for no values here
 
 // One operation: a round of a run as it was opened, on one lane. Openings are numbered upwards for ever.
 struct Operation {

@@ -163,7 +163,7 @@ void Loop::pump(Handle& handle) {
         const size_t bytes = stream.packet()->frame.payload_bytes;
         const uint32_t member = handle.running->member_of(stream.link());
         stream.clear();
-        handle.running->reduce.sent(member, bytes);
+        handle.running->transfer->sent(member, bytes);
         handle.running.reset();
     }
     stream.awaits_room = true;  // or its turn is over: the next room is there at once

@@ -1,9 +1,7 @@
 #include "reduce.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 namespace zeroband {
@@ -21,20 +19,10 @@ float* scratch(uint64_t n) {
 
 }  // namespace
 
-double monotonic_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// Held while `in` is read or `out` written; false when the operation has ended.
-struct Reduce::Busy {
-    explicit Busy(Reduce& reduce) : reduce_(reduce) { ++reduce_.busy_; }
-    ~Busy() { --reduce_.busy_; }
-    explicit operator bool() const { return reduce_.state_.load() == RUNNING; }
-    Reduce& reduce_;
-};
-
 Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
-    : spec_(std::move(spec)), codec_(codec_of(spec_.codec)), pool_(std::move(pool)) {
+    : Transfer(spec.operation, spec.self, spec.world(), std::move(pool)),
+      spec_(std::move(spec)),
+      codec_(codec_of(spec_.codec)) {
     const uint32_t world = spec_.world();
     first_chunk_.push_back(0);
     for (uint32_t shard = 0; shard < world; ++shard) {
@@ -42,10 +30,6 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         first_chunk_.push_back(first_chunk_.back() + (size + spec_.chunk_numel - 1) / spec_.chunk_numel);
     }
     next_partial_.assign(world, 0);
-    outgoing_.resize(world);
-    traffic_.resize(world);
-    seen_.assign((1 + world) * first_chunk_.back(), false);
-    to_write_ = first_chunk_.back();
     if (!spec_.is_ring) {
         uint32_t contributors = 0;
         for (uint32_t member = 0; member < world; ++member) contributors += member != spec_.self && spec_.shares[member] > 0;
@@ -53,18 +37,7 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         missing_.assign(chunks_of(spec_.self), contributors);
     }
     count_traffic();
-    all_frames_ = to_send_;
-    allow(spec_.allowed);
-}
-
-void Reduce::allow(double share) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    allowed_ = share >= 1 ? all_frames_ : static_cast<uint64_t>(share * static_cast<double>(all_frames_));
-}
-
-bool Reduce::has_sent_what_is_allowed() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return all_frames_ - to_send_ >= allowed_;
+    counted(first_chunk_.back(), (1 + world) * first_chunk_.back(), spec_.allowed);
 }
 
 uint64_t Reduce::chunk_start(uint32_t shard, uint32_t chunk) const {
@@ -91,11 +64,8 @@ uint32_t Reduce::ring_neighbour(uint32_t step) const {
 void Reduce::count_traffic() {
     const uint32_t world = spec_.world(), self = spec_.self;
     const auto add = [&](uint32_t peer, uint32_t shard, bool sends) {
-        for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk) {
-            const uint64_t bytes = frame_of(FINAL, shard, chunk).payload_bytes;
-            (sends ? traffic_[peer].to_send_bytes : traffic_[peer].to_receive_bytes) += bytes;
-            to_send_ += sends;
-        }
+        for (uint32_t chunk = 0; chunk < chunks_of(shard); ++chunk)
+            count(peer, frame_of(FINAL, shard, chunk).payload_bytes, sends);
     };
     if (spec_.is_ring) {
         const uint32_t after = ring_neighbour(1), before = ring_neighbour(world - 1);
@@ -124,27 +94,7 @@ void Reduce::begin() {
     settle(0, 0);
 }
 
-PacketPtr Reduce::next(uint32_t peer) {
-    Busy busy(*this);
-    if (!busy) return nullptr;
-    uint32_t shard = 0, chunk = 0;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (handed_out_ >= allowed_) return nullptr;
-        const bool is_partial = claim_partial(peer, shard, chunk);
-        if (!is_partial && outgoing_[peer].empty()) return nullptr;
-        ++handed_out_;
-        if (traffic_[peer].first_sent_s == 0) traffic_[peer].first_sent_s = monotonic_s();
-        if (!is_partial) {
-            PacketPtr packet = std::move(outgoing_[peer].front());
-            outgoing_[peer].pop_front();
-            return packet;
-        }
-    }
-    return encode_partial(shard, chunk);
-}
-
-bool Reduce::claim_partial(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
+bool Reduce::claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
     if (spec_.is_ring ? peer != ring_neighbour(1) : spec_.shares[spec_.self] == 0) return false;
     shard = spec_.is_ring ? ring_neighbour(spec_.world() - 1) : peer;
     if (next_partial_[shard] >= chunks_of(shard)) return false;
@@ -152,7 +102,7 @@ bool Reduce::claim_partial(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
     return true;
 }
 
-PacketPtr Reduce::encode_partial(uint32_t shard, uint32_t chunk) {
+PacketPtr Reduce::make(uint32_t shard, uint32_t chunk) {
     if (!spec_.is_ring) return own_part(shard, chunk);
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
     float* sum = scratch<Room::SUM>(n);  // partial sums of shares travel
@@ -203,17 +153,13 @@ void Reduce::note_error(const float* values, const PacketPtr& packet, uint64_t n
 bool Reduce::encode(const float* values, const PacketPtr& packet, uint64_t n, int64_t start) {
     const int64_t bad = codec_.encode(values, n, packet->payload());
     if (bad < 0) return true;
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (state_.load() == RUNNING) {
-        detail_ = start + bad;
-        state_ = NOT_FINITE;
-        ended_.notify_all();
-    }
+    fail(NOT_FINITE, start + bad);
     return false;
 }
 
 bool Reduce::expects(uint32_t peer, const Frame& frame) const {
     const uint32_t world = spec_.world(), self = spec_.self;
+    if (frame.kind != PARTIAL && frame.kind != FINAL) return false;
     if (frame.codec != spec_.codec || peer == self || peer >= world || frame.shard >= world) return false;
     if (frame.chunk >= chunks_of(frame.shard)) return false;
     if (frame.payload_bytes != frame_of(frame.kind, frame.shard, frame.chunk).payload_bytes) return false;
@@ -224,25 +170,13 @@ bool Reduce::expects(uint32_t peer, const Frame& frame) const {
     return frame.kind == PARTIAL ? frame.shard == self && spec_.shares[peer] > 0 : frame.shard == peer;
 }
 
-void Reduce::receive(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
-    Busy busy(*this);
-    if (!busy) return;
-    const Frame& frame = packet->frame;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        traffic_[peer].received_bytes += frame.payload_bytes;
-        traffic_[peer].last_received_s = monotonic_s();
-        const uint64_t chunk = first_chunk_[frame.shard] + frame.chunk;
-        const uint64_t sender = frame.kind == FINAL ? 0 : 1 + peer;
-        if (seen_[sender * first_chunk_.back() + chunk]) {
-            detail_ = peer;
-            state_ = FOREIGN_FRAME;
-            ended_.notify_all();
-            return;
-        }
-        seen_[sender * first_chunk_.back() + chunk] = true;
-    }
-    if (frame.kind == FINAL)
+uint64_t Reduce::number_of(uint32_t peer, const Frame& frame) const {
+    const uint64_t sender = frame.kind == FINAL ? 0 : 1 + peer;
+    return sender * first_chunk_.back() + first_chunk_[frame.shard] + frame.chunk;
+}
+
+void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
+    if (packet->frame.kind == FINAL)
         adopt(packet, awakened);
     else if (spec_.is_ring)
         pass_on(std::move(packet), awakened);
@@ -331,56 +265,6 @@ void Reduce::adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
     write(packet);
     if (spec_.is_ring && ring_neighbour(1) != frame.shard) enqueue(ring_neighbour(1), packet, awakened);
     settle(0, 1);
-}
-
-void Reduce::enqueue(uint32_t peer, const PacketPtr& packet, std::vector<uint32_t>& awakened) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    outgoing_[peer].push_back(packet);
-    awakened.push_back(peer);
-}
-
-void Reduce::sent(uint32_t peer, size_t payload_bytes) {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        Traffic& traffic = traffic_[peer];
-        traffic.last_sent_s = monotonic_s();
-        traffic.sent_bytes += payload_bytes;
-    }
-    settle(1, 0);
-}
-
-void Reduce::settle(uint64_t sent, uint64_t written) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    to_send_ -= sent;
-    to_write_ -= written;
-    if (to_send_ == 0 && to_write_ == 0 && state_.load() == RUNNING) {
-        state_ = DONE;
-        ended_.notify_all();
-    }
-}
-
-void Reduce::end(ReduceState reason, int64_t detail) {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (state_.load() == RUNNING) {
-            detail_ = detail;
-            state_ = reason;
-        }
-        for (auto& packets : outgoing_) packets.clear();
-        ended_.notify_all();
-    }
-    while (busy_.load() > 0) std::this_thread::yield();
-}
-
-bool Reduce::wait(double seconds) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto has_ended = [this] { return state_.load() != RUNNING; };
-    return ended_.wait_for(lock, std::chrono::duration<double>(seconds), has_ended);
-}
-
-Traffic Reduce::traffic(uint32_t peer) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return traffic_[peer];
 }
 
 }  // namespace zeroband

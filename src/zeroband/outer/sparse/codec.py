@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from zeroband.config.outer import ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.outer.flat import FlatLayout
 from zeroband.outer.sparse import dct
@@ -23,7 +24,7 @@ from zeroband.outer.sparse.bits import ALIGNMENT
 from zeroband.outer.sparse.chunks import ChunkGroup, ChunkLayout, Uneven, share_of
 from zeroband.outer.sparse.records import Chosen, RecordFormat
 from zeroband.outer.sparse.select import largest, place
-from zeroband.outer.sparse.values import ValueCodingName, coding_of
+from zeroband.outer.sparse.values import coding_of
 
 HEADER = struct.Struct("<4sBBxxIIQQ")
 """Magic, version, kind, sources, (reserved) 0, bytes of the body, digest of what both ends must share."""

@@ -5,15 +5,14 @@ Shapes: values (runs, chunks, k) float32; data (runs, size) uint8. All chunks of
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zeroband.config.outer import ValueCodingName
 from zeroband.kernels import reference
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
-
-ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
 
 
 class ValueCoding(Protocol):

@@ -1,0 +1,150 @@
+"""The [outer] section: how nodes synchronise, one tagged variant for each algorithm."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from zeroband.config.overlap import overlap_problem
+from zeroband.config.section import NODE_LOCAL, Section
+
+ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
+"""How the chosen values of a sparse payload travel."""
+
+
+class OuterSGDConfig(Section):
+    """SGD with momentum on pseudo-gradients."""
+
+    lr: PositiveFloat = 0.7
+    """Outer learning rate."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Outer momentum."""
+    nesterov: bool = True
+    """Nesterov form, as torch.optim.SGD(nesterov=True, dampening=0); without momentum it makes no difference."""
+    momentum_warmup_rounds: int = Field(default=0, ge=0)
+    """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
+
+
+class DdpConfig(Section):
+    """Gradients are averaged at every step."""
+
+    type: Literal["ddp"]
+
+
+class RoundsConfig(Section):
+    """What algorithms have in common whose rounds are many inner steps."""
+
+    usual_inner_steps: ClassVar[int] = 500
+    """Where neither steps nor seconds are set."""
+
+    inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
+    averages. A slower node may do fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
+    inner_seconds: PositiveFloat | None = None
+    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
+    None: inner_steps alone decides."""
+    straggler_deadline_s: PositiveFloat | None = None
+    """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
+    later round. None: they wait for every node that is alive."""
+
+    clip_to_median: bool = False
+    """A contribution longer than the median one of its round counts as if it were that long: against a node that is
+    broken. From 3 nodes on."""
+
+    @property
+    def phase_steps(self) -> int:
+        """Inner steps from one contribution to the next, at most."""
+        return self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
+
+
+class DilocoConfig(RoundsConfig):
+    """Many inner steps on each node, then one outer step."""
+
+    type: Literal["diloco"]
+    optimizer: OuterSGDConfig = OuterSGDConfig()
+    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    fragments: PositiveInt = 1
+    """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
+    same bytes, a lower peak. Divides inner_steps."""
+    fragment_pattern: Literal["strided", "sequential"] = "strided"
+    """Which layers a fragment has: every so many-th, or neighbours. The embedding goes with the first, the rest with
+    the last."""
+    overlap: NonNegativeInt | Literal["full"] = 0
+    """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
+    "full". 0: training waits for it."""
+    merge: Literal["overwrite", "mix", "eager"] = "overwrite"
+    """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
+    alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
+    (arXiv:2502.12996); needs an overlap."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Part of a node's own parameters that merge = "mix" keeps."""
+    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
+    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
+    instead of the parameters; needs comm.codec int8."""
+
+    @property
+    def phase_steps(self) -> int:
+        return super().phase_steps // self.fragments
+
+    @property
+    def overlap_steps(self) -> int | None:
+        """Inner steps that a round travels; None: until the next one is sent."""
+        return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DilocoConfig:
+        problem = overlap_problem(
+            inner_steps=self.inner_steps or self.usual_inner_steps,
+            has_fixed_steps=self.inner_seconds is None,
+            fragments=self.fragments,
+            overlap=None if self.overlap == "full" else self.overlap,
+            is_eager=self.merge == "eager",
+            has_deadline=self.straggler_deadline_s is not None,
+        )
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+
+class DemoConfig(Section):
+    """DeMo / DisTrO: in every step the largest frequencies of each node's momentum, and the sign of their mean.
+
+    There is no AdamW: [optim] gives learning rate, schedule, decay and clipping.
+    """
+
+    type: Literal["demo"]
+    k: PositiveInt = 4
+    """Coefficients sent of each chunk: 32 in DeMo's source; 4 signs make 1260 times less than 2 bytes a parameter."""
+    chunk: int = Field(default=64, ge=1, le=128)
+    """Longest side of a chunk."""
+    values: ValueCodingName = "sign"
+    """How coefficients travel: sign as in Psyche's runs, float32 as in the paper."""
+    decay: float = Field(default=0.999, ge=0, lt=1)
+    """Of the momentum (beta); 0.995 in Psyche's Consilience."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Part of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second."""
+    aggregator: bool = False
+    """Every node uploads once, to the member with the fastest link, which combines the payloads and sends them back:
+    for home uplinks and many nodes; needs comm.backend = "native"."""
+
+
+class SparseLocoConfig(RoundsConfig):
+    """SparseLoCo: the largest values of pseudo-gradients with error feedback, an outer step without momentum."""
+
+    usual_inner_steps: ClassVar[int] = 30
+    """Where neither steps nor seconds are set."""
+    type: Literal["sparseloco"]
+    k: PositiveInt = 64
+    """Values sent of each chunk of chunk x chunk; 64 of 4096 is 1.56 %. Smaller chunks send the same part."""
+    chunk: int = Field(default=64, ge=1, le=256)
+    """Longest side of the tile of a matrix; vectors are cut into chunk x chunk values."""
+    values: ValueCodingName = "two_bit"
+    """How values travel."""
+    decay: float = Field(default=0.95, ge=0, le=1)
+    """Of what was not sent (beta)."""
+    lr: PositiveFloat = 1.0
+    """Of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
+
+
+Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig, Field(discriminator="type")]

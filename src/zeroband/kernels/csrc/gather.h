@@ -1,0 +1,48 @@
+// The members' payloads side by side: bytes that nothing here looks into. Every member sends its own to each of the
+// others, or to one of them alone; a payload of no bytes is one that its member does not send.
+#pragma once
+
+#include "transfer.h"
+
+namespace zeroband {
+
+constexpr uint32_t EVERYBODY = UINT32_MAX;
+
+struct GatherSpec {
+    Operation operation;
+    uint32_t self;
+    uint32_t receiver = EVERYBODY;  // who gets the payloads
+    std::vector<uint64_t> lengths;  // of each member's payload, in bytes
+    uint64_t chunk_bytes;
+    const uint8_t* in;              // lengths[self]
+    uint8_t* out;                   // all payloads in the order of the members; of a member that receives them
+    double allowed = 1;             // share of the frames that may be sent before `allow` says more
+
+    uint32_t world() const { return static_cast<uint32_t>(lengths.size()); }
+};
+
+class Gather : public Transfer {
+  public:
+    Gather(GatherSpec spec, std::shared_ptr<PacketPool> pool);
+
+    void begin() override;
+    bool expects(uint32_t peer, const Frame& frame) const override;
+
+  protected:
+    bool claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) override;
+    PacketPtr make(uint32_t shard, uint32_t chunk) override;
+    uint64_t number_of(uint32_t peer, const Frame& frame) const override;
+    void take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) override;
+
+  private:
+    bool receives(uint32_t member) const { return spec_.receiver == EVERYBODY || spec_.receiver == member; }
+    uint64_t chunks_of(uint32_t member) const { return first_chunk_[member + 1] - first_chunk_[member]; }
+    uint64_t chunk_size(uint32_t member, uint32_t chunk) const;
+
+    const GatherSpec spec_;
+    std::vector<uint64_t> start_;        // of every payload in `out`
+    std::vector<uint64_t> first_chunk_;  // of every payload, counted over all of them
+    std::vector<uint32_t> next_chunk_;   // of the own payload, by peer
+};
+
+}  // namespace zeroband

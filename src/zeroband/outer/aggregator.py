@@ -1,0 +1,107 @@
+"""The aggregator's form of a round of payloads, for home uplinks: each node uploads once and downloads once.
+
+One member receives all payloads and sends back what they make together; it decodes to the same bits as all of them one
+by one. Its own uplink carries that to everybody, so it is the member whose link was seen to carry the most. What it
+sends back is checked: where it is no combined payload the round moves nothing, and says so; where it tells members
+different things, their results differ, and the next member takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.epoch import Opening
+from zeroband.elastic.mesh import Gathering, Transfer
+from zeroband.errors import MalformedPayload
+from zeroband.observe.log import get_logger
+from zeroband.outer.payloads import PayloadExchange
+from zeroband.outer.sparse.codec import Payload
+from zeroband.outer.sparse.combine import check_combined, combine, combined_bytes, decode_combined
+from zeroband.parallel import all_ok, broadcast_json
+
+_LENGTH_BYTES = 8
+
+_log = get_logger(__name__)
+
+
+def aggregator_of(opening: Opening) -> str:
+    """The member with the fastest access link, as far as known; the next one where a round ended in a dispute."""
+    rates = opening.network.rates or (0,) * len(opening.members)
+    order = sorted(range(len(opening.members)), key=lambda member: (-rates[member], member))
+    return opening.members[order[opening.disputes % len(order)]]
+
+
+class AggregatedExchange(PayloadExchange):
+    """Payloads to one member, their sum to all."""
+
+    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+        aggregator = aggregator_of(opening)
+        moved, gathered = self.gather(opening, aggregator, on_progress, stops)
+        if not any(opening.weights):
+            self.zero_result()
+            return moved
+        combined = torch.empty(0, dtype=torch.uint8)
+        if self._mesh.member_id == aggregator:
+            combined = self._combined(opening, gathered)
+        told = self._send(opening, aggregator, _length_of(combined), 1, _LENGTH_BYTES)
+        length = broadcast_json(int.from_bytes(bytes(told[1].tolist()), "little"), self._mesh.local)
+        parts = [moved, told[0]]
+        if length > combined_bytes(self._codec, len(opening.members), divisor=self._divisor):
+            self._give_up(aggregator, f"it announces {length} bytes")
+        else:
+            sent, data = self._send(opening, aggregator, combined, 2, length)
+            parts.append(sent)
+            self._decode_combined(aggregator, data)
+        return Transfer(
+            sum(part.took_s for part in parts),
+            sum(part.sent_bytes for part in parts),
+            sum(part.received_bytes for part in parts),
+        )
+
+    def _send(
+        self, opening: Opening, aggregator: str, content: Tensor, number: int, size: int
+    ) -> tuple[Transfer, Tensor]:
+        """Bring so many bytes of the aggregator to all members, into memory that the local ranks share."""
+        lengths = tuple(size if member == aggregator else 0 for member in opening.members)
+        room, own = self.room_for(size), content if self._mesh.member_id == aggregator else content[:0]
+        return self._mesh.gather(own, room, Gathering(lengths, number=number), opening), room
+
+    def _combined(self, opening: Opening, gathered: Mapping[str, Tensor]) -> Tensor:
+        """What the payloads make together, as one payload; on local rank 0, empty on the others."""
+        found = [torch.empty(0, dtype=torch.uint8)]
+
+        def is_combined(_opening: Opening, payloads: Mapping[str, Payload]) -> bool:
+            is_finite = True
+            if self._mesh.local.rank == 0 and payloads:
+                try:
+                    found[0] = combine(self._codec, list(payloads.values()), divisor=self._divisor)
+                except MalformedPayload:
+                    is_finite = False
+            return all_ok(is_finite, self._mesh.local)
+
+        self.add_up(opening, self.checked(gathered), is_combined)
+        return found[0]
+
+    def _decode_combined(self, aggregator: str, data: Tensor) -> None:
+        """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
+        local, problem = self._mesh.local, "" if len(data) else "no payload was any good"
+        if len(data):
+            try:
+                combined = check_combined(self._codec, data)
+                decode_combined(self._codec, combined, self.result, rank=local.rank, world_size=local.world_size)
+            except MalformedPayload as error:
+                problem = str(error)
+        if not all_ok(not problem, local):
+            self._give_up(aggregator, problem)
+
+    def _give_up(self, aggregator: str, why: str) -> None:
+        """The round moves nothing."""
+        _log.warning("no update", extra={"fields": {"aggregator": aggregator, "why": why}})
+        self.zero_result()
+
+
+def _length_of(content: Tensor) -> Tensor:
+    return torch.tensor(list(len(content).to_bytes(_LENGTH_BYTES, "little")), dtype=torch.uint8)

@@ -1,0 +1,23 @@
+"""Which algorithm a configuration asks for: the one list of them."""
+
+from __future__ import annotations
+
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.ddp import Ddp
+from zeroband.outer.demo import Demo
+from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.sparseloco import SparseLoCo
+
+
+def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None) -> OuterAlgorithm:
+    """The algorithm of an [outer] section. `clip_norm`: of gradients, for those that see them."""
+    match config:
+        case DilocoConfig():
+            return DiLoCo(parts, config)
+        case SparseLocoConfig():
+            return SparseLoCo(parts, config)
+        case DdpConfig():
+            return Ddp(parts, clip_norm=clip_norm)
+        case DemoConfig():
+            return Demo(parts, config, clip_norm=clip_norm)

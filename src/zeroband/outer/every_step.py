@@ -1,0 +1,171 @@
+"""What algorithms have in common whose rounds are one inner step: all nodes hold one model at every step.
+
+What the nodes make together of their gradients becomes the gradient of all of them, by which the inner optimizer steps.
+The outer state is the whole training state. It is written out after every step, so that a joiner can fetch it at any
+time.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zeroband.data.ledger import Range
+from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.progress import Progress
+from zeroband.outer.base import OuterParts, RoundReport, StateCopy
+from zeroband.outer.flat import digest_of, gradient_shards
+from zeroband.outer.journal import JournalEntry
+from zeroband.outer.rounds import RoundKeeper
+from zeroband.outer.transaction import RESULT, Committed, Exchange
+from zeroband.parallel import barrier
+
+PARAMS = "params"
+
+
+class EveryStep(ABC):
+    """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
+
+    sections: tuple[str, ...] = (PARAMS,)
+    local_sections: tuple[str, ...] = ()
+
+    def __init__(self, parts: OuterParts, exchange: Exchange | None = None) -> None:
+        self._parts = parts
+        self._buffers = parts.buffers
+        self._local = parts.mesh.local
+        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
+        self._committed: Committed | None = None
+        parts.buffers.open(*self.sections, RESULT)
+        self._keeper.state = self._store_state()
+
+    # -- what an algorithm says of itself -----------------------------------------------------------------------
+
+    @abstractmethod
+    def sync_gradients(self, step: int, tokens: int) -> float | None:
+        """Contribute the gradients that lie in the model, and put what the nodes made of them into their place."""
+        ...
+
+    @abstractmethod
+    def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """This rank's shards of each section, by parameter; writing to them writes to the model and its optimizer."""
+        ...
+
+    def _describe(self, result: Tensor) -> Mapping[str, Any]:
+        """What the verdict says beside the progress."""
+        return {}
+
+    def _at_founding(self) -> Mapping[str, Any]:
+        """The same before the first step."""
+        return {}
+
+    def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+        """Put a committed result into the model.
+
+        Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
+        """
+        if payload["weight"] == 0:
+            self._parts.inner.zero_grad()
+        else:
+            self._parts.shards.load(gradient_shards(self._parts.model), result)
+
+    def _seek(self, payload: Mapping[str, Any]) -> None:
+        """Bring the inner optimizer to the place that a verdict stands for."""
+        self._parts.inner.seek(Progress.from_record(payload["progress"]).inner_step)
+
+    # -- the round ----------------------------------------------------------------------------------------------
+
+    @property
+    def round(self) -> int:
+        return self._keeper.round
+
+    @property
+    def progress(self) -> Progress:
+        return self._keeper.progress
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        return self._keeper.payload
+
+    @property
+    def state(self) -> str:
+        return self._keeper.state
+
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way between two steps."""
+        return ()
+
+    def abandon(self) -> None:  # noqa: B027
+        """Nothing is on its way between two steps."""
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, self._at_founding())
+
+    def is_time_over(self, steps: int) -> bool:
+        return False
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        return (self._take_over(),)
+
+    def _take_over(self) -> RoundReport:
+        committed, self._committed = self._committed, None
+        assert committed is not None, "sync_gradients comes first"
+        started_at_s = time.monotonic()
+        with self._keeper.changing_state():
+            self._keeper.advance(committed.verdict, self._store_state())
+        self._keeper.begin_phase()
+        self._keeper.record(committed)
+        self._parts.faults.at("applied", self.round)
+        return self._keeper.report(committed, time.monotonic() - started_at_s)
+
+    def _store_state(self) -> str:
+        """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
+        for section, shards in self._held().items():
+            self._parts.shards.store(shards, self._buffers[section])
+        barrier(self._local)
+        return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
+
+    def join(self) -> RoundReport:
+        self._committed = self._keeper.commit(self._keeper.offer(is_joining=True), self._describe)
+        self._step(self._committed.result, self._committed.verdict.payload)
+        return self._take_over()
+
+    def _step(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+        self._set_gradients(result, payload)
+        self._parts.inner.step()
+        self._parts.inner.zero_grad()
+
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._keeper.changing_state(sections):
+            self._load_state(payload)
+            self._keeper.settle(round, payload, self._store_state())
+        return self._keeper.state
+
+    def _load_state(self, payload: Mapping[str, Any]) -> None:
+        """Take the training state from the sections."""
+        self._seek(payload)
+        for section, shards in self._held().items():
+            self._parts.shards.load(shards, self._buffers[section])
+        barrier(self._local)  # all have read before anybody writes
+
+    def replay(self, entry: JournalEntry) -> str:
+        barrier(self._local)
+        self._step(entry.result, entry.payload)
+        with self._keeper.changing_state():
+            self._keeper.settle(entry.round, entry.payload, self._store_state())
+        return self._keeper.state
+
+    def copy_state(self) -> StateCopy:
+        with self._keeper.state_lock:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

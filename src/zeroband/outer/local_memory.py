@@ -1,0 +1,67 @@
+"""A memory that never leaves its node: DeMo's momentum, SparseLoCo's error buffer. Others see what is packed of it.
+
+The local ranks share it as a flat buffer: each adds to its rows, then each packs its share of the chunks. What a
+payload took out is kept until the payload counts; where it never does, it goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zeroband.outer.base import OuterParts
+from zeroband.outer.sparse.codec import Part
+from zeroband.outer.sparse.feedback import ErrorFeedback
+from zeroband.parallel import all_ok, barrier
+
+
+class LocalMemory:
+    """One memory and its rule. Every method is called by all local ranks."""
+
+    def __init__(self, parts: OuterParts, name: str, feedback: ErrorFeedback) -> None:
+        parts.buffers.open(name)
+        self.buffer = parts.buffers[name]
+        """(n,) float32, shared by the local ranks."""
+        self._local = parts.mesh.local
+        self._shards = parts.shards
+        self._feedback = feedback
+        self._taken: tuple[Part, ...] = ()
+
+    def accumulate(self, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
+        """Add this rank's shards of a gradient or pseudo-gradient.
+
+        False on all local ranks where a value became too large for float32; then the memory begins anew.
+        """
+        is_finite = True
+        for name, part in self._shards.parts(self.buffer, shards):
+            self._feedback.accumulate(part, shards[name].detach().to("cpu").reshape(-1), scale=scale)
+            is_finite &= bool(part.isfinite().all())
+        if all_ok(is_finite, self._local):  # also: all ranks have added theirs
+            return True
+        self.forget()
+        return False
+
+    def pack(self, payload: Tensor) -> None:
+        """Take the largest out into the node's payload, (nbytes,) uint8, after `accumulate`."""
+        rank, world_size = self._local.rank, self._local.world_size
+        self._taken = self._feedback.extract(self.buffer, out=payload, rank=rank, world_size=world_size).taken
+        barrier(self._local)
+
+    def settle(self) -> None:
+        """The payload counts: what it took out is with the others."""
+        self._taken = ()
+
+    def restore(self) -> None:
+        """The payload will never count: what it took out goes back."""
+        self._feedback.restore(self.buffer, self._taken)
+        self._taken = ()
+        barrier(self._local)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._taken = ()
+        barrier(self._local)
+        if self._local.rank == 0:
+            self.buffer.zero_()
+        barrier(self._local)

@@ -1,0 +1,112 @@
+"""DeMo and SparseLoCo in the trainer: checkpoints hold what a node keeps to itself; nodes differ, die and join."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.conftest import Recorded, Setup, Story, record
+
+from zeroband.cluster.redis_server import RedisServer
+from zeroband.config import load_config
+from zeroband.elastic.departure import Departure
+from zeroband.parallel import init_local_mesh
+from zeroband.train import train
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+
+TINY = {
+    "model.d_model": 32,
+    "model.n_layers": 1,
+    "model.n_heads": 2,
+    "model.d_ff": 64,
+    "data.seq_length": 16,
+    "data.source.type": "synthetic",
+    "data.source.documents": 50,
+    "train.batch_size": 4,
+    "train.micro_bs": 4,
+    "train.dtype": "float32",
+    "optim.warmup_steps": 2,
+    "elastic.start_nodes": 1,
+    "node.id": "n0",
+}
+ALGORITHMS = {
+    "demo": ("--outer.type=demo", "--outer.decay=0.9"),
+    "sparseloco": ("--outer.type=sparseloco", "--outer.inner_steps=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """train_alone(name, *arguments): one node of a run of several; its records by step, and its checkpoints."""
+    folder = tmp_path_factory.mktemp("payloads")
+
+    def run(name: str, *arguments: str) -> tuple[dict[int, dict[str, Any]], Path]:
+        places = {"run.dir": folder, "run.id": name, "data.cache_dir": folder / "cache", "ckpt.path": folder / "ckpt"}
+        flags = [f"--{key}={value}" for key, value in {**TINY, **places}.items()]
+        config = load_config([*flags, *arguments], {"ZERO_BAND_STORE__URL": redis_server.url})
+        with ExitStack() as stack:
+            local = init_local_mesh({})
+            stack.callback(local.close)
+            train(config, local, Departure(grace_s=1.0), stack)
+        lines = (folder / name / "n0" / "metrics.jsonl").read_text().splitlines()
+        return {made["step"]: made for made in map(json.loads, lines)}, folder / "ckpt" / name
+
+    return run
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
+    """It would not with another momentum or error buffer."""
+    steps, every = ("--train.total_steps=8",), "--ckpt.every_rounds=4" if name == "demo" else "--ckpt.every_rounds=2"
+    first, checkpoints = train_alone(name, *ALGORITHMS[name], *steps, every)
+    resumed = f"--resume.path={checkpoints}/step_00000004"
+    again, _ = train_alone(f"{name}-again", *ALGORITHMS[name], *steps, resumed)
+    assert again.keys() == {5, 6, 7, 8}
+    for step, made in again.items():
+        assert made["train/loss"] == first[step]["train/loss"]
+        assert made.get("outer/digest") == first[step].get("outer/digest")
+    assert len({made["outer/digest"] for made in first.values() if "outer/digest" in made}) > 2
+
+
+# -- several nodes --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Of a node of two ranks and one of one, the smaller one is killed before a transfer, and comes back."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node1")
+        story.until_contributing("node0")
+        story.cluster.restart("node1", arguments=[])
+        story.until_contributing("node0", "node1")
+
+    faults = {"node1": ("--fault.inject", "opened@+5=SIGKILL")}
+    setup = Setup(outer=("demo", "--outer.decay", "0.9"), ranks=(2, 1), faults=faults, detect_s=2.0)
+    return record(tmp_path_factory.mktemp("demo"), setup, tell)
+
+
+def test_nodes_of_other_sizes_hold_one_state_through_a_kill_and_a_join(recorded: Recorded) -> None:
+    assert list(recorded.history) == list(range(len(recorded.history)))
+    for number in list(recorded.history)[:-1]:  # the nodes may have been ended before they reported the newest
+        reported = recorded.of_round("round_committed", number)
+        assert reported and len({event["digest"] for event in reported.values()}) == 1, number
+    both = [n for n, verdict in recorded.history.items() if len(verdict.members) == 2]
+    assert [life.first == 0 for life in recorded.lives("node1")] == [True, False]
+    assert both[-1] > recorded.lives("node1")[0].last > 3
+    assert recorded.left_behind == []
+
+
+def test_bytes_of_a_round_are_those_of_its_payloads(recorded: Recorded) -> None:
+    rounds = [r for records in recorded.metrics.values() for r in records if r.get("outer/nodes") == 2]
+    (payload_bytes,) = {r["outer/payload_bytes"] for r in rounds if r["outer/weight"] and not r["outer/retries"]}
+    for r in rounds:
+        joins = 0 in recorded.history[r["outer/round"]].opening.weights
+        assert joins or (r["outer/sent_bytes"], r["outer/received_bytes"]) == (payload_bytes, payload_bytes)
+    parameters = next(e["parameters"] for e in recorded.events["node0"] if e["kind"] == "node_started")
+    assert rounds[0]["outer/payload_ratio"] == pytest.approx(2 * parameters / payload_bytes)

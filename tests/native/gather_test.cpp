@@ -1,0 +1,127 @@
+// Gatherings of several engines in one process: all of them, aborted ones, ones that lose a link. For the sanitizers.
+
+#include <algorithm>
+#include <thread>
+
+#include "support.h"
+
+using namespace zeroband;
+
+namespace {
+
+constexpr double DEADLINE_S = 60;
+
+// What each member gets: the payloads of all, or nothing.
+struct Gathering {
+    explicit Gathering(const Case& shape) : members(shape), out(shape.world) {}
+
+    GatherSpec spec(uint32_t member, uint64_t opening, uint32_t receiver = EVERYBODY) {
+        GatherSpec made = gather_of(members.shape, member, opening, bytes_of(members.in[member].data()), nullptr);
+        uint64_t total = 0;
+        for (const uint64_t length : made.lengths) total += length;
+        if (out[member].empty()) out[member].assign(total, 0xEE);
+        made.out = out[member].data();
+        made.receiver = receiver;
+        return made;
+    }
+
+    // `allowed`: share of its frames that member 0 may send.
+    std::vector<RunningPtr> start_all(uint64_t opening, uint32_t receiver = EVERYBODY, double allowed = 1) {
+        std::vector<RunningPtr> running;
+        for (uint32_t member = 0; member < members.shape.world; ++member) {
+            GatherSpec made = spec(member, opening, receiver);
+            if (member == 0) made.allowed = allowed;
+            running.push_back(members.engines[member]->start(std::move(made), members.links));
+        }
+        return running;
+    }
+
+    void require_done(const std::vector<RunningPtr>& running) {
+        for (const auto& one : running) REQUIRE(one->transfer->wait(DEADLINE_S) && one->transfer->state() == DONE);
+        members.finish_all(running);
+    }
+
+    // A member that received has every payload; one that did not has what was there before.
+    void require_payloads(uint32_t receiver = EVERYBODY) {
+        for (uint32_t member = 0; member < members.shape.world; ++member) {
+            const bool receives = receiver == EVERYBODY || receiver == member;
+            const std::vector<uint64_t> lengths = spec(member, 0).lengths;
+            uint64_t at = 0;
+            for (uint32_t sender = 0; sender < members.shape.world; at += lengths[sender++])
+                if (receives)
+                    REQUIRE(std::memcmp(out[member].data() + at, members.in[sender].data(), lengths[sender]) == 0);
+            const auto is_untouched = [](uint8_t byte) { return byte == 0xEE; };
+            REQUIRE(receives || std::all_of(out[member].begin(), out[member].end(), is_untouched));
+            std::fill(out[member].begin(), out[member].end(), uint8_t{0xEE});
+        }
+    }
+
+    Members members;
+    std::vector<std::vector<uint8_t>> out;
+};
+
+void members_have_all_payloads() {
+    for (const uint32_t world : {2u, 3u, 5u})
+        for (const bool is_sealed : {false, true}) {
+            Gathering gathering({world, 30011, FP32, false, is_sealed});
+            uint64_t opening = 0;
+            for (const uint32_t receiver : {EVERYBODY, 0u, world - 1, EVERYBODY}) {
+                gathering.require_done(gathering.start_all(++opening, receiver));
+                gathering.require_payloads(receiver);
+            }
+        }
+}
+
+void aborted_gathering_leaves_the_links_as_they_were() {
+    Gathering gathering({4, 100003, FP32, false, true});
+    uint64_t opening = 1;
+    for (int round = 0; round < 20; ++round, opening += 2) {
+        const auto aborted = gathering.start_all(opening);
+        std::vector<std::thread> threads;
+        for (uint32_t member = 0; member < 4; ++member)
+            threads.emplace_back([&, member] {
+                aborted[member]->transfer->wait(0.0005 * round);
+                gathering.members.engines[member]->finish(aborted[member]);
+            });
+        for (auto& thread : threads) thread.join();
+        for (auto& bytes : gathering.out) std::fill(bytes.begin(), bytes.end(), uint8_t{0xEE});
+        gathering.require_done(gathering.start_all(opening + 1));
+        gathering.require_payloads();
+    }
+}
+
+void lost_link_ends_the_gathering_of_both() {
+    for (int round = 0; round < 10; ++round) {
+        Gathering gathering({3, 100003, FP32, false, false});
+        const auto running = gathering.start_all(1, EVERYBODY, 0.5);
+        gathering.members.engines[0]->drop_link(1);
+        REQUIRE(running[1]->transfer->wait(DEADLINE_S));
+        REQUIRE(running[1]->transfer->state() == PEER_LOST && running[1]->transfer->detail() == 0);
+        gathering.members.finish_all(running);
+    }
+}
+
+// A reduction and a gathering of one opening, on lanes of their own, go on beside each other.
+void operations_of_one_opening_do_not_mix() {
+    Gathering gathering({3, 100003, INT8, false, true});
+    const auto reductions = gathering.members.start_all(1);
+    std::vector<RunningPtr> running;
+    for (uint32_t member = 0; member < 3; ++member) {
+        GatherSpec spec = gathering.spec(member, 1);
+        spec.operation.lane = 1;
+        running.push_back(gathering.members.engines[member]->start(std::move(spec), gathering.members.links));
+    }
+    gathering.require_done(running);
+    gathering.require_done(reductions);
+    gathering.require_payloads();
+}
+
+}  // namespace
+
+int main() {
+    members_have_all_payloads();
+    aborted_gathering_leaves_the_links_as_they_were();
+    lost_link_ends_the_gathering_of_both();
+    operations_of_one_opening_do_not_mix();
+    std::puts("ok");
+}

@@ -1,0 +1,303 @@
+"""DeMo and SparseLoCo as runs of several nodes: as their oracles say, and what nodes that fail do to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from tests.oracles.problem import LAYOUT, SHAPES, Problem
+from tests.oracles.sparse import demo, sparseloco
+from tests.unit.outer.conftest import FakeNode, FakeRun, ModelOf
+from tests.unit.outer.test_oracles import runs_of
+from torch import Tensor
+
+from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
+from zeroband.elastic.epoch import Opening
+from zeroband.errors import Fenced
+from zeroband.outer.aggregator import aggregator_of
+from zeroband.outer.base import RoundReport
+from zeroband.outer.flat import digest_of
+from zeroband.outer.sparseloco import error_rule
+from zeroband.plane.topology import Network
+
+StartRun = Callable[..., FakeRun]
+Noise = Callable[..., Tensor]
+LR, ROUNDS, INNER_STEPS = 0.01, 20, 4
+CONSTANT = OptimConfig(
+    adamw=AdamWConfig(lr=LR, weight_decay=0.0),
+    schedule=LinearSchedule(type="linear", final_ratio=1.0),
+    warmup_steps=0,
+    clip_norm=None,
+)
+"""What the oracles take."""
+
+DEMO = DemoConfig(type="demo")
+SPARSELOCO = SparseLocoConfig(type="sparseloco", inner_steps=1)
+EACH = pytest.mark.parametrize("algorithm", [DEMO, SPARSELOCO], ids=["demo", "sparseloco"])
+
+
+def memory_of(node: FakeNode) -> Tensor:
+    (name,) = node.outer.local_sections
+    return node.buffers[name]
+
+
+# -- oracles --------------------------------------------------------------------------------------------------------
+
+
+def train_demo(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
+    node, history = run[name], list[Tensor]()
+    for step in range(1, ROUNDS + 1):
+        report = node.ddp_step(problem.gradient("abcd".index(name), step, node.params), 10)
+        assert report is not None and digest_of(node.params) == report.state
+        history.append(node.params)
+    return history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_demo_of_four_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(start_run: StartRun, share: float) -> None:
+    problem = Problem(4)
+    config = DemoConfig(type="demo", k=5, chunk=13, values="float32", decay=0.99, share=share)
+    run = start_problem(start_run, problem, config, faults={"c": ["opened@11=SIGKILL"]})
+    done = run.together(**{name: partial(train_demo, run, problem, name) for name in "abcd"})
+    theirs = demo(problem, ROUNDS, chunk=13, k=5, lr=LR, decay=0.99, share=share, leaves={2: 11})
+    for name in "abd":
+        assert all(torch.equal(a, b) for a, b in zip(done[name], theirs, strict=True))
+
+
+def train_sparseloco(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
+    node, history = run[name], list[Tensor]()
+    for round in range(ROUNDS):
+        first = 1 + round * INNER_STEPS
+        node.set_params(problem.inner_steps("ab".index(name), first, INNER_STEPS, node.params))
+        (report,) = node.outer.sync_parameters(first, 10, ends_round=True)
+        assert digest_of(node.params) == report.state
+        history.append(node.params)
+    return history
+
+
+@pytest.mark.slow
+def test_sparseloco_of_two_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(start_run: StartRun) -> None:
+    problem, config = Problem(2), SparseLocoConfig(type="sparseloco", inner_steps=INNER_STEPS, k=5, chunk=4, lr=0.8)
+    run = start_problem(start_run, problem, config, faults={"b": ["opened@11=SIGKILL"]})
+    done = run.together(**{name: partial(train_sparseloco, run, problem, name) for name in "ab"})
+    runs = runs_of(error_rule(config, LAYOUT).codec)
+    theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, leaves={1: 10})
+    assert all(torch.equal(a, b) for a, b in zip(done["a"], theirs, strict=True))
+
+
+def start_problem(start_run: StartRun, problem: Problem, config: Any, *, faults: dict[str, list[str]]) -> FakeRun:
+    """A run of the problem's nodes, at the problem's start."""
+
+    def make_model() -> ModelOf:
+        model, start = ModelOf(SHAPES), problem.start()
+        for (_, parameter), slot in zip(sorted(model.named_parameters()), LAYOUT.slots, strict=True):
+            parameter.data.copy_(start[slot.start : slot.start + slot.numel].view(slot.shape))
+        return model
+
+    names = "abcd"[: problem.nodes]
+    return start_run(config, *names, inject=faults, optim=CONSTANT, model=make_model, total_steps=10_000)
+
+
+# -- members --------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_nodes_hold_one_state_and_memories_of_their_own(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    for seed in range(3):
+        reports = run.round(a=noise(2 * seed), b=noise(2 * seed + 1))
+        assert reports["a"].state == reports["b"].state == digest_of(run["a"].params)
+    assert torch.equal(run["a"].params, run["b"].params)
+    assert not torch.equal(memory_of(run["a"]), memory_of(run["b"]))
+
+
+@EACH
+def test_joiner_begins_with_an_empty_memory_and_learns_with_the_others(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    run = start_run(algorithm, "a")
+    run.round(a=noise(1))
+    assert memory_of(run["a"]).any()
+    run.add("b").receive(run["a"])
+    reports = run.round_with_joiner("b", a=noise(2))
+    assert reports["a"].state == reports["b"].state and not memory_of(run["b"]).any()
+    reports = run.round(a=noise(3), b=noise(4))
+    assert reports["a"].weights == (10, 10) and reports["a"].state == reports["b"].state
+    assert memory_of(run["b"]).any()
+
+
+@EACH
+@pytest.mark.parametrize("point", ["opened", "reduced"])
+def test_retry_sends_the_same_payload_and_takes_it_out_once(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig, point: str
+) -> None:
+    run = start_run(algorithm, "a", "b", "c", inject={"c": [f"{point}@1=SIGKILL"]})
+    reports = run.round(a=noise(1), b=noise(2), c=noise(3))
+    assert reports["a"].retries == 1 and reports["a"].members == ("a", "b")
+    alone = start_again(run, algorithm, "a", "b")
+    expected = alone.round(a=noise(1), b=noise(2))
+    for name in ("a", "b"):
+        assert reports[name].state == expected[name].state
+        assert torch.equal(memory_of(run[name]), memory_of(alone[name]))
+
+
+@EACH
+def test_payload_of_a_node_that_is_voted_out_goes_back_into_its_memory(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    """Nothing was sent of what it learned: all of it is still there."""
+    run = start_run(algorithm, "a", "b")
+    run["b"].member.close()  # its lease ran out
+    run.round(a=noise(1))
+    before = run["b"].params
+    assert isinstance(run.together(b=lambda: run["b"].take_step(noise(2), 10))["b"], Fenced)
+    learned = 0.1 * noise(2) if algorithm is DEMO else before - (before + noise(2))
+    torch.testing.assert_close(memory_of(run["b"]), learned, rtol=0, atol=1e-6)
+
+
+@EACH
+def test_node_that_learned_nothing_finite_sends_nothing_and_keeps_its_memory(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    kept = memory_of(run["b"]).clone()
+    reports = run.round(a=noise(3), b=noise(4) * float("nan"))
+    assert (reports["b"].weights, reports["b"].is_left_out, reports["b"].payload_bytes) == ((10, 0), True, None)
+    assert reports["a"].state == reports["b"].state and torch.equal(run["a"].params, run["b"].params)
+    assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
+
+
+@EACH
+def test_what_is_no_payload_is_left_out_by_all_and_named(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    run = start_run(algorithm, "a", "b", "c")
+    run["b"].lanes.forge[0] = lambda payload: payload[32:].fill_(0xFF)
+    reports = run.round(a=noise(1), b=noise(2), c=noise(3))
+    assert {name for report in reports.values() for name, _ in report.refused} == {"b"}
+    assert len({report.state for report in reports.values()}) == 1
+    without = start_again(run, algorithm, "a", "c").round(a=noise(1), c=noise(3))
+    assert reports["a"].state == without["a"].state
+    assert run.round(a=noise(4), b=noise(5), c=noise(6))["a"].refused == ()
+
+
+def start_again(run: FakeRun, algorithm: Any, *names: str) -> FakeRun:
+    """A run of these nodes from the same start."""
+    again = FakeRun(algorithm, run.folder / "again", run.local, founders=len(names), optim=run.optim)
+    again.folder.mkdir()
+    for name in names:
+        again.add(name)
+    again.together(**{name: again[name].outer.found for name in names})
+    return again
+
+
+def test_payload_with_which_the_sum_is_not_finite_is_left_out(start_run: StartRun, noise: Noise) -> None:
+    """Two of these are as much as float32 holds."""
+    run = start_run(DemoConfig(type="demo", values="float32"), "a", "b", "c")
+    for node in run.nodes.values():
+        memory_of(node)[0] = 3e38
+    reports: dict[str, RoundReport] = run.round(a=noise(1), b=noise(2), c=noise(3))
+    (refused,) = {report.refused for report in reports.values()}
+    assert len(refused) == 1 and "larger than float32 holds" in refused[0][1]
+    assert len({report.state for report in reports.values()}) == 1
+    assert all(node.params.isfinite().all() for node in run.nodes.values())
+
+
+def test_payload_is_counted_once(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(DEMO, "a", "b", "c")
+    report = run.round(a=noise(1), b=noise(2), c=noise(3))["a"]
+    assert report.payload_bytes is not None and report.sent_bytes == report.received_bytes == 2 * report.payload_bytes
+    assert start_again(run, DEMO, "a").round(a=noise(1))["a"].payload_bytes is None
+
+
+def test_contribution_that_is_longer_than_the_median_is_scaled_down(start_run: StartRun, noise: Noise) -> None:
+    config = SparseLocoConfig(type="sparseloco", inner_steps=1, k=4096, values="float32", clip_to_median=True)
+    run = start_run(config, "a", "b", "c")
+    before, updates = run["a"].params, {"a": noise(1), "b": noise(2), "c": 100 * noise(3)}
+    run.round(**updates)
+    sent = {name: before - (before + update) for name, update in updates.items()}
+    median = sorted(float(delta.norm()) for delta in sent.values())[1]
+    mean = sum((d * min(1.0, median / float(d.norm())) / 3 for d in sent.values()), torch.zeros(22))
+    torch.testing.assert_close(run["a"].params, before - mean, rtol=0, atol=1e-5)
+
+
+def test_late_node_sends_what_it_learned_in_a_later_round(start_run: StartRun, noise: Noise) -> None:
+    config = SparseLocoConfig(type="sparseloco", inner_steps=2, k=4096, values="float32", lr=0.5)
+    run = start_run(config, "a", "b", "c")
+    run.store.given_up.add("c")
+    before = run["c"].params
+    run.round(a=noise(1), b=noise(2))
+    middle = run["a"].params
+    learned = before - (before + noise(3) + noise(4))
+    reports = run.round_with_late("c", [noise(3), noise(4)], a=noise(5), b=noise(6))
+    assert reports["c"].weights == (10, 10, 20)
+    ours = {name: middle - (middle + noise(seed)) for name, seed in (("a", 5), ("b", 6))}
+    mean = sum(ours.values(), torch.zeros(22)) * 0.25 + learned * 0.5
+    torch.testing.assert_close(run["b"].params, middle - 0.5 * mean, rtol=0, atol=1e-6)
+    assert len({report.state for report in reports.values()}) == 1
+
+
+# -- the aggregator -------------------------------------------------------------------------------------------------
+
+AGGREGATED = DemoConfig(type="demo", aggregator=True)
+
+
+@pytest.mark.parametrize("values", ["sign", "float32"])
+def test_aggregator_gives_everybody_the_bits_of_all_payloads(
+    start_run: StartRun, noise: Noise, values: Literal["sign", "float32"]
+) -> None:
+    run = start_run(DemoConfig(type="demo", aggregator=True, values=values), "a", "b", "c")
+    plain = start_again(run, DemoConfig(type="demo", values=values), "a", "b", "c")
+    for seed in range(0, 9, 3):
+        updates = {name: noise(seed + i) for i, name in enumerate("abc")}
+        reports, expected = run.round(**updates), plain.round(**updates)
+        assert {report.state for report in reports.values()} == {expected["a"].state}
+    payload = expected["b"].payload_bytes
+    assert [reports[name].payload_bytes for name in "abc"] == [None, payload, payload]
+    assert [reports[name].sent_bytes for name in "bc"] == [payload, payload]
+    assert reports["a"].sent_bytes == reports["b"].received_bytes + reports["c"].received_bytes
+
+
+def test_round_that_loses_its_aggregator_has_another_one(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(AGGREGATED, "a", "b", "c", inject={"a": ["opened@1=SIGKILL"]})
+    reports = run.round(a=noise(1), b=noise(2), c=noise(3))
+    assert reports["b"].members == ("b", "c") and reports["b"].retries == 1
+    without = start_again(run, DEMO, "b", "c").round(b=noise(2), c=noise(3))
+    assert {report.state for report in reports.values()} == {without["b"].state}
+    assert reports["b"].payload_bytes is None and reports["c"].payload_bytes is not None
+
+
+def test_payload_that_the_aggregator_finds_bad_is_left_out_for_all(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(AGGREGATED, "a", "b", "c")
+    run["b"].lanes.forge[0] = lambda payload: payload[32:].fill_(0xFF)
+    reports = run.round(a=noise(1), b=noise(2), c=noise(3))
+    without = start_again(run, DEMO, "a", "c").round(a=noise(1), c=noise(3))
+    assert {report.state for report in reports.values()} == {without["a"].state}
+    assert [member for member, _ in reports["a"].refused] == ["b"]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["a wrong length", "no payload"])
+def test_round_moves_nothing_where_the_aggregator_sends_nonsense(
+    start_run: StartRun, noise: Noise, number: int
+) -> None:
+    run = start_run(AGGREGATED, "a", "b", optim=CONSTANT)
+    run["a"].lanes.forge[number] = lambda content: content[:8].fill_(0x7F)
+    before = run["a"].params
+    reports = run.round(a=noise(1), b=noise(2))
+    assert reports["a"].state == reports["b"].state == digest_of(before)
+    assert run.round(a=noise(1), b=noise(2))["a"].state != digest_of(before)
+
+
+def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a_dispute() -> None:
+    opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=Network(rates=(5, 20, 20)))
+    assert [aggregator_of(replace(opening, disputes=n)) for n in range(4)] == ["b", "c", "a", "b"]
+    assert aggregator_of(replace(opening, network=Network())) == "a"
