@@ -9,7 +9,11 @@ from importlib import import_module
 from typing import NamedTuple, cast
 
 from zeroband import __version__
-from zeroband.config import load_config
+from zeroband.config import RunConfig, load_config
+from zeroband.config.cautions import cautions_of
+from zeroband.config.load import render_toml
+from zeroband.config.stability import Caution
+from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
 
 _EXIT_CONFIG = 2
@@ -29,6 +33,9 @@ _COMMANDS = {
     "chaos": _Command("zeroband.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
     "data": _Command("zeroband.data.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
     "doctor": _Command("zeroband.doctor.command", "whether this machine can take part, and what its links carry"),
+    "compare": _Command(
+        "zeroband.compare.command", "methods side by side from one warm start: a table, a page, figures"
+    ),
     "plan": _Command("zeroband.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
     "ctl": _Command("zeroband.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
@@ -50,13 +57,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_config(argv: Sequence[str]) -> int:
-    """Print the configuration that the arguments ask for, or what is wrong with it. Returns the exit code."""
+    """Print the configuration that the arguments ask for, with what is known to go wrong with its algorithm as comments
+    before it, or what is wrong with it. Returns the exit code.
+    """
     try:
-        load_config([*argv, "--dry-run"])
+        config = load_config(argv)
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
-    raise AssertionError("a dry run ends the process")
+    for caution in _cautions(config):
+        print(f"# caution: {caution}")
+    print(render_toml(config), end="")
+    return 0
+
+
+def _cautions(config: RunConfig) -> tuple[Caution, ...]:
+    """Of a node that trains alone there are none, and nothing more is loaded."""
+    if config.outer is None:
+        return ()
+    count = import_module("zeroband.model.size").parameter_count  # loads torch
+    vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size if config.data.tokenizer == "byte" else 0
+    return cautions_of(config, params=count(config.model, vocab_size))
 
 
 def _parser() -> argparse.ArgumentParser:

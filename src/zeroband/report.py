@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.progress import Progress
@@ -89,6 +90,9 @@ class Report:
     def started(self) -> None:
         if self._node.config.outer is not None:
             _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
+        for caution in cautions_of(self._node.config, params=self._parameters):
+            kind = "unstable" if caution.is_unstable else "caution"
+            _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         self.events.emit(
             "node_started",
             total_steps=self._node.config.train.total_steps,

@@ -27,6 +27,9 @@ DEADLINE_S = 180.0
 INTRUDER = "import sys; from zeroband.elastic import store; {patch}; from zeroband.train import main; sys.exit(main())"
 """A trainer without a launcher, so that its own exit code is seen."""
 
+PACE = "inner@+0=TAKES0.02"
+"""Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
+
 RecordRun = Callable[..., "Recorded"]
 
 
@@ -78,7 +81,7 @@ class Setup:
             *("--data.source.type", "synthetic", "--data.source.documents", "200"),
             *("--train.total-steps", "1000000", "--train.dtype", "float32", "--train.threads", "1"),
             *("--train.batch-size", str(self.batch_size), "--train.micro-bs", str(self.batch_size)),
-            *("--fault.detect-s", str(self.detect_s), "--outer.type", *self.outer),
+            *("--fault.detect-s", str(self.detect_s), "--fault.inject", PACE, "--outer.type", *self.outer),
         )
 
 

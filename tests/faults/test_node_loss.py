@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.faults.conftest import PACE
 
 from zeroband.data.audit import audit, read_rounds
 from zeroband.elastic.progress import Progress
@@ -22,7 +23,7 @@ RecordRun = Callable[..., Any]
 Story = Any
 Recorded = Any
 
-SLACK_S = 8.0
+SLACK_S = 15.0
 """What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 
 RUNS = ("diloco", "ddp", "uneven", "eager")
@@ -31,7 +32,7 @@ STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"
 
 
 def kill(point: str) -> list[str]:
-    return ["--fault.inject", f"{point}=SIGKILL"]
+    return ["--fault.inject", f"{PACE},{point}=SIGKILL"]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,9 @@ def diloco(record_run: RecordRun) -> Recorded:
     def tell(story: Story) -> None:
         story.until_struck("node3")
         story.cluster.restart("node3", arguments=kill("opened@+3"))
+        story.refuse("run.token", token="friend")
+        story.refuse("optim.adamw.lr", "--optim.adamw.lr", "1e-3")
+        story.refuse("protocol", patch="store.PROTOCOL += 1")
         story.until_struck("node3")
         story.cluster.restart("node3", arguments=[])
         story.until_contributing("node0", "node1", "node2")
@@ -53,9 +57,6 @@ def diloco(record_run: RecordRun) -> Recorded:
         story.until_contributing("node0", "node3")
         story.node("node3").kill()
         story.until_contributing("node0")
-        story.refuse("run.token", token="friend")
-        story.refuse("optim.adamw.lr", "--optim.adamw.lr", "1e-3")
-        story.refuse("protocol", patch="store.PROTOCOL += 1")
 
     outer = ("diloco", "--outer.inner-steps", "20")
     return record_run(tell, outer=outer, ranks=(1, 1, 1, 1), faults={"node3": kill("inner@+2")}, steps_per_round=20)

@@ -20,8 +20,8 @@ LAYERS = (
     {"going_back"},
     {"parts"},
     {"entry", "report", "snapshots"},
-    {"cluster", "train"},
-    {"chaos", "cli", "ctl", "demo", "doctor", "plan"},
+    {"cluster", "plan", "train"},
+    {"chaos", "cli", "compare", "ctl", "demo", "doctor"},
 )
 """From the bottom: files and folders directly below the package."""
 

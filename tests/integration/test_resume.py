@@ -136,6 +136,7 @@ def learned(cluster: LocalCluster, last_steps: int = 30) -> float:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("base", [TINY, DDP], ids=["diloco", "ddp"])
 def test_run_that_was_killed_and_goes_on_with_other_nodes_learns_as_one_that_was_not(
@@ -256,6 +257,7 @@ def test_crashed_trainer_goes_on_with_what_was_in_memory(tmp_path: Path, monkeyp
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_trainer_whose_ranks_are_killed_at_any_moment_goes_on_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -32,10 +33,17 @@ def test_command_hands_all_that_follows_it_to_its_part(
 
 
 def test_config_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["config", "--run.seed", "41"])
-    assert ended.value.code == 0
-    assert "seed = 41" in capsys.readouterr().out
+    assert cli.main(["config", "--run.seed", "41"]) == 0
+    out = capsys.readouterr().out
+    assert "seed = 41" in out and "# caution" not in out
+
+
+def test_config_says_what_is_known_to_go_wrong_in_comments(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--outer.type=diloco", "--outer.optimizer.lr=1.5", "--store.url=redis://localhost"]
+    assert cli.main(["config", *asked]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# caution: outer.optimizer.lr: 1.5 with momentum 0.9 and 1 nodes is above 1.36")
+    assert tomllib.loads(out)["outer"]["optimizer"]["lr"] == 1.5
 
 
 def test_config_says_what_is_wrong_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from zeroband.config import load_config
 from zeroband.config.schema import DataConfig
 from zeroband.data.index import SampleIndex
@@ -22,7 +24,7 @@ from zeroband.data.tokenizer import open_tokenizer
 from zeroband.data.tokens import TokenStore, prepare
 from zeroband.errors import ConfigError, ZerobandError
 from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, device_of, positive
-from zeroband.offline.evaluation import evaluate
+from zeroband.offline.evaluation import Evaluation, evaluate
 from zeroband.offline.opened import Opened, open_trained
 
 _ALONE = ("--outer=none", "--store.url=none")
@@ -54,23 +56,45 @@ def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
     device = device_of(options.device)
     opened = open_trained(options.checkpoint)
     tokens, index, config = _held_out(opened, rest)
-    loader = Loader(
-        tokens,
-        index,
-        batch_size=options.batch_size,
-        micro_bs=options.batch_size,
-        local_rank=0,
-        local_world_size=1,
-        document_mask=config.document_mask,
-    )
-    model = opened.model.build(device)
-    batches = loader.held_out_batches(options.samples, options.batch_size)
-    result = evaluate(model, batches, opened.model.tokenizer, device)
+    result = _result(opened, tokens, index, config, device, samples=options.samples, batch_size=options.batch_size)
     print(f"checkpoint       {opened.what}")
     print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
     print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
     print(f"loss             {result.loss:.6f} nats per token")
     print(f"bits per byte    {result.bits_per_byte:.6f}")
+
+
+def evaluate_checkpoint(where: str, device: torch.device, *, samples: int, batch_size: int = 8) -> Evaluation:
+    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
+
+    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
+    """
+    opened = open_trained(where)
+    tokens, index, config = _held_out(opened, ())
+    return _result(opened, tokens, index, config, device, samples=samples, batch_size=batch_size)
+
+
+def _result(
+    opened: Opened,
+    tokens: TokenStore,
+    index: SampleIndex,
+    config: DataConfig,
+    device: torch.device,
+    *,
+    samples: int,
+    batch_size: int,
+) -> Evaluation:
+    loader = Loader(
+        tokens,
+        index,
+        batch_size=batch_size,
+        micro_bs=batch_size,
+        local_rank=0,
+        local_world_size=1,
+        document_mask=config.document_mask,
+    )
+    model = opened.model.build(device)
+    return evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
 
 
 def _held_out(opened: Opened, rest: Sequence[str]) -> tuple[TokenStore, SampleIndex, DataConfig]:

@@ -197,10 +197,7 @@ def _gathered(
     received = payload * others
     if job.relay == "aggregator" and others:
         received = combined_bytes(codec, job.nodes, weighted=method == "sparseloco")
-    transfer_s = max(sent / link.up_bytes_per_s, received / link.down_bytes_per_s)
-    if others:
-        ways = 1 if job.relay == "none" else 2
-        transfer_s += ways * link.rtt_s + others * MESSAGE_S
+    transfer_s = all_gather_s(sent, received, job.nodes, link, ways=1 if job.relay == "none" else 2)
     waits_s = max(0.0, transfer_s - overlap_s)
     moved = (float(sent), float(received), float(sent))
     return Forecast(method, name, steps, payload, *moved, transfer_s, overlap_s, waits_s, job.step_s)
@@ -208,10 +205,24 @@ def _gathered(
 
 def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:
     """Bytes that a node sends, and receives, and the predicted time."""
+    sent = 2 * (nodes - 1) / nodes * encoded
+    return sent, all_reduce_s(sent, nodes, link)
+
+
+def all_reduce_s(sent_bytes: float, nodes: int, link: Link) -> float:
+    """Predicted time of an all-reduce in which a node sends, and receives, so many bytes."""
     if nodes == 1:
-        return 0.0, 0.0
-    took_s = all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # what equal links get
-    return 2 * (nodes - 1) / nodes * encoded, took_s
+        return 0.0
+    encoded = round(sent_bytes * nodes / (2 * (nodes - 1)))
+    return all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # what equal links get
+
+
+def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Link, *, ways: int = 1) -> float:
+    """Predicted time until a node has sent its payload and received the others'; `ways`: one after the other."""
+    if nodes == 1:
+        return 0.0
+    transfer_s = max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)
+    return transfer_s + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
 
 
 def _matrices(params: float) -> FlatLayout:

@@ -1,0 +1,135 @@
+"""E5: compute utilisation over shaped links, measured against what `zeroband plan` predicts.
+
+Linux as root, with `ip` and a C compiler (bench/wan.py).
+
+Real nodes in network namespaces, every access link shaped in both directions; inner steps sleep (TAKES), so that nodes
+compute as machines of their own would. The store is not behind the links: predicted is the transfer.
+
+    python bench/utilisation.py [--methods ddp diloco ...] [--mbit 1 3 10 30] [--nodes 4] [--rtt-ms 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from wan import Wan
+
+from zeroband.cluster import LocalCluster, RedisServer
+from zeroband.compare.measure import measured
+from zeroband.compare.methods import Arm, flags_of, known_presets
+from zeroband.plan.forecast import Forecast, Job, Link, forecasts
+
+STEP_S = 0.2
+INNER_STEPS = 20
+ROUNDS = 6
+PER_STEP = ("ddp", "ddp-bf16", "ddp-int8", "demo")
+"""Methods that synchronise at every step: fewer steps of them."""
+
+PREDICTED = {
+    "ddp": ("ddp", "fp32"),
+    "ddp-bf16": ("ddp", "bf16"),
+    "ddp-int8": ("ddp", "int8"),
+    "diloco": ("diloco", "int8"),
+    "diloco-fp32": ("diloco", "fp32"),
+    "streaming": ("streaming", "int4"),
+    "eager": ("eager", "int8"),
+    "demo": ("demo", "sign"),
+    "sparseloco": ("sparseloco", "two_bit"),
+}
+
+MODEL = (
+    *("--model.d-model", "128", "--model.n-layers", "4", "--model.n-heads", "4", "--model.tie-embeddings"),
+    *("--data.seq-length", "32", "--data.source.type", "synthetic", "--data.source.documents", "200"),
+    *("--train.dtype", "float32", "--train.threads", "1", "--train.batch-size", "1", "--train.micro-bs", "1"),
+    *("--fault.inject", f"inner@+0=TAKES{STEP_S}", "--fault.detect-s", "30", "--log-level", "WARNING"),
+)
+
+
+class Links:
+    """Namespaces of bench/wan.py under the names of the nodes, as LocalCluster wants them."""
+
+    def __init__(self, wan: Wan) -> None:
+        self._wan = wan
+        self._numbers: dict[str, int] = {}
+
+    def _number(self, node: str) -> int:
+        return self._numbers.setdefault(node, len(self._numbers))
+
+    def prefix(self, node: str) -> list[str]:
+        program, *rest = self._wan.prefix(self._number(node))
+        found = shutil.which(program)  # nodes are started by an absolute path
+        assert found is not None
+        return [found, *rest]
+
+    def address(self, node: str) -> str:
+        return self._wan.address(self._number(node))
+
+
+def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[float, int]:
+    """Part of the time in which the nodes computed, after the first round; and the model's size."""
+    steps = 4 * ROUNDS if preset in PER_STEP else INNER_STEPS * ROUNDS
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
+        wan = stack.enter_context(Wan(nodes, rate_mbit=mbit, rtt_ms=rtt_ms))
+        arm = flags_of(Arm(preset, preset), nodes=nodes, inner_steps=INNER_STEPS)
+        arguments = [*MODEL, *arm, f"--train.total-steps={steps}", f"--data.cache-dir={folder / 'cache'}"]
+        cluster = LocalCluster(
+            folder / "runs",
+            arguments,
+            nodes=nodes,
+            env={"OMP_NUM_THREADS": "1"},
+            network=Links(wan),  # it asks for these two methods only
+            redis=RedisServer(),
+        )
+        stack.enter_context(cluster)
+        for _ in range(nodes):
+            cluster.start()
+        codes = cluster.wait(timeout_s=1200)
+        assert set(codes.values()) == {0}, cluster.describe()
+        records = [node.metrics() for node in cluster.nodes.values()]
+        params = next(node.parameters for node in cluster.view().nodes if node.parameters)
+    settled = [_after_first_round(of_node) for of_node in records]
+    found = measured(settled)
+    return found.steps * STEP_S / found.wall_s, params
+
+
+def _after_first_round(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Without the round in which connections are made and links become known."""
+    first = next(number for number, record in enumerate(records) if "outer/round" in record)
+    return records[first + 1 :]
+
+
+def predict(preset: str, params: int, mbit: float, rtt_ms: float, nodes: int) -> Forecast:
+    """The forecast of `zeroband plan` for the same job."""
+    job = Job(params, nodes, STEP_S, INNER_STEPS, sparse_steps=INNER_STEPS, fragments=2, overlap=1)
+    link = Link(mbit * 1e6 / 8, mbit * 1e6 / 8, rtt_ms / 1e3)
+    return next(f for f in forecasts(job, link) if (f.method, f.codec) == PREDICTED[preset])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=[name for name in known_presets() if name in PREDICTED])
+    parser.add_argument("--mbit", nargs="+", type=float, default=[1, 3, 10, 30, 100])
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rtt-ms", type=float, default=20)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    print("| method | Mbit/s | computes, measured | predicted | points apart |\n|---|---|---|---|---|")
+    for preset in arguments.methods:
+        for mbit in arguments.mbit:
+            found, params = run(preset, mbit, arguments.rtt_ms, arguments.nodes)
+            said = predict(preset, params, mbit, arguments.rtt_ms, arguments.nodes).compute_utilisation
+            rows.append({"method": preset, "mbit": mbit, "measured": found, "predicted": said, "params": params})
+            print(f"| {preset} | {mbit:g} | {100 * found:.1f} % | {100 * said:.1f} % | {100 * (found - said):+.1f} |")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

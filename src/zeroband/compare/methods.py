@@ -1,0 +1,185 @@
+"""The table of methods: each a name for settings of [outer] and the codec. Pure; knows no run.
+
+A method that the installed schema does not have is refused before anything starts. A new one is one entry.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from zeroband.config.cautions import method_of
+from zeroband.config.load import load_config
+from zeroband.config.schema import RunConfig
+from zeroband.config.stability import safe_lr
+from zeroband.errors import ConfigError
+
+Way = Literal["none", "all_reduce", "all_gather"]
+"""How bytes travel: it decides what a counted byte is worth and how long a transfer takes."""
+
+NO_STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
+"""Environment for looking at a configuration without running it."""
+
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a name stands for."""
+
+    what: str
+    """In words, for the page."""
+    outer: Mapping[str, Any] | None
+    """The section; None: one node alone, with the batch of one."""
+    way: Way
+    codec: str | None = None
+    """comm.codec; None: the algorithm has its own."""
+    has_rounds: bool = False
+    """Synchronises every `inner_steps`, not at every step."""
+    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Other settings, by dotted key."""
+
+
+def _diloco(what: str, codec: str = "int8", **outer: Any) -> Preset:
+    return Preset(what, {"type": "diloco", **outer}, "all_reduce", codec, has_rounds=True)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "single": Preset("one node alone: what the others add nothing to", None, "none"),
+    "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, "all_reduce", "fp32"),
+    "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, "all_reduce", "bf16"),
+    "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "all_reduce", "int8"),
+    "diloco": _diloco("DiLoCo, int8 pseudo-gradients"),
+    "diloco-fp32": _diloco("DiLoCo, float32 pseudo-gradients", "fp32"),
+    "average": _diloco("plain mean of the parameters", "fp32", optimizer={"lr": 1.0, "momentum": 0.0}),
+    "streaming": _diloco(
+        "Streaming DiLoCo: 2 fragments, overlap of one step, mixing 0.5, int4",
+        "int4",
+        fragments=2,
+        overlap=1,
+        merge="mix",
+        alpha=0.5,
+    ),
+    "eager": _diloco("eager updates: the transfer overlaps the whole next round", overlap="full", merge="eager"),
+    "delayed": _diloco("naively delayed updates, a baseline of eager ones", overlap="full", merge="overwrite"),
+    "demo": Preset(
+        "DeMo / DisTrO: 4 of 4096 coefficients as signs, at every step",
+        {"type": "demo", "k": 4, "chunk": 64, "values": "sign", "decay": 0.999},
+        "all_gather",
+    ),
+    "sparseloco": Preset(
+        "SparseLoCo: 64 of 4096 values as two bits, error feedback",
+        {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
+        "all_gather",
+        has_rounds=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One method with its settings: a line of the table."""
+
+    name: str
+    """As the user wrote it: `demo`, `demo:k=8`."""
+    preset: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Over the preset's, by dotted key; below [outer] where no section is named."""
+
+    @property
+    def way(self) -> Way:
+        return PRESETS[self.preset].way
+
+    @property
+    def is_alone(self) -> bool:
+        return PRESETS[self.preset].outer is None
+
+
+def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
+    """`ddp`, `demo:k=8`, `diloco:inner_steps=50:comm.codec=fp32`. Raises ConfigError."""
+    arms = tuple(_parse_arm(text.strip()) for text in texts if text.strip())
+    names = [arm.name for arm in arms]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--methods={','.join(texts)}: name each method once, at least one of {', '.join(PRESETS)}")
+    return arms
+
+
+def _parse_arm(text: str) -> Arm:
+    preset, *settings = text.split(":")
+    if preset not in PRESETS:
+        raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {', '.join(known_presets())}")
+    if settings and PRESETS[preset].outer is None:
+        raise ConfigError(f"--methods: {text!r}: a node alone has no settings of its own")
+    return Arm(text, preset, tuple(_parse_setting(part, text) for part in settings))
+
+
+def _parse_setting(part: str, text: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(f"--methods: {part!r} in {text!r} is no KEY=VALUE")
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        parsed = value
+    is_named = key.split(".")[0] in RunConfig.model_fields
+    return (key if is_named else f"outer.{key}").replace("-", "_"), parsed
+
+
+def flags_of(arm: Arm, *, nodes: int, inner_steps: int) -> list[str]:
+    """The flags that make a run one of this method."""
+    preset = PRESETS[arm.preset]
+    if preset.outer is None:
+        return []
+    outer = copy.deepcopy(dict(preset.outer))
+    if preset.has_rounds:
+        outer["inner_steps"] = inner_steps
+    method = method_of(outer)
+    if outer["type"] == "diloco" and "optimizer" not in outer:
+        assert method is not None
+        outer["optimizer"] = {"lr": safe_lr(method, nodes, _MOMENTUM), "momentum": _MOMENTUM}
+    flags = dict(preset.flags) | ({} if preset.codec is None else {"comm.codec": preset.codec})
+    for key, value in arm.settings:
+        section, _, name = key.partition(".")
+        if section == "outer":
+            _put(outer, name.split("."), value)
+        else:
+            flags[key] = value
+    return [f"--outer={json.dumps(outer)}", *(f"--{key}={value}" for key, value in flags.items())]
+
+
+def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        table = cast("dict[str, Any]", table.setdefault(name, {}))
+    table[path[-1]] = value
+
+
+def known_presets() -> tuple[str, ...]:
+    """Those that the installed schema has all settings for."""
+    return tuple(name for name in PRESETS if not objection(name))
+
+
+def objection(preset: str) -> str:
+    """Why the installed schema refuses a preset; empty where it does not."""
+    try:
+        load_config(flags_of(Arm(preset, preset), nodes=2, inner_steps=20), {} if is_alone(preset) else NO_STORE)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def is_alone(preset: str) -> bool:
+    """Whether it is one node without others."""
+    return PRESETS[preset].outer is None
+
+
+def require_known(arms: Sequence[Arm]) -> None:
+    """Raise ConfigError for methods that this version does not have."""
+    for arm in arms:
+        if why := objection(arm.preset):
+            raise ConfigError(
+                f"--methods: {arm.preset!r} is not in this version ({why.splitlines()[0]}); "
+                f"it knows {', '.join(known_presets())}"
+            )

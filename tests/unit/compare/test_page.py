@@ -1,0 +1,169 @@
+"""The table, the claims, the page and its figures, from made-up outcomes."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.compare.outcomes import counted, failed, outcome
+
+from zeroband.compare.claims import Claim, check, parse_claims
+from zeroband.compare.curves import charts, ticks
+from zeroband.compare.methods import parse_arms
+from zeroband.compare.page import COLUMNS, Report, cells, html, markdown
+from zeroband.compare.png import write_pngs
+from zeroband.compare.results import Outcome
+from zeroband.compare.svg import draw
+from zeroband.compare.table import Row, find, gap, ppl_ratio, row_of, statement
+from zeroband.errors import ConfigError
+from zeroband.plan.forecast import Link
+
+LINK = Link(1e6, 1e6, 0.05)
+ALONE = counted(nodes=1, rounds=0, sent=0)
+OUTCOMES = [
+    *(outcome("single", lr, loss, found=ALONE) for lr, loss in ((1e-3, 1.80), (2e-3, 1.76), (4e-3, 1.79))),
+    *(outcome("ddp", lr, loss) for lr, loss in ((1e-3, 1.69), (2e-3, 1.60), (4e-3, 1.61))),
+    outcome("ddp", 2e-3, 1.62, seed=1),
+    *(outcome("diloco", lr, loss, found=counted(sent=300.0)) for lr, loss in ((1e-3, 1.63), (2e-3, None))),
+    failed("demo", 1e-3),
+]
+
+
+def rows(outcomes: list[Outcome] = OUTCOMES) -> list[Row]:
+    arms = parse_arms(["single", "ddp", "diloco", "demo"])
+    return [row_of(arm, outcomes, LINK, overlap_steps=0, step_s=None) for arm in arms]
+
+
+def report() -> Report:
+    found = rows()
+    verdicts = check([Claim("ppl_ratio", "diloco", "ddp", at_most=1.03)], found)
+    return Report("A & B", "zeroband compare", [("machine", "<2 cores>")], found, OUTCOMES, verdicts, ["diloco: few"],
+                  charts(found, "8mbit,50ms"))  # fmt: skip
+
+
+def test_line_is_that_of_the_best_learning_rate_over_its_seeds() -> None:
+    single, ddp, diloco, demo = rows()
+    assert (ddp.lr, ddp.losses, ddp.is_bracketed, ddp.tried) == (2e-3, (1.60, 1.62), True, (1e-3, 2e-3, 4e-3))
+    assert ddp.loss == pytest.approx(1.61) and ddp.spread == pytest.approx(0.02)
+    assert (diloco.lr, diloco.is_bracketed) == (1e-3, False)
+    assert (demo.lr, demo.loss, demo.failures) == (None, None, ("lr 0.001, seed 0: node1 ended with 1: boom\nmore",))
+    assert single.payload_ratio is None and diloco.payload_ratio == pytest.approx(200_000 / (300 / 1.5))
+
+
+def test_ratio_and_gap_compare_with_the_bracketed_baseline() -> None:
+    single, ddp, diloco, demo = rows()
+    assert ppl_ratio(diloco, ddp) == pytest.approx(math.exp(0.02))
+    assert gap(diloco, single, ddp) == pytest.approx(0.13 / 0.15)
+    assert (gap(single, single, ddp), gap(ddp, single, ddp)) == (0.0, 1.0)
+    assert ppl_ratio(diloco, find([single, demo], "ddp")) is None and gap(demo, single, ddp) is None
+
+
+def test_statement_says_what_flatters() -> None:
+    assert statement(rows()) == [
+        "Best learning rate at the edge of those that were tried: diloco.",
+        "One seed: differences below the spread between seeds, which it does not show, mean nothing.",
+        "Runs that failed: demo.",
+    ]
+    cut_off = statement(rows([o for o in OUTCOMES if o.lr < 4e-3]))
+    assert cut_off[0].startswith(
+        "The best learning rate of ddp, 0.002, lies at the edge of those that were tried (0.001"
+    )
+    assert "flatters all others" in cut_off[0]
+    assert statement(rows([o for o in OUTCOMES if o.arm != "ddp"]))[0].startswith("There is no data parallel baseline")
+
+
+def test_table_shows_failed_and_diverged_runs_and_keeps_its_columns() -> None:
+    found = rows([*OUTCOMES[:-1], outcome("demo", 1e-3, None)])
+    assert [len(cells(row, found)) for row in found] == [len(COLUMNS)] * 4
+    assert cells(found[3], found)[:3] == ("demo", "diverged", "-")
+    assert cells(rows()[3], rows())[:3] == ("demo", "failed", "-")
+    shown = dict(zip(COLUMNS, cells(found[2], found), strict=True))
+    assert shown["lr"] == "0.001 (edge)" and shown["of ddp"] == "1.0202" and shown["gap closed"] == "87 %"
+    assert shown["up"] == "0.06" and shown["rounds"] == "10"
+
+
+def test_claims_are_checked_and_what_is_missing_is_not_met_nor_broken() -> None:
+    claims = parse_claims(
+        [
+            {"figure": "ppl_ratio", "of": "diloco", "over": "ddp", "at_most": 1.03},
+            {"figure": "gap", "of": "diloco", "over": "ddp", "to": "single", "at_most": 0.1},
+            {"figure": "bytes_ratio", "of": "diloco", "over": "ddp", "at_least": 19.6, "at_most": 20.4},
+            {"figure": "payload_ratio", "of": "demo", "at_least": 857},
+            {"figure": "loss_ratio", "of": "diloco", "over": "ddp", "at_most": 1.02},
+        ]
+    )
+    verdicts = check(claims, rows())
+    assert [verdict.is_met for verdict in verdicts] == [True, False, True, None, True]
+    assert str(verdicts[1]).startswith("NOT MET: gap of diloco over ddp to single: at most 0.1; found 0.1333")
+
+
+@pytest.mark.parametrize("table", [{"figure": "x", "of": "a", "at_most": 1}, {"figure": "gap", "of": "a"}, {"fig": 1}])
+def test_claim_without_a_figure_or_a_limit_is_refused(table: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"compare\.claims"):
+        parse_claims([table])
+
+
+def test_page_needs_no_other_file_and_escapes_what_it_shows() -> None:
+    page = html(report())
+    assert re.findall(r"(?:src|href)\s*=|@import|url\(", page) == []
+    assert "A &amp; B" in page and "&lt;2 cores&gt;" in page
+    assert page.count("<svg") == 3 and "met: ppl_ratio" in page
+    assert "node1 ended with 1: boom" in page and "1.6100 +-0.0100" in page
+
+
+def test_markdown_table_has_a_line_for_each_method() -> None:
+    lines = markdown(report()).splitlines()
+    assert [line.count("|") for line in lines[:6]] == [len(COLUMNS) + 1] * 6
+    assert lines[-1].startswith("- met: ppl_ratio")
+
+
+def test_charts_draw_what_was_measured_within_their_frame() -> None:
+    tokens, sent, seconds = charts(rows(), "8mbit,50ms")
+    assert [series.name for series in tokens.series] == ["single", "ddp", "diloco"]
+    assert [series.name for series in sent.series] == ["ddp", "diloco"]
+    assert tokens.series[1].xs == (10_000, 20_000) and tokens.series[2].ys == (2.13, 1.63)
+    assert tokens.series[1].ys == (2.1, 1.6) or tokens.series[1].ys == pytest.approx((2.11, 1.61))
+    assert seconds.series[1].xs[1] > seconds.series[2].xs[1] > seconds.series[0].xs[1]
+    for chart in (tokens, sent, seconds):
+        drawn = ET.fromstring(draw(chart))
+        points = [p for e in drawn.iter() if e.tag.endswith("polyline") for p in e.attrib["points"].split()]
+        places = [tuple(map(float, point.split(","))) for point in points]
+        assert len(places) == 2 * len(chart.series)
+        assert all(64 <= x <= 530 and 16 <= y <= 334 for x, y in places)
+
+
+def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
+    first, second = outcome("ddp", 1e-3, 1.6), outcome("ddp", 1e-3, 1.8, seed=1)
+    second = replace(second, points=second.points[1:])
+    row = row_of(parse_arms(["ddp"])[0], [first, second], LINK, overlap_steps=0, step_s=None)
+    (line,) = charts([row], "8mbit,50ms")[0].series
+    assert (line.xs, line.ys) == ((20_000,), (pytest.approx(1.7),))
+
+
+def test_chart_without_a_line_says_so() -> None:
+    assert draw(charts([], "1mbit,1ms")[0]) == "<p>tokens of all nodes: no run to draw.</p>"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_log", "expected"),
+    [
+        (0.0, 10.0, False, (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)),
+        (1.52, 1.71, False, (1.55, 1.6, 1.65, 1.7)),
+        (30.0, 2e5, True, (100.0, 1e3, 1e4, 1e5)),
+        (150.0, 900.0, True, (200.0, 500.0)),
+        (3.0, 3.0, False, (3.0,)),
+    ],
+)
+def test_ticks_are_round_numbers_in_range(low: float, high: float, is_log: bool, expected: tuple[float, ...]) -> None:
+    assert ticks(low, high, is_log=is_log) == pytest.approx(expected)
+
+
+def test_figures_are_written_where_matplotlib_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = write_pngs(charts(rows(), "8mbit,50ms"), tmp_path)
+    assert [path.name for path in files] == ["loss-tokens.png", "loss-bytes.png", "loss-time.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
