@@ -39,10 +39,10 @@ TINY = (
     *("--data.source.documents", "200", "--train.total-steps", "1000000", "--train.dtype", "float32"),
     *("--train.threads", "1", "--train.batch-size", "4", "--train.micro-bs", "4"),
     *("--outer.type", "diloco", "--outer.inner-steps", "10", "--comm.chunk-mb", "0.0005"),
-    *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.1"),
+    *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.05"),
 )
-"""Rounds of about a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more than
-a hundred chunks."""
+"""Rounds of about half a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more
+than a hundred chunks."""
 
 
 def fault_at(moment: str, action: str) -> list[str]:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 class Demo:
     """The command as a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         source = str(Path(zeroband.__file__).parents[1])
         self.run_id = f"demo-{secrets.token_hex(4)}"
         self.run_dir = folder / "runs" / self.run_id
@@ -32,7 +32,7 @@ class Demo:
             "ZERO_BAND_RUN__ID": self.run_id,
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
-        command = [sys.executable, "-m", "zeroband.demo"]
+        command = [sys.executable, "-m", "zeroband.demo", *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
@@ -47,7 +47,7 @@ class Demo:
 
 @pytest.mark.timeout(900)
 def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) -> None:
-    demo = Demo(tmp_path)
+    demo = Demo(tmp_path, "--train.total-steps", "150")
     said, _ = demo.process.communicate()
     assert demo.process.returncode == 0, said
     acts = ["found the run", "SIGKILL: every process of node2", "goes on without node2", "node2 is back", "Done in"]
@@ -57,7 +57,7 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
     digests = re.findall(r"^ +node\d  ([0-9a-f]+)$", said, re.MULTILINE)
     assert len(digests) == 4 and len(set(digests)) == 1
     first, last = map(float, re.findall(r"loss +([\d.]+) -> ([\d.]+)", said)[0])
-    assert first > 5 and last < 2.2
+    assert first > 5 and last < 2.6  # 1.9 after the 240 steps of the preset
     assert (demo.run_dir / "node0" / "sample.txt").read_text().startswith("def ")
     assert demo.left_behind() == []
 

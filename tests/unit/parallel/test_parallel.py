@@ -1,6 +1,7 @@
 """A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
 
 from collections.abc import Iterator
+from functools import partialmethod
 
 import pytest
 import torch
@@ -194,7 +195,12 @@ def test_clip_returns_a_norm_that_is_not_finite_and_touches_nothing(mesh: LocalM
 
 
 @pytest.mark.slow
-def test_compile_gives_the_loss_and_gradients_of_eager(mesh: LocalMesh) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_compile_gives_the_loss_and_gradients_of_eager(
+    mesh: LocalMesh, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Traced every day; the machine code that inductor, the default, makes of it takes a C++ compiler its time."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     config = CONFIG.model_copy(update={"n_layers": 1})
     eager, compiled = sharded(mesh, config), sharded(mesh, config, compile=True)
     backward(eager)
