@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.data.ledger import Range
-from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
-from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
+from zeroband.outer.base import OuterParts, RoundReport, open_buffers
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.fragments import Fragment, bounds_of
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.kept import KeptRounds
 from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.replica import Replica, build_replica
 from zeroband.outer.rounds import RoundKeeper
@@ -33,7 +32,7 @@ from zeroband.parallel import barrier, broadcast_json
 PARAMS, MOMENTUM = "params", "momentum"
 
 
-class DiLoCo:
+class DiLoCo(KeptRounds):
     """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters.
 
     A phase of inner steps ends with a contribution to the next round, of the fragment whose turn it is. The state gets
@@ -79,38 +78,9 @@ class DiLoCo:
             momentum=self._buffers[MOMENTUM],
         )
 
-    @property
-    def round(self) -> int:
-        return self._keeper.round
-
-    @property
-    def progress(self) -> Progress:
-        return self._keeper.progress
-
-    @property
-    def payload(self) -> Mapping[str, Any]:
-        return self._keeper.payload
-
-    @property
-    def state(self) -> str:
-        return self._keeper.state
-
-    @property
-    def inner_step(self) -> int:
-        return self._keeper.inner_step
-
-    def upcoming(self) -> Sequence[Range]:
-        return self._keeper.upcoming()
-
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        return self._keeper.found(round, {})
-
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Nothing: gradients stay inside the node."""
         return None
-
-    def is_time_over(self, steps: int) -> bool:
-        return self._keeper.goes_back or self._parts.pace.is_over(time.monotonic(), steps)
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)
@@ -130,9 +100,6 @@ class DiLoCo:
         report = self._take_over(committed, self._replica.restart)
         self._keeper.begin_phase()
         return report
-
-    def abandon(self) -> None:
-        self._keeper.abandon()
 
     # -- the end of a phase -------------------------------------------------------------------------------------
 
@@ -294,8 +261,3 @@ class DiLoCo:
         self._replica.restart(turn)
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
-
-    def copy_state(self) -> StateCopy:
-        with self._keeper.state_lock:
-            sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

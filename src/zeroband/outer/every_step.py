@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.data.ledger import Range
-from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
-from zeroband.outer.base import OuterParts, RoundReport, StateCopy
+from zeroband.outer.base import OuterParts, RoundReport
 from zeroband.outer.flat import digest_of, gradient_shards
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.kept import KeptRounds
 from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import RESULT, Committed, Exchange
 from zeroband.parallel import barrier
@@ -27,7 +26,7 @@ from zeroband.parallel import barrier
 PARAMS = "params"
 
 
-class EveryStep(ABC):
+class EveryStep(KeptRounds, ABC):
     """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
 
     sections: tuple[str, ...] = (PARAMS,)
@@ -58,10 +57,6 @@ class EveryStep(ABC):
         """What the verdict says beside the progress."""
         return {}
 
-    def _at_founding(self) -> Mapping[str, Any]:
-        """The same before the first step."""
-        return {}
-
     def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
         """Put a committed result into the model.
 
@@ -77,42 +72,6 @@ class EveryStep(ABC):
         self._parts.inner.seek(Progress.from_record(payload["progress"]).inner_step)
 
     # -- the round ----------------------------------------------------------------------------------------------
-
-    @property
-    def round(self) -> int:
-        return self._keeper.round
-
-    @property
-    def progress(self) -> Progress:
-        return self._keeper.progress
-
-    @property
-    def payload(self) -> Mapping[str, Any]:
-        return self._keeper.payload
-
-    @property
-    def state(self) -> str:
-        return self._keeper.state
-
-    @property
-    def inner_step(self) -> int:
-        return self._keeper.inner_step
-
-    def upcoming(self) -> Sequence[Range]:
-        return self._keeper.upcoming()
-
-    def flush(self) -> Sequence[RoundReport]:
-        """Nothing is on its way between two steps."""
-        return ()
-
-    def abandon(self) -> None:  # noqa: B027
-        """Nothing is on its way between two steps."""
-
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        return self._keeper.found(round, self._at_founding())
-
-    def is_time_over(self, steps: int) -> bool:
-        return False
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         return (self._take_over(),)
@@ -164,8 +123,3 @@ class EveryStep(ABC):
         with self._keeper.changing_state():
             self._keeper.settle(entry.round, entry.payload, self._store_state())
         return self._keeper.state
-
-    def copy_state(self) -> StateCopy:
-        with self._keeper.state_lock:
-            sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

@@ -155,6 +155,10 @@ class RoundKeeper:
         if self.parts.mesh.local.rank == 0:
             self.parts.mesh.board.advance()
 
+    def is_time_over(self, steps: int) -> bool:
+        """Whether the phase should end with its `steps`-th inner step."""
+        return self.goes_back or self.parts.pace.is_over(time.monotonic(), steps)
+
     def begin_phase(self) -> None:
         """Training goes on: the inner steps until the next contribution begin."""
         self._tokens, self._steps, self._loss_sum = 0, 0, 0.0

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
-from zeroband.data.ledger import Range
-from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import lane_bounds
-from zeroband.elastic.progress import Progress
 from zeroband.errors import Fenced
-from zeroband.outer.base import OuterParts, RoundReport, StateCopy, open_buffers
+from zeroband.outer.base import OuterParts, RoundReport, open_buffers
 from zeroband.outer.flat import FlatLayout, digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
+from zeroband.outer.kept import KeptRounds
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.rollback import RolledBack
@@ -51,7 +49,7 @@ def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> ErrorFeedback:
     return ErrorFeedback(SparseCodec(layout, rule), decay=config.decay)
 
 
-class SparseLoCo:
+class SparseLoCo(KeptRounds):
     """Outer state: the parameters, in shared memory. The model holds the inner parameters."""
 
     sections = (PARAMS,)
@@ -72,45 +70,9 @@ class SparseLoCo:
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._keeper.state = self._digest()
 
-    @property
-    def round(self) -> int:
-        return self._keeper.round
-
-    @property
-    def progress(self) -> Progress:
-        return self._keeper.progress
-
-    @property
-    def payload(self) -> Mapping[str, Any]:
-        return self._keeper.payload
-
-    @property
-    def state(self) -> str:
-        return self._keeper.state
-
-    @property
-    def inner_step(self) -> int:
-        return self._keeper.inner_step
-
-    def upcoming(self) -> Sequence[Range]:
-        return self._keeper.upcoming()
-
-    def flush(self) -> Sequence[RoundReport]:
-        """Nothing is on its way between two rounds."""
-        return ()
-
-    def abandon(self) -> None:
-        """Nothing is on its way between two rounds."""
-
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        return self._keeper.found(round, {})
-
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         """Nothing: gradients stay inside the node."""
         return None
-
-    def is_time_over(self, steps: int) -> bool:
-        return self._parts.pace.is_over(time.monotonic(), steps)
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._keeper.count(tokens)
@@ -194,8 +156,3 @@ class SparseLoCo:
             self._keeper.settle(entry.round, entry.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
-
-    def copy_state(self) -> StateCopy:
-        with self._keeper.state_lock:
-            sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

@@ -1,0 +1,66 @@
+"""What every outer algorithm says of its rounds through the `RoundKeeper` that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zeroband.data.ledger import Range
+from zeroband.elastic.epoch import FOUNDING_ROUND
+from zeroband.elastic.progress import Progress
+from zeroband.outer.base import RoundReport, StateCopy
+from zeroband.outer.flat import SharedBuffers
+from zeroband.outer.rounds import RoundKeeper
+
+
+class KeptRounds:
+    """The part of `OuterAlgorithm` that is the same for all. A subclass sets `_keeper` and `_buffers`."""
+
+    sections: tuple[str, ...]
+    _keeper: RoundKeeper
+    _buffers: SharedBuffers
+
+    @property
+    def round(self) -> int:
+        return self._keeper.round
+
+    @property
+    def progress(self) -> Progress:
+        return self._keeper.progress
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        return self._keeper.payload
+
+    @property
+    def state(self) -> str:
+        return self._keeper.state
+
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, self._at_founding())
+
+    def _at_founding(self) -> Mapping[str, Any]:
+        """What the founding's verdict says beside the progress."""
+        return {}
+
+    def is_time_over(self, steps: int) -> bool:
+        return self._keeper.is_time_over(steps)
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way while training goes on."""
+        return ()
+
+    def abandon(self) -> None:
+        self._keeper.abandon()
+
+    def copy_state(self) -> StateCopy:
+        with self._keeper.state_lock:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)
