@@ -1,7 +1,7 @@
 """What the training step costs beside a bare PyTorch loop: tokens/s of both, same model, same batch, one run.
 
-Ours is the path of the trainer on one rank: `parallelize` (with bfloat16: FSDP2 over a mesh of one), `InnerOptimizer` with its
-schedule, float32 loss as a sum, clipping over shards. The bare loop is the same `Transformer` unwrapped, with
+Ours is the path of the trainer on one rank: `parallelize` (FSDP2 over a mesh of one, with bfloat16), `InnerOptimizer`
+with its schedule, float32 loss as a sum, clipping over shards. The bare loop is the same `Transformer` unwrapped, with
 `F.cross_entropy`, `torch.nn.utils.clip_grad_norm_` and fused `torch.optim.AdamW`. Steps alternate, so that both see
 the same noise of the machine. On a machine that others use as well, believe the ratio of the best steps.
 
