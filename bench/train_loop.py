@@ -1,7 +1,7 @@
 """What the training step costs beside a bare PyTorch loop: tokens/s of both, same model, same batch, one run.
 
-Ours is the path of the trainer on one rank: `parallelize` (FSDP2 over a mesh of one), `InnerOptimizer` with its
-schedule, float32 loss as a sum, clipping over shards. The bare loop is the same `Transformer` unwrapped, with
+Ours is the path of the trainer on one rank: `parallelize` (FSDP2 over a mesh of one, with bfloat16), `InnerOptimizer`
+with its schedule, float32 loss as a sum, clipping over shards. The bare loop is the same `Transformer` unwrapped, with
 `F.cross_entropy`, `torch.nn.utils.clip_grad_norm_` and fused `torch.optim.AdamW`. Steps alternate, so that both see
 the same noise of the machine. On a machine that others use as well, believe the ratio of the best steps.
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from zeroband.config.schema import CosineSchedule, ModelConfig, OptimConfig, TrainConfig
 from zeroband.model import Transformer, gradient_scale, init_weights, next_token_loss, parameter_count
 from zeroband.optim import InnerOptimizer
-from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, parallelize
+from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, make_room, parallelize
 
 VOCAB_SIZE = 320
 """The byte tokenizer's 257 ids, padded to a multiple of 64."""
@@ -46,7 +46,7 @@ def our_step(config: ModelConfig, optim: OptimConfig, train: TrainConfig, mesh: 
     with torch.device("meta"):
         model = Transformer(config, VOCAB_SIZE)
     parallelize(model, train, mesh)
-    model.to_empty(device=mesh.device)
+    make_room(model, mesh)
     init_weights(model, seed=0)
     optimizer = InnerOptimizer(model, optim, total_steps=train.total_steps)
 
