@@ -26,9 +26,11 @@ Recorded = Any
 SLACK_S = 15.0
 """What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 
-RUNS = ("diloco", "ddp", "uneven", "eager")
 STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"}
-"""A node of each run to which nothing happens."""
+"""Each run, and a node of it to which nothing happens."""
+
+BY_HAND = {"eager": [pytest.mark.soak]}
+"""Runs that not every day has the time for; tests/unit/outer/test_overlap.py loses nodes of such runs daily."""
 
 
 def kill(point: str) -> list[str]:
@@ -112,8 +114,10 @@ def run(request: pytest.FixtureRequest) -> Recorded:
     return request.getfixturevalue(request.param)
 
 
-every_run = pytest.mark.parametrize("run", RUNS, indirect=True)
-every_steady_node = pytest.mark.parametrize(("run", "steady"), STEADY.items(), indirect=["run"])
+runs = [pytest.param(run, marks=BY_HAND.get(run, ())) for run in STEADY]
+every_run = pytest.mark.parametrize("run", runs, indirect=True)
+steady_nodes = [pytest.param(run, node_id, marks=BY_HAND.get(run, ())) for run, node_id in STEADY.items()]
+every_steady_node = pytest.mark.parametrize(("run", "steady"), steady_nodes, indirect=["run"])
 
 
 # -- what holds in every run ----------------------------------------------------------------------------------------
@@ -196,8 +200,8 @@ LOSSES = [
     pytest.param("ddp", "node2", 0, id="before its vote"),
     pytest.param("ddp", "node2", 1, id="after it applied"),
     pytest.param("uneven", "node0", 0, id="before it applied"),
-    pytest.param("eager", "node1", 0, id="beside training"),
-    pytest.param("eager", "node1", 1, id="between two rounds beside training"),
+    pytest.param("eager", "node1", 0, id="beside training", marks=BY_HAND["eager"]),
+    pytest.param("eager", "node1", 1, id="between two rounds beside training", marks=BY_HAND["eager"]),
 ]
 every_loss = pytest.mark.parametrize(("run", "node_id", "life"), LOSSES, indirect=["run"])
 

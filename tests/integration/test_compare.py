@@ -18,6 +18,7 @@ TINY = (
 )
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_methods_are_compared_from_one_start_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

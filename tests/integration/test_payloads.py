@@ -59,6 +59,7 @@ def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
     return run
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
     """It would not with another momentum or error buffer."""
