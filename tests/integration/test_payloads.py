@@ -17,7 +17,7 @@ from zeroband.elastic.departure import Departure
 from zeroband.parallel import init_local_mesh
 from zeroband.train import train
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.soak]
 
 TINY = {
     "model.d_model": 32,
@@ -59,7 +59,6 @@ def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
     return run
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
     """It would not with another momentum or error buffer."""
