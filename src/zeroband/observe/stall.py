@@ -6,15 +6,19 @@ Linux. Every rank registers once; local rank 0 writes the bundles. Never ends a 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import shutil
 import signal
+import socket
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from zeroband.observe.events import EVENTS_FILE
@@ -42,8 +46,10 @@ _log = get_logger(__name__)
 
 
 def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
-    """Have SIGUSR2 append the stacks of all threads to `rank<n>.stacks`, even while a call into C hangs.
+    """Have SIGUSR2 append the stacks of all threads to `rank<n>.stacks`, even while the main thread hangs in C.
 
+    A thread of its own writes them, with the interpreter's lock held: faulthandler, which walks the frames of running
+    threads without it, can crash the rank (cpython issue 116008). So a call that never gives the lock back is not seen.
     The file's first line says which process writes to it; without that line nobody signals it. Returns what undoes it.
     Main thread only. Raises: OSError where the file cannot be written.
     """
@@ -51,16 +57,45 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     file = os.fdopen(os.open(_stacks_path(node_dir, local_rank), flags, 0o644), "ab", buffering=0)
     signal.signal(_SIGNAL, signal.SIG_IGN)  # what is left once the dump is undone: a late signal must not kill
-    faulthandler.register(_SIGNAL, file=file, all_threads=True)
+    asked, tell = socket.socketpair()
+    tell.setblocking(False)
+    before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    signal.signal(_SIGNAL, _do_nothing)
+
+    def answer() -> None:
+        while received := asked.recv(1):
+            if received[0] == _SIGNAL:
+                file.write(_stacks_of_all_threads())
+
+    writer = threading.Thread(target=answer, name="stacks", daemon=True)
+    writer.start()
     file.write(_header(os.getpid()))
 
     def close() -> None:
         if not file.closed:
+            signal.signal(_SIGNAL, signal.SIG_IGN)
+            signal.set_wakeup_fd(before)
+            tell.close()
+            writer.join()
+            asked.close()
             os.ftruncate(file.fileno(), 0)
-            faulthandler.unregister(_SIGNAL)
             file.close()
 
     return close
+
+
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """The signal's number is in the socket already."""
+
+
+def _stacks_of_all_threads() -> bytes:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}\n"
+        for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
+        if ident != threading.get_ident()
+    ]
+    return "".join(stacks).encode()
 
 
 def write_bundle(node_dir: Path, *, reason: str, view: Mapping[str, Any], rank_pids: Sequence[int]) -> Path | None:
