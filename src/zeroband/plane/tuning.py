@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 CUBIC, BBR = "cubic", "bbr"
 
-_FIRST, _MOST = 4, 16
+_FIRST, _MOST = 8, 32
 _WORTH = 1.1
 """What does not bring a tenth more is not worth it."""
 

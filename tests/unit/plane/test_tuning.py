@@ -18,16 +18,16 @@ def after(rate_of: Callable[[int, str], float], first: LinkTuning | None = None)
 
 
 def growing(*rates: float) -> Callable[[int, str], float]:
-    """A link of which only the number of streams matters: its rates with 4, 8 and 16."""
-    return lambda streams, congestion: dict(zip((4, 8, 16), rates, strict=True))[streams]
+    """A link of which only the number of streams matters: its rates with 8, 16 and 32."""
+    return lambda streams, congestion: dict(zip((8, 16, 32), rates, strict=True))[streams]
 
 
 def test_streams_are_doubled_while_each_doubling_pays() -> None:
-    assert after(growing(1e6, 1.9e6, 3.6e6)).streams == 16
+    assert after(growing(1e6, 1.9e6, 3.6e6)).streams == 32
 
 
 def test_doubling_that_does_not_pay_is_the_last() -> None:
-    assert after(growing(1e6, 1.05e6, 9e6)).streams == 8
+    assert after(growing(1e6, 1.05e6, 9e6)).streams == 16
 
 
 def test_numbers_stay_below_the_limit() -> None:
@@ -37,7 +37,7 @@ def test_numbers_stay_below_the_limit() -> None:
 
 def test_link_that_loses_packets_gets_the_control_that_does_not_mind() -> None:
     settled = after(lambda streams, congestion: 9e6 if congestion == BBR else streams * 1e5)
-    assert settled.is_settled and settled.congestion == BBR and settled.streams == 8
+    assert settled.is_settled and settled.congestion == BBR and settled.streams == 16
 
 
 def test_link_that_loses_none_keeps_the_control_that_shares_best() -> None:
@@ -51,8 +51,8 @@ def test_as_fast_is_no_reason_for_another_control() -> None:
 
 def test_streams_are_compared_with_the_better_control() -> None:
     """A doubling that only makes up for what the worse control had lost does not pay."""
-    settled = after(lambda streams, congestion: (5e6 if congestion == BBR else 9e6) * (1.02 if streams > 4 else 1))
-    assert settled.streams == 8 and settled.congestion == CUBIC
+    settled = after(lambda streams, congestion: (5e6 if congestion == BBR else 9e6) * (1.02 if streams > 8 else 1))
+    assert settled.streams == 16 and settled.congestion == CUBIC
 
 
 def test_one_slow_transfer_does_not_decide() -> None:
