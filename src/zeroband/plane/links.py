@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +23,6 @@ _DIAL_AGAIN_S = 0.1
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
-_SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-_PACED = struct.pack("Q", 1 << 40)
-"""Bytes per second, more than any link has. With a limit, whatever it is, Linux spaces the packets of a window evenly
-for CUBIC too. Without, both directions of a long link are busy with bursts: the ACKs of one wait in the queue of the
-other, come together, and let the next burst go. An all-reduce over 100 Mbit/s and 80 ms took a fifth longer so."""
 
 
 @dataclass
@@ -152,10 +146,9 @@ class Links:
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""
-        wanted: list[tuple[int, int, int | bytes]] = [
+        wanted = [
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
-            (socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACED),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         ]
         for level, option, value in wanted:

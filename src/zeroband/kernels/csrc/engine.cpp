@@ -10,6 +10,26 @@
 #include "loop.h"
 
 namespace zeroband {
+namespace {
+
+constexpr uint32_t LONG_US = 500;          // round trip of what is more than a local network
+constexpr uint64_t ANY_LIMIT = 1ull << 40;  // bytes per second, more than any link has
+
+tcp_info info_of(int fd) {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+    return info;
+}
+
+// A transfer fills both directions of a link, so on a long one the ACKs of one direction wait in the queue of the other, come
+// together and let the next window go as one burst, with silence after it. Below a limit, whatever it is, Linux spaces a window
+// evenly for CUBIC too. What refuses the option goes on as it is.
+void pace_if_long(int fd) {
+    if (info_of(fd).tcpi_rtt >= LONG_US) setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &ANY_LIMIT, sizeof ANY_LIMIT);
+}
+
+}  // namespace
 
 uint32_t Running::member_of(uint32_t link) const {
     uint32_t member = 0;
@@ -28,6 +48,7 @@ Engine::~Engine() {
 
 void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    pace_if_long(fd);
     auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
     Loop* loop;
     {
@@ -60,10 +81,8 @@ LinkState Engine::link_state(uint32_t link) {
     state.streams = static_cast<uint32_t>(found->second.streams.size());
     state.received_bytes = found->second.received_bytes.load();
     for (const auto& [fd, loop] : found->second.streams) {
-        tcp_info info{};
-        socklen_t size = sizeof info;
-        if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) continue;
-        if (state.rtt_us == 0 || info.tcpi_rtt < state.rtt_us) state.rtt_us = info.tcpi_rtt;
+        const uint32_t rtt_us = info_of(fd).tcpi_rtt;
+        if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
     }
     return state;
 }
