@@ -14,10 +14,12 @@ from tests.faults.conftest import Recorded, Setup, Story, record
 from zeroband.cluster.redis_server import RedisServer
 from zeroband.config import load_config
 from zeroband.elastic.departure import Departure
+from zeroband.observe.view import node_id_of
+from zeroband.outer.aggregator import aggregator_of
 from zeroband.parallel import init_local_mesh
 from zeroband.train import train
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 TINY = {
     "model.d_model": 32,
@@ -110,3 +112,43 @@ def test_bytes_of_a_round_are_those_of_its_payloads(recorded: Recorded) -> None:
         assert joins or (r["outer/sent_bytes"], r["outer/received_bytes"]) == (payload_bytes, payload_bytes)
     parameters = next(e["parameters"] for e in recorded.events["node0"] if e["kind"] == "node_started")
     assert rounds[0]["outer/payload_ratio"] == pytest.approx(2 * parameters / payload_bytes)
+
+
+# -- through an aggregator ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Of three nodes, the one that adds the payloads up is killed before a transfer; one of two ranks does it then."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node0")
+        story.until_contributing("node1", "node2")
+
+    faults = {"node0": ("--fault.inject", "opened@+5=SIGKILL")}
+    outer = ("demo", "--outer.decay", "0.9", "--outer.aggregator")
+    setup = Setup(outer=outer, ranks=(1, 2, 1), faults=faults, detect_s=2.0)
+    return record(tmp_path_factory.mktemp("aggregator"), setup, tell)
+
+
+@pytest.mark.soak
+def test_node_uploads_once_a_step_and_the_aggregator_is_replaced(aggregated: Recorded) -> None:
+    """Without an aggregator it would be to each of the others, so twice where there are three."""
+    seen = dict[int, set[str]]()
+    for number, verdict in aggregated.history.items():
+        made = {n: r for n, records in aggregated.metrics.items() for r in records if r.get("outer/round") == number}
+        members = {node_id_of(member) for member in verdict.members}
+        counts = [r["outer/weight"] > 0 and not r["outer/retries"] for r in made.values()]
+        if len(members) == 1 or made.keys() != members or not all(counts):
+            continue  # the founding, the round of the kill, and those that a node did not live to record
+        aggregator = made.pop(node_id_of(aggregator_of(verdict.opening)))
+        (uploaded,) = {r["outer/sent_bytes"] for r in made.values()}
+        assert {r["outer/payload_bytes"] for r in made.values()} == {uploaded}
+        assert aggregator["outer/received_bytes"] == len(made) * uploaded
+        assert aggregator["outer/sent_bytes"] == sum(r["outer/received_bytes"] for r in made.values())
+        seen.setdefault(len(members), set()).add(node_id_of(aggregator_of(verdict.opening)))
+    assert seen.keys() == {3, 2} and "node0" in seen[3] and "node0" not in seen[2]
+    for number in list(aggregated.history)[:-1]:
+        reported = aggregated.of_round("round_committed", number)
+        assert len({event["digest"] for event in reported.values()}) == 1, number
+    assert aggregated.left_behind == []

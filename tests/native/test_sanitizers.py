@@ -51,13 +51,19 @@ def succeeds(*command: str | Path) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-@pytest.mark.parametrize("program", ["reduce_test", "gather_test"])
+@pytest.mark.parametrize("program", ["reduce_test", "gather_test", "loss_test"])
 def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sanitizer: str) -> None:
     succeeds(build(program, sanitizer))
 
 
 def test_frames_of_a_stranger_do_no_harm(build: Build) -> None:
     succeeds(build("fuzz_frames", "address,undefined"), "50000")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_thousands_of_losses_are_clean(build: Build, sanitizer: str) -> None:
+    succeeds(build("loss_test", sanitizer), "5000")
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 6
+ABI = 7
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -91,6 +91,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_sealing_problem": (c_char_p, ()),
     "zb_engine_open": (c_void_p, (c_int,)),
     "zb_engine_close": (None, (c_void_p,)),
+    "zb_engine_free": (None, (c_void_p,)),
     "zb_stream_add": (None, (c_void_p, c_uint32, c_int, c_char_p, c_char_p)),
     "zb_link_drop": (None, (c_void_p, c_uint32)),
     "zb_link_state": (None, (c_void_p, c_uint32, POINTER(LinkRecord))),

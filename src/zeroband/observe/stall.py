@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -57,13 +56,14 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     file = os.fdopen(os.open(_stacks_path(node_dir, local_rank), flags, 0o644), "ab", buffering=0)
     signal.signal(_SIGNAL, signal.SIG_IGN)  # what is left once the dump is undone: a late signal must not kill
-    asked, tell = socket.socketpair()
-    tell.setblocking(False)
-    before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    asked, tell = os.pipe()  # numbers: they stay open whatever becomes of what is returned
+    os.set_blocking(tell, False)
+    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     signal.signal(_SIGNAL, _do_nothing)
+    signal.siginterrupt(_SIGNAL, False)  # native code need not know of it
 
     def answer() -> None:
-        while received := asked.recv(1):
+        while received := os.read(asked, 1):
             if received[0] == _SIGNAL:
                 file.write(_stacks_of_all_threads())
 
@@ -75,9 +75,9 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
         if not file.closed:
             signal.signal(_SIGNAL, signal.SIG_IGN)
             signal.set_wakeup_fd(before)
-            tell.close()
+            os.close(tell)
             writer.join()
-            asked.close()
+            os.close(asked)
             os.ftruncate(file.fileno(), 0)
             file.close()
 
@@ -85,7 +85,7 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """The signal's number is in the socket already."""
+    """The signal's number is in the pipe already."""
 
 
 def _stacks_of_all_threads() -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import socket
-import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,35 +95,32 @@ class LinkState:
 class Engine:
     """A few threads that move frames. Any thread may call it; `close()` ends its threads and connections.
 
+    What is native lives as long as this object and its operations, so that no call ever meets freed memory.
     Raises OSError where the native library is missing.
     """
 
     def __init__(self, threads: int) -> None:
         self._library = native.load()
-        self._handle: int | None = self._library.zb_engine_open(threads)
-
-    @property
-    def _engine(self) -> int:
-        assert self._handle is not None, "the engine is closed"
-        return self._handle
+        self._handle: int = self._library.zb_engine_open(threads)
+        weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
-        """Make a connected socket one of the link's streams; it is the engine's from then on."""
-        self._library.zb_stream_add(self._engine, link, connection.detach(), keys.seal, keys.open)
+        """Make a connected socket one of the link's streams, and the engine's own; a closed engine hangs up."""
+        self._library.zb_stream_add(self._handle, link, connection.detach(), keys.seal, keys.open)
 
     def drop(self, link: int) -> None:
         """Close all connections of a link."""
-        self._library.zb_link_drop(self._engine, link)
+        self._library.zb_link_drop(self._handle, link)
 
     def state(self, link: int) -> LinkState:
         """A link that never had a stream is down."""
         record = native.LinkRecord()
-        self._library.zb_link_state(self._engine, link, ctypes.byref(record))
+        self._library.zb_link_state(self._handle, link, ctypes.byref(record))
         return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
 
     def set_congestion(self, link: int, name: str) -> None:
         """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
-        self._library.zb_link_congestion(self._engine, link, name.encode())
+        self._library.zb_link_congestion(self._handle, link, name.encode())
 
     def start(
         self,
@@ -179,10 +176,10 @@ class Engine:
             None if encoded is None else encoded.result.data_ptr(),
             allowed,
         )
-        handle = self._library.zb_reduce_start(self._engine, ctypes.byref(spec))
+        handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
         if not handle:
             raise ValueError(f"no reduction has this shape: {shape}")
-        return Running(self._engine, handle, buffers)
+        return Running(self, handle, buffers)
 
     def gather(
         self,
@@ -224,24 +221,30 @@ class Engine:
             result.data_ptr(),
             allowed,
         )
-        handle = self._library.zb_gather_start(self._engine, ctypes.byref(spec))
+        handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
         if not handle:
             raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes}, for member {receiver}")
-        return Running(self._engine, handle, (payload, result))
+        return Running(self, handle, (payload, result))
 
     @property
     def peak_bytes(self) -> int:
         """The most memory that frames in transit took so far."""
-        return int(self._library.zb_peak_bytes(self._engine))
+        return int(self._library.zb_peak_bytes(self._handle))
 
     def forget_peak(self) -> None:
-        self._library.zb_forget_peak(self._engine)
+        self._library.zb_forget_peak(self._handle)
+
+    def end(self, operation: int) -> None:
+        """Stop an operation, by its handle, where it still runs; on return it touches no buffer any more."""
+        self._library.zb_transfer_end(self._handle, operation)
+
+    def allow(self, operation: int, share: float) -> None:
+        """Let this share of an operation's frames be sent."""
+        self._library.zb_transfer_allow(self._handle, operation, share)
 
     def close(self) -> None:
-        """Not while an operation is used, or another thread calls."""
-        if self._handle is not None:
-            self._library.zb_engine_close(self._handle)
-            self._handle = None
+        """End all threads, connections and operations. From then on every link is down."""
+        self._library.zb_engine_close(self._handle)
 
 
 def _require_encodings(encoded: Encoded, shape: Shape) -> None:
@@ -254,14 +257,16 @@ def _require_encodings(encoded: Encoded, shape: Shape) -> None:
 
 
 class Running:
-    """An operation that runs, or ended. `close()` stops it and gives its buffers back, and is called last."""
+    """An operation that runs, or ended, and can be asked after for as long as somebody holds it.
 
-    def __init__(self, engine: int, handle: int, buffers: tuple[Tensor, ...]) -> None:
+    `close()` stops it and gives its buffers back. One that nobody holds any more is stopped before they can be freed.
+    """
+
+    def __init__(self, engine: Engine, handle: int, buffers: tuple[Tensor, ...]) -> None:
         self._library = native.load()
         self._engine = engine
-        self._handle: int | None = handle
-        self._buffers = buffers
-        self._closing = threading.Lock()
+        self._handle = handle
+        weakref.finalize(self, _end_and_free, engine, handle, buffers).atexit = False
 
     def wait(self, timeout_s: float) -> State:
         """Wait for its end, but not longer; 0 only looks."""
@@ -269,7 +274,7 @@ class Running:
 
     def allow(self, share: float) -> None:
         """Let this share of the node's frames be sent."""
-        self._library.zb_transfer_allow(self._engine, self._handle, share)
+        self._engine.allow(self._handle, share)
 
     def is_held(self) -> bool:
         """Whether all frames that may be sent are with the kernel."""
@@ -291,15 +296,11 @@ class Running:
             record.silent_s if record.silent_s >= 0 else None,
         )
 
-    def abort(self) -> None:
-        """Stop it, from any thread; on return no buffer is touched any more."""
-        with self._closing:
-            if self._handle is not None:
-                self._library.zb_transfer_end(self._engine, self._handle)
-
     def close(self) -> None:
-        self.abort()
-        with self._closing:
-            if self._handle is not None:
-                self._library.zb_transfer_free(self._handle)
-                self._handle = None
+        """Stop it where it still runs, from any thread; on return no buffer is touched any more."""
+        self._engine.end(self._handle)
+
+
+def _end_and_free(engine: Engine, handle: int, _buffers: tuple[Tensor, ...]) -> None:
+    engine.end(handle)
+    native.load().zb_transfer_free(handle)

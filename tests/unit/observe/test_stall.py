@@ -39,6 +39,23 @@ if sys.argv[3:] == ["close"]:
     close()
     where_the_trainer_hangs()
 """
+WRITER = """
+import os, sys, threading
+from pathlib import Path
+from zeroband.observe.stall import register_stack_dump, write_bundle
+
+def write():
+    for _ in range(60):
+        write_bundle(Path(sys.argv[1]), reason="", view={}, rank_pids=[os.getpid(), *[os.getppid()] * 30])
+
+register_stack_dump(Path(sys.argv[1]), 0)
+writer = threading.Thread(target=write)
+writer.start()
+while writer.is_alive():
+    writer.join(0.001)
+"""
+"""Local rank 0, whose writer goes on to the other ranks while the signal interrupts another of its threads."""
+
 DEADLINE_S = 10.0
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -209,6 +226,15 @@ def own_rank(tmp_path: Path) -> Iterator[int]:
 
 def test_rank_that_writes_the_bundle_is_in_it(own_rank: int, bundled: Callable[..., Path]) -> None:
     assert "in write_bundle" in _stacks(bundled(own_rank), 0)
+
+
+def test_rank_that_writes_the_bundle_survives_it(tmp_path: Path) -> None:
+    """A walk over the frames of threads that run, as faulthandler's, crashes at one bundle in five, or in fifty."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(stall.__file__).parents[2])}
+    ran = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], env=environ, check=False, capture_output=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    bundles = list((tmp_path / STALLS_FOLDER).iterdir())
+    assert len(bundles) == KEPT_BUNDLES and all("in write_bundle" in _stacks(bundle, 0) for bundle in bundles)
 
 
 def test_stacks_of_an_earlier_life_are_gone_after_register(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_abort_from_another_thread_ends_the_wait(make_net: MakeNet, is_ring: boo
     ends: list[State] = []
     waiting = threading.Thread(target=lambda: ends.append(reduction.wait(DEADLINE_S)))
     waiting.start()
-    reduction.abort()
+    reduction.close()
     waiting.join(DEADLINE_S)
     assert ends == [State.ABORTED]
 
@@ -77,12 +77,12 @@ def test_nothing_is_written_after_an_abort(make_net: MakeNet, is_ring: bool, is_
     operation = net.next_operation()
     reductions, results = net.operate_all(operation, shape, sources, but=[2])
     until(lambda: has_sent(reductions[1], 3))
-    reductions[0].abort()
+    reductions[0].close()
     results[0].fill_(7.0)
     net.operate(operation, shape, 2, sources[2], results[2])
     until(lambda: has_sent(net.started[-1], 3))
     for reduction in net.started:
-        reduction.abort()
+        reduction.close()
     assert_works(net, is_ring=is_ring)
     assert torch.equal(results[0], torch.full((N,), 7.0))
 
@@ -101,9 +101,9 @@ def test_abort_waits_for_what_is_being_written(make_net: MakeNet, attempt: int) 
     expected = reductions[0].traffic(1).to_receive_bytes
     while reductions[0].traffic(1).received_bytes < expected:
         pass
-    reductions[0].abort()
+    reductions[0].close()
     results[0][-1] = 7.0
-    reductions[1].abort()
+    reductions[1].close()
     assert_works(net, is_ring=False)
     assert results[0][-1] == 7.0
 
@@ -118,7 +118,7 @@ def test_retry_goes_over_the_same_links_and_frames_of_the_old_opening_do_not_cou
         reductions, _ = net.operate_all(net.next_operation(), shape, sources_for(3, seed=seed), but=[2])
         until(lambda reductions=reductions: has_sent(reductions[0], 3))
         for reduction in reductions:
-            reduction.abort()
+            reduction.close()
         assert [reduction.wait(0) for reduction in reductions] == [State.ABORTED] * 2
     assert_works(net, is_ring=is_ring)
 
@@ -133,7 +133,7 @@ def test_member_that_still_runs_the_old_opening_is_waited_for(make_net: MakeNet,
     until(lambda: has_sent(reductions[0], 3))
     assert [reduction.wait(0) for reduction in stale] == [State.RUNNING] * 2
     for member, reduction in zip((1, 2), stale, strict=True):
-        reduction.abort()
+        reduction.close()
         reductions.append(net.operate(new, shape, member, sources[member], results[member]))
     assert ends_of(reductions) == [State.DONE] * 3
     assert all(torch.equal(result, expected) for result in results)
@@ -236,10 +236,27 @@ def test_end_of_a_reduction_stays_as_it_was(make_net: MakeNet) -> None:
     assert ends_of(reductions) == [State.DONE] * 2
     net.engines[1].drop(0)
     until(lambda: not net.engines[0].state(1).is_up)
-    reductions[0].abort()
+    reductions[0].close()
     assert reductions[0].wait(0) == State.DONE
     reductions[0].close()
     reductions[0].close()
+
+
+@EACH_SHAPE
+def test_closed_engine_and_its_operations_can_be_asked(make_net: MakeNet, is_ring: bool) -> None:
+    """By threads that do not know of it yet."""
+    net, shape, sources = make_net(2), shape_for(2, is_ring=is_ring), sources_for(2)
+    (reduction,), _ = net.operate_all(net.next_operation(), shape, sources, but=[1])
+    until(lambda: has_sent(reduction, 2))
+    net.engines[0].close()
+    assert (reduction.wait(0), has_sent(reduction, 2)) == (State.ABORTED, True)
+    (late,), _ = net.operate_all(net.next_operation(), shape, sources, but=[1])
+    late.allow(1.0)
+    assert (late.wait(0), net.engines[0].state(1).is_up) == (State.PEER_LOST, False)
+    ours, theirs = tcp_pair()
+    net.engines[0].add_stream(1, ours, OPEN)
+    with theirs:
+        assert theirs.recv(1) == b""
 
 
 @EACH_SHAPE
@@ -254,6 +271,6 @@ def test_value_that_is_not_finite_ends_the_reduction_of_its_member_with_its_inde
     reductions, _ = net.operate_all(net.next_operation(), shape, sources)
     assert (reductions[1].wait(DEADLINE_S), reductions[1].detail) == (State.NOT_FINITE, index)
     for reduction in reductions:
-        reduction.abort()
+        reduction.close()
     assert [reductions[0].wait(0), reductions[2].wait(0)] == [State.ABORTED] * 2
     assert_works(net, is_ring=is_ring)

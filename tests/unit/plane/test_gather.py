@@ -138,15 +138,29 @@ def test_aborted_gathering_writes_nothing_more_and_the_links_serve_the_retry(
     operation = net.next_operation()
     running, results = gather_all(net, operation, payloads, but=[2])
     until(lambda: running[1].traffic(0).sent_bytes > 0)
-    running[0].abort()
+    running[0].close()
     results[0].fill_(UNTOUCHED)
     late, _ = gather_all(net, operation, payloads, but=[0, 1])
     until(lambda: late[2].traffic(0).sent_bytes > 0)
     for one in (*running.values(), *late.values()):
-        one.abort()
+        one.close()
     again = payloads_of([50_021] * 3, seed=1)
     assert all(torch.equal(result, torch.cat(again)) for result in gathered(net, again))
     assert bool((results[0] == UNTOUCHED).all())
+
+
+def test_gathering_that_nobody_holds_any_more_writes_nothing_more(make_net: MakeNet) -> None:
+    net, payloads = make_net(2), payloads_of([50_021] * 2)
+    operation = net.next_operation()
+    running, results = gather_all(net, operation, payloads, but=[1])
+    net.started.clear()
+    running.clear()
+    late, _ = gather_all(net, operation, payloads, but=[0])
+    until(lambda: late[1].traffic(0).sent_bytes > 0)
+    late[1].close()
+    again = payloads_of([50_021] * 2, seed=1)
+    assert all(torch.equal(result, torch.cat(again)) for result in gathered(net, again))
+    assert bool((results[0][50_021:] == UNTOUCHED).all())
 
 
 def test_member_that_is_lost_is_named(make_net: MakeNet) -> None:

@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 6; }
+int zb_abi() { return 7; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -95,7 +95,9 @@ void zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight,
 const char* zb_sealing_problem() { return sealing_problem(); }
 
 Engine* zb_engine_open(int threads) { return new (std::nothrow) Engine(threads < 1 ? 1 : threads); }
-void zb_engine_close(Engine* engine) { delete engine; }
+// Afterwards every link is down and nothing runs; the engine stays until it is freed, after its operations.
+void zb_engine_close(Engine* engine) { engine->close(); }
+void zb_engine_free(Engine* engine) { delete engine; }
 
 void zb_stream_add(Engine* engine, uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
     engine->add_stream(link, fd, seal_key, open_key);

@@ -41,9 +41,18 @@ Engine::Engine(int threads) {
     for (int i = 0; i < threads; ++i) loops_.push_back(std::make_unique<Loop>(*this));
 }
 
-Engine::~Engine() {
-    for (const RunningPtr& running : all_running()) finish(running);
-    loops_.clear();
+Engine::~Engine() { close(); }
+
+void Engine::close() {
+    std::call_once(closed_, [this] {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            is_closed_ = true;
+            links_.clear();
+        }
+        for (const RunningPtr& running : all_running()) finish(running);
+        for (const auto& loop : loops_) loop->end();
+    });
 }
 
 void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
@@ -53,22 +62,19 @@ void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const ui
     Loop* loop;
     {
         std::lock_guard<std::mutex> lock(mutex_);
+        if (is_closed_) return;
         loop = loops_[next_loop_++ % loops_.size()].get();
-        links_[link].streams[fd] = loop;
+        links_[link].streams.insert(fd);
     }
     loop->add(std::move(stream));
 }
 
 void Engine::drop_link(uint32_t link) {
-    std::map<int, Loop*> streams;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = links_.find(link);
-        if (found == links_.end()) return;
-        streams = found->second.streams;
-        links_.erase(found);
+        if (links_.erase(link) == 0) return;
     }
-    for (const auto& [fd, loop] : streams) loop->drop(fd);
+    for (const auto& loop : loops_) loop->drop(link);
     end_what_needs(link);
 }
 
@@ -80,7 +86,7 @@ LinkState Engine::link_state(uint32_t link) {
     state.is_up = found->second.is_up;
     state.streams = static_cast<uint32_t>(found->second.streams.size());
     state.received_bytes = found->second.received_bytes.load();
-    for (const auto& [fd, loop] : found->second.streams) {
+    for (const int fd : found->second.streams) {
         const uint32_t rtt_us = info_of(fd).tcpi_rtt;
         if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
     }
@@ -91,7 +97,7 @@ void Engine::set_congestion(uint32_t link, const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
     if (found == links_.end()) return;
-    for (const auto& [fd, loop] : found->second.streams)
+    for (const int fd : found->second.streams)
         setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
 }
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -47,6 +48,9 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
+    // Ends what runs, the threads and the connections. From then on every link is down; anything may still be called.
+    void close();
+
     // Takes over a connected socket as one of the link's streams. Keys may be null: nothing is sealed.
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
@@ -68,7 +72,7 @@ class Engine {
 
     struct Link {
         bool is_up = true;
-        std::map<int, Loop*> streams;  // by descriptor
+        std::set<int> streams;  // their descriptors
         std::atomic<uint64_t> received_bytes{0};
     };
 
@@ -89,7 +93,9 @@ class Engine {
     Operation newest_{};
     std::map<uint32_t, Link> links_;
     uint32_t next_loop_ = 0;
-    std::vector<std::unique_ptr<Loop>> loops_;
+    std::once_flag closed_;
+    bool is_closed_ = false;
+    std::vector<std::unique_ptr<Loop>> loops_;  // as they were made: each of them awakens all
 };
 
 }  // namespace zeroband

@@ -21,12 +21,19 @@ Loop::Loop(Engine& engine)
       thread_([this] { run(); }) {}
 
 Loop::~Loop() {
+    if (thread_.joinable()) end();
+    ::close(epoll_);
+    ::close(wake_);
+}
+
+void Loop::end() {
     is_over_ = true;
     post([] {});
     thread_.join();
     streams_.clear();
-    ::close(epoll_);
-    ::close(wake_);
+    std::vector<std::function<void()>> unheard;  // may own streams
+    std::lock_guard<std::mutex> lock(mutex_);
+    unheard.swap(orders_);
 }
 
 void Loop::post(std::function<void()> order) {
@@ -62,8 +69,14 @@ void Loop::add(std::unique_ptr<Stream> stream) {
     });
 }
 
-void Loop::drop(int fd) {
-    post([this, fd] { close(fd, false); });
+// By its number, which no other link gets, and not by its descriptors: one that was closed meanwhile may be another's.
+void Loop::drop(uint32_t link) {
+    post([this, link] {
+        std::vector<int> dropped;
+        for (const auto& [fd, handle] : streams_)
+            if (handle.stream->link() == link) dropped.push_back(fd);
+        for (const int fd : dropped) close(fd, false);
+    });
 }
 
 void Loop::retry_held() {

@@ -19,9 +19,12 @@ class Loop {
     explicit Loop(Engine& engine);
     ~Loop();
 
-    // Any thread.
+    // Ends the thread and closes the streams. Once.
+    void end();
+
+    // Any thread, also after the end: then nothing comes of it.
     void add(std::unique_ptr<Stream> stream);
-    void drop(int fd);
+    void drop(uint32_t link);
     void awaken(uint32_t link);
     void retry_held();
 
