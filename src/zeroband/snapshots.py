@@ -1,17 +1,17 @@
 """Snapshots: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
 
-The trainer waits for that copy alone. One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
+The trainer waits for that copy alone, and not before it has made the next gradients, which change nothing of the state.
+One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
@@ -24,32 +24,27 @@ from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.config.outer import RoundsConfig
 from zeroband.config.schema import RunConfig
+from zeroband.copying import HostCopier, copier_for
 from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
 from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
-from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.base import RoundReport, SyncHooks
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
-from zeroband.parallel import LocalMesh, barrier, broadcast_json
+from zeroband.parallel import barrier, broadcast_json
 from zeroband.parts import RunParts
 
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
 _PARAMS = "params"
 
-_log = get_logger(__name__)
-
 
 class Staging:
-    """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together.
-
-    On a GPU they are pinned, and filled on a stream of their own.
-    """
+    """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
     def __init__(self, node: NodeParts, run: RunParts | None, stack: ExitStack) -> None:
         config, self._local = node.config, node.local
@@ -71,8 +66,9 @@ class Staging:
         self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
         self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
         for name in self.names:  # touch the pages now rather than in the first copy
-            self._part(self.buffers[f"{_STAGED}{name}"]).zero_()
-        self._stream = _pin([self.buffers[f"{_STAGED}{name}"] for name in self.names], self._local, stack)
+            self._part(self._staged(name)).zero_()
+        self._of_host = HostCopier(stack)
+        self._of_device = copier_for(self._local.device, [self._staged(n) for n in self._shards_by_section()], stack)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,33 +79,37 @@ class Staging:
         """Of all staged buffers."""
         return 4 * self.layout.numel * len(self.names)
 
+    def _staged(self, name: str) -> Tensor:
+        return self.buffers[f"{_STAGED}{name}"]
+
     def _part(self, buffer: Tensor) -> Tensor:
         """What this rank copies of a buffer that all ranks see."""
         start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
         return buffer[start:stop]
 
-    def copy(self) -> None:
-        """Copy this rank's part; when all ranks have returned, the copy is whole."""
+    def begin(self) -> None:
+        """Start to copy this rank's part. Nothing of it may change until `finish`."""
         if self._run is not None:
-            for name in (*self.outer, *self._local_sections):
-                self._part(self.buffers[f"{_STAGED}{name}"]).copy_(self._part(self._run.buffers[name]))
-        shards: dict[str, dict[str, Tensor]] = {}
-        if self._run is None:
-            shards[_PARAMS] = parameter_shards(self._node.model)
-        shards |= dict(zip(self.inner, self._moments, strict=False))  # they come first
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._local.device))
-            with torch.cuda.stream(self._stream):
-                self._store(shards)
-            self._stream.synchronize()
-        else:
-            self._store(shards)
+            held = {name: self._run.buffers[name] for name in (*self.outer, *self._local_sections)}
+            self._of_host.begin([(self._part(self._staged(name)), self._part(held[name])) for name in held])
+        self._of_device.begin(
+            [
+                (part, shards[parameter].detach().reshape(-1))
+                for name, shards in self._shards_by_section().items()
+                for parameter, part in self._shards.parts(self._staged(name), shards)
+            ]
+        )
+
+    def finish(self) -> None:
+        """Return when all ranks have copied their parts, so that the copy is whole."""
+        self._of_host.finish()
+        self._of_device.finish()
         barrier(self._local)
 
-    def _store(self, shards: Mapping[str, Mapping[str, Tensor]]) -> None:
-        for name, tensors in shards.items():
-            for parameter, part in self._shards.parts(self.buffers[f"{_STAGED}{name}"], tensors):
-                part.copy_(tensors[parameter].detach().reshape(-1), non_blocking=True)
+    def _shards_by_section(self) -> dict[str, Mapping[str, Tensor]]:
+        """This rank's shards on its device, for each staged buffer that is filled from them."""
+        alone = {_PARAMS: parameter_shards(self._node.model)} if self._run is None else {}
+        return alone | dict(zip(self.inner, self._moments, strict=False))  # the local sections come after them
 
 
 def _claim(config: RunConfig, node_id: str, stack: ExitStack) -> None:
@@ -117,24 +117,17 @@ def _claim(config: RunConfig, node_id: str, stack: ExitStack) -> None:
     stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
 
 
-def _pin(buffers: Sequence[Tensor], local: LocalMesh, stack: ExitStack) -> torch.cuda.Stream | None:
-    """Pin the buffers for copies from this rank's GPU; the stream for those, or None where there is no GPU."""
-    if local.device.type != "cuda":
-        return None
-    runtime: Any = torch.cuda.cudart()
-    for buffer in buffers:
-        code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.numel() * buffer.element_size(), 0))
-        if code:
-            _log.warning("staging buffers are not pinned, so copies are slower", extra={"fields": {"cuda_error": code}})
-            break
-        stack.callback(runtime.cudaHostUnregister, buffer.data_ptr())
-    return torch.cuda.Stream(local.device)
+def _node_of(member_id: str) -> str:
+    return member_id.rpartition("#")[0]
 
 
 class NoSnapshots:
     """Nothing is saved."""
 
     def take_if_due(self, report: RoundReport | None) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
         """Nothing."""
 
     def take_before_leaving(self, *, is_alone: bool) -> None:
@@ -171,6 +164,9 @@ class Snapshots:
         self._durable_step: int | None = None
         self._stall_s: float | None = None
         self._staged_round: int | None = None
+        self._is_copying = False
+        self._order: SaveOrder | None = None
+        """Of the copy under way; local rank 0 only."""
         self._report: RoundReport | None = None
         are_rounds_steps = not isinstance(node.config.outer, RoundsConfig)
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps)
@@ -210,48 +206,72 @@ class Snapshots:
     def take_if_due(self, report: RoundReport | None) -> None:
         """Take a checkpoint if the newest committed round asks for one; `report`: of that round, None for a lone node.
 
-        Called by all local ranks after every committed round. Waits for the copy alone; after the last round of the
-        run also for the writer, if it has an earlier one in hand.
+        Called by all local ranks after every committed round. The copy goes on until `settle`; after the last round of
+        the run it is waited for here, and before it for the writer, if that has an earlier one in hand.
         """
-        self._stall_s, self._report = None, report
+        self._report = report
+        if self._writer is not None and report is not None:
+            self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
         is_new = report is None or any(report.weights)  # a run that goes on from a checkpoint is founded on its state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
             self.take(report, waits=is_last)
 
     def take(self, report: RoundReport | None, *, waits: bool) -> bool:
-        """Stage the state of the newest committed round; `waits`: for the writer to be free, rather than skip it.
+        """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
 
-        Called by all local ranks. Returns whether it was staged.
+        Called by all local ranks. Returns whether it is staged, by `settle` at the latest.
         """
+        self.settle()
         from_s = time.monotonic()
         if self._writer is not None and waits:
             self._writer.await_free()
         is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
         if is_free:
             self._staged_round = self._hooks.round
-            self._staging.copy()
+            self._staging.begin()
+            self._is_copying = True
             randoms = gather_random_states(self._local)
-            self._give(report, self._node_state(randoms))
+            if self._writer is not None:
+                self._order = self._order_of(report, self._node_state(randoms))
         elif self._writer is not None:
-            self._give(report, {}, is_left_out=True)
+            self._writer.give(self._order_of(report, {}, is_left_out=True))
             self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
-        self._stall_s = time.monotonic() - from_s
+        self._stalled_since(from_s)
+        if waits:
+            self.settle()
         return is_free
 
-    def _give(self, report: RoundReport | None, node_state: Mapping[str, Any], *, is_left_out: bool = False) -> None:
-        if self._writer is None:
+    def settle(self) -> None:
+        """Wait for a copy that is under way and hand it to the writer; before anything changes of what it copies.
+
+        Called by all local ranks.
+        """
+        if not self._is_copying:
             return
+        from_s = time.monotonic()
+        self._staging.finish()
+        self._is_copying = False
+        order, self._order = self._order, None
+        if self._writer is not None and order is not None:
+            self._writer.give(order)
+            place = {"round": order.stamp.round, "step": order.stamp.inner_step}
+            self._emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
+        self._stalled_since(from_s)
+
+    def _stalled_since(self, from_s: float) -> None:
+        self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
+
+    def _order_of(
+        self, report: RoundReport | None, node_state: Mapping[str, Any], *, is_left_out: bool = False
+    ) -> SaveOrder:
         stamp = self._stamp(report)
         members = stamp.members if self._config.shared else (self._node.node_id,)
-        self._writer.give(SaveOrder(stamp, members, node_state, is_left_out))
-        if not is_left_out:
-            place = {"round": stamp.round, "step": stamp.inner_step}
-            self._emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
+        return SaveOrder(stamp, members, node_state, is_left_out)
 
     def _stamp(self, report: RoundReport | None) -> Stamp:
         config, hooks = self._node.config, self._hooks
-        members = [self._node.node_id] if report is None else [m.rpartition("#")[0] for m in report.members]
+        members = [self._node.node_id] if report is None else [_node_of(member) for member in report.members]
         tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
         corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
         return Stamp(
@@ -288,13 +308,14 @@ class Snapshots:
             self.take(None if is_alone else self._report, waits=True)
 
     def measured(self) -> dict[str, MetricValue | None]:
-        """What the newest step's checkpoint cost, and how far the writer is. Local rank 0."""
+        """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""
         writer = self._writer
+        stall_s, self._stall_s = self._stall_s, None
         if writer is None:
             return {}
         left = self._staging.total_bytes - writer.written_bytes if writer.is_busy else 0
         return {
-            "ckpt/stall_s": self._stall_s,
+            "ckpt/stall_s": stall_s,
             "ckpt/durable_step": self._durable_step,
             "ckpt/backlog_bytes": max(left, 0),
             "ckpt/write_bytes_per_s": writer.bytes_per_s,
@@ -310,7 +331,9 @@ class Snapshots:
             self._events.emit(kind, **fields)
 
     def close(self, *, waits: bool) -> None:
-        """Give everything back; `waits`: until the writer has written what it has in hand."""
+        """Give everything back; `waits`: until the writer has written what was taken, as all local ranks ask then."""
+        if waits:
+            self.settle()
         if self._writer is not None:
             self._writer.close(waits=waits)
         self._stack.close()

@@ -220,6 +220,7 @@ def train_round(
     while not ends_round:
         lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
         passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
+        snapshots.settle()  # what a checkpoint copies has not changed so far
         node.step_loss.nats = passed.loss
         node.faults.at("inner", hooks.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))

@@ -13,7 +13,7 @@ import pytest
 
 LAYERS = (
     {"config", "errors", "faults", "kernels", "observe", "sharding"},
-    {"data", "model", "optim", "parallel", "plane"},
+    {"copying", "data", "model", "optim", "parallel", "plane"},
     {"elastic"},
     {"checkpoint", "outer"},
     {"fetcher", "node", "offline", "plane_parts", "restorer"},

@@ -8,14 +8,18 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from zeroband import snapshots
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import open_storage
+from zeroband.cluster import RedisServer
 from zeroband.config import load_config
+from zeroband.copying import Pairs
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError
 from zeroband.node import NodeParts, build_node
@@ -25,25 +29,30 @@ from zeroband.outer.flat import FlatLayout, parameter_shards
 from zeroband.parallel import init_local_mesh
 from zeroband.parts import shape_of
 from zeroband.snapshots import Snapshots
+from zeroband.train import train
 
 pytestmark = pytest.mark.slow
 
+SMALL: Mapping[str, Any] = {
+    "node.id": "solo",
+    "model.d_model": 32,
+    "model.n_layers": 1,
+    "data.seq_length": 16,
+    "data.source.type": "synthetic",
+    "train.batch_size": 4,
+    "train.dtype": "float32",
+}
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeParts]:
     folder = tmp_path_factory.mktemp("snapshots")
     settings = {
+        **SMALL,
         "run.id": folder.name,
         "run.dir": folder / "runs",
-        "node.id": "solo",
-        "model.d_model": 32,
-        "model.n_layers": 1,
-        "data.seq_length": 16,
-        "data.source.type": "synthetic",
         "data.cache_dir": folder / "cache",
         "train.total_steps": 100,
-        "train.batch_size": 4,
-        "train.dtype": "float32",
         "ckpt.path": folder / "checkpoints",
         "ckpt.every_rounds": 2,
     }
@@ -58,7 +67,37 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeParts]:
     local.close()
 
 
+class LateCopier:
+    """Copies as late as it may, so that whatever is read or changed too early shows."""
+
+    def __init__(self) -> None:
+        self.pairs: Pairs = ()
+
+    def begin(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def finish(self) -> None:
+        for target, source in self.pairs:
+            target.copy_(source.detach())
+        self.pairs = ()
+
+
+class EarlyCopier(LateCopier):
+    """Copies at once."""
+
+    def begin(self, pairs: Pairs) -> None:
+        super().begin(pairs)
+        self.finish()
+
+
+def copies_by(copier: type[LateCopier], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have snapshots copy by it, from the host and as from a GPU."""
+    monkeypatch.setattr(snapshots, "HostCopier", lambda stack: copier())
+    monkeypatch.setattr(snapshots, "copier_for", lambda device, targets, stack: copier())
+
+
 def step(node: NodeParts, hooks: Alone, snapshots: Snapshots) -> None:
+    snapshots.settle()
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
     hooks.sync_gradients(0, 64)
@@ -66,7 +105,10 @@ def step(node: NodeParts, hooks: Alone, snapshots: Snapshots) -> None:
     snapshots.take_if_due(None)
 
 
-def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(node: NodeParts) -> None:
+def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(
+    node: NodeParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies_by(LateCopier, monkeypatch)
     hooks, events = Alone(shape_of(node.config)), EventLog(node.node_dir)
     with ExitStack() as stack:
         stack.callback(events.close)
@@ -78,6 +120,9 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
         torch.manual_seed(7)
         step(node, hooks, snapshots)
         drawn = torch.rand(3)
+        assert not writer.is_busy  # nothing is read before the copy is whole
+        snapshots.settle()
+        assert writer.is_busy
         writer.await_free()
         kept = {name: shard.clone() for name, shard in parameter_shards(node.model).items()}
         os.kill(writer.pid, signal.SIGSTOP)
@@ -115,3 +160,32 @@ def require_state(node: NodeParts, kept: Mapping[str, torch.Tensor], drawn: torc
     assert set_random_state(state["random_states"], node.local)
     assert torch.equal(torch.rand(3), drawn)
     assert not set_random_state([*state["random_states"]] * 2, node.local)
+
+
+OUTER = {"outer.type": "diloco", "outer.inner_steps": "2"}
+
+
+@pytest.mark.parametrize("outer", [{}, OUTER], ids=["alone", "diloco"])
+def test_trainer_changes_nothing_before_it_is_copied(
+    outer: Mapping[str, str], redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is as late as it may be holds the same bytes as one that is made at once."""
+    found: list[dict[str, bytes]] = []
+    for copier in (EarlyCopier, LateCopier):
+        copies_by(copier, monkeypatch)
+        folder = tmp_path / copier.__name__
+        settings = {**SMALL, **outer} | {"run.id": folder.name, "run.dir": folder, "ckpt.path": folder / "checkpoints"}
+        settings |= {"train.total_steps": 6, "ckpt.every_rounds": 1, "ckpt.keep_last": 10, "data.cache_dir": tmp_path}
+        environ = {"ZERO_BAND_STORE__URL": redis_server.url} if outer else {}
+        with ExitStack() as stack:
+            local = init_local_mesh({})
+            stack.callback(local.close)
+            config = load_config([f"--{key}={value}" for key, value in settings.items()], environ)
+            train(config, local, Departure(1.0), stack)
+        root = folder / "checkpoints" / folder.name
+        found.append({str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")})
+    early, late = found
+    shared = early.keys() & late.keys()  # where the writer was busy with one, it was left out
+    first = "step_00000002" if outer else "step_00000001"
+    assert {first, "step_00000006"} <= {name.split("/")[0] for name in shared}
+    assert [name for name in sorted(shared) if early[name] != late[name]] == []

@@ -1,19 +1,23 @@
-"""Saving one checkpoint: this node's share of the files, then, on the first member, the commit. Runs in the writer.
+"""Saving one checkpoint: this node's share of the files, then, on one of the members, the commit. Runs in the writer.
 
 Members write side by side: each its share of the outer state and its own state, then a record of sizes and hashes. The
 first of them waits for the others' records, writes what a lost one left, then the manifest; renaming the folder commits
 (on stores without renames the manifest itself does, which appears whole or not at all). Then `latest`, then clean-up.
+
+All members hold the same outer state, so any of them can commit. Each stays until somebody has, and takes its turn when
+those before it are out: they said so, or the run lost them, or they were waited for long enough. A member that was only
+slow may then commit as well: what both write has the same bytes, and each looks before it replaces what is committed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -32,10 +36,21 @@ from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
 from zeroband.checkpoint.owner import require
 from zeroband.checkpoint.retention import clean_up, remove_checkpoint
+from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import Data, Storage, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
 
-POINTS = ("staged", "mid_write", "share_written", "before_manifest", "before_rename", "renamed", "latest", "clean_up")
+POINTS = (
+    "staged",
+    "mid_write",
+    "share_written",
+    "published",
+    "before_manifest",
+    "before_rename",
+    "renamed",
+    "latest",
+    "clean_up",
+)
 """Named places of a save, in its order, where tests kill the writer."""
 
 _PIECE_BYTES = 16 << 20
@@ -51,7 +66,7 @@ class SaveRules:
     keep_last: int
     keep_every: int | None
     peer_wait_s: float
-    """Longest wait of the first member for the others' records."""
+    """Longest wait of who commits for the others' records; the next member waits for it twice as long."""
     retry_s: float
     """Longest time for which one file is tried again."""
     files_at_once: int = 2
@@ -70,6 +85,10 @@ class Surroundings(Protocol):
 
     def count(self, written_bytes: int) -> None:
         """So many bytes more were handed to the storage. Any thread."""
+        ...
+
+    def lost(self) -> Collection[str]:
+        """Node ids that the run went on without since this was staged. Any thread."""
         ...
 
     def at(self, point: str) -> None: ...
@@ -115,36 +134,47 @@ class Save:
         self._final = folder_of(stamp.inner_step)
         self._folder = f"{self._final}{TEMPORARY}" if storage.renames else self._final
         self._files: dict[str, StoredFile] = {}
+        self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths)
+        self._is_published = False
+        """Others may build on this node's files."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether this node commits."""
-        return self._members[0] == self._node_id
+    def _ahead(self) -> tuple[str, ...]:
+        """Members whose turn to commit comes before this node's."""
+        return self._members[: self._members.index(self._node_id)]
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(member for member in self._members if member != self._node_id)
 
     def run(self) -> bool:
-        """Write and, on the first member, commit. Returns whether it worked; what did not is told, never raised."""
+        """Write, and commit in one's turn. Returns whether the checkpoint stands; failures are told, not raised."""
         try:
             self._run()
         except CheckpointFailed as error:
-            self._give_up(str(error))
-            return False
+            if not self._stands():  # another member may have committed it meanwhile, files and all
+                self._give_up(str(error))
+                return False
         return True
 
     def _run(self) -> None:
         from_s = self._around.now_s()
         self._around.at("staged")
         self._retry("owner.json", partial(require, self._storage, self._stamp.session))
-        if self._retry(MANIFEST, self._is_done):
+        if self._is_done():
             return
-        self._write_share(self._staged.plan.share(self._members)[self._node_id])
+        self._write_share(self._staged.plan.share(self._members)[self._node_id], with_indices=not self._ahead)
         self._write_node()
         self._around.at("share_written")
-        stored = sum(file.size for file in self._files.values())
-        if not self.is_first:
-            self._write_part(self._files)
+        self._publish()
+        self._around.at("published")
+        if self._ahead:
+            stored = sum(file.size for file in self._files.values())
             self._around.tell("checkpoint_share_written", **self._place(), bytes=stored, took_s=self._since(from_s))
+        written_at_s = self._around.now_s()
+        if not self._await_turn(written_at_s):
             return
-        self._gather()
+        self._gather(written_at_s + self._rules.peer_wait_s)
         self._commit()
         total = sum(file.size for file in self._files.values())
         self._around.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
@@ -156,22 +186,27 @@ class Save:
     def _since(self, from_s: float) -> float:
         return round(self._around.now_s() - from_s, 3)
 
-    def _is_done(self) -> bool:
-        """Whether this very save is committed; another one in its place is uncommitted where folders do not rename."""
+    def _committed_attempt(self) -> str | None:
+        """Which save of this step is committed; None: there is none to be seen."""
         try:
-            found = open_checkpoint(self._storage, self._stamp.inner_step)
+            return open_checkpoint(self._storage, self._stamp.inner_step).manifest.stamp.attempt
         except CheckpointDamaged:
-            return False
-        if found.manifest.stamp.attempt == self._stamp.attempt:
-            return True
-        if not self._storage.renames:
-            self._storage.remove(f"{self._final}/{MANIFEST}")
-        return False
+            return None
 
-    def _write_share(self, files: Sequence[OuterFile]) -> None:
-        if self.is_first:
-            for path, data in self._staged.plan.indices.items():
-                self._write(path, lambda data=data: iter((data,)))
+    def _stands(self) -> bool:
+        """Whether this very save is committed, by whichever member."""
+        return self._committed_attempt() == self._stamp.attempt
+
+    def _is_done(self) -> bool:
+        """Whether it stands already; another save in its place is uncommitted where folders do not rename."""
+        found = self._committed_attempt()
+        if found not in (None, self._stamp.attempt) and not self._storage.renames:
+            self._retry(MANIFEST, lambda: self._storage.remove(f"{self._final}/{MANIFEST}"))
+        return found == self._stamp.attempt
+
+    def _write_share(self, files: Sequence[OuterFile], *, with_indices: bool) -> None:
+        for path, data in self._staged.plan.indices.items() if with_indices else ():
+            self._write(path, lambda data=data: iter((data,)))
         with ThreadPoolExecutor(self._rules.files_at_once, thread_name_prefix="checkpoint-write") as pool:
             for done in [pool.submit(self._write, file.path, partial(self._pieces, file)) for file in files]:
                 done.result()
@@ -228,81 +263,96 @@ class Save:
 
     # -- between the members -------------------------------------------------------------------------------------------
 
-    def _part_path(self, node_id: str) -> str:
-        return f"{self._folder}/{PARTS}/{self._stamp.attempt}-{node_id}.json"
-
-    def _write_part(self, files: Mapping[str, StoredFile]) -> None:
-        record = json.dumps({path: asdict(file) for path, file in files.items()}, sort_keys=True).encode()
-        self._retry(PARTS, lambda: self._storage.write(self._part_path(self._node_id), (record,)))
+    def _publish(self) -> None:
+        if self._others:
+            self._retry(PARTS, lambda: self._shares.publish(self._node_id, self._files))
+            self._is_published = True
 
     def leave_out(self) -> None:
-        """Tell the first member not to wait for this node, which does not take part. Any thread; never raises."""
-        if not self.is_first:
-            with contextlib.suppress(OSError):
-                self._storage.write(self._part_path(self._node_id), (b"{}",))
+        """Tell the others not to wait for this node, which does not take part. Any thread; never raises."""
+        if self._others:
+            self._shares.leave_out(self._node_id)
 
-    def _gather(self) -> None:
+    def _is_out(self, member: str) -> bool:
+        """Whether this member will not commit any more."""
+        return member in self._around.lost() or self._shares.read(member) == {}
+
+    def _await_turn(self, from_s: float) -> bool:
+        """Wait until all members before this one are out, or had the time for it; False when the checkpoint stands."""
+        until_s = from_s + 2 * len(self._ahead) * self._rules.peer_wait_s
+        while not all(self._is_out(member) for member in self._ahead) and self._around.now_s() < until_s:
+            if self._stands():
+                return False
+            self._pause()
+        return not self._stands()
+
+    def _gather(self, until_s: float) -> None:
         """Take over the others' records; write oneself what is missing when the wait is over."""
-        missing = set(self._members) - {self._node_id}
-        until_s = self._around.now_s() + self._rules.peer_wait_s
-        while missing:
+        missing = set(self._others)
+        while True:
             for member in sorted(missing):
-                files = self._read_part(member)
+                files = self._shares.read(member)
                 if files is not None:
                     self._files |= files
                     missing.remove(member)
-            if missing and self._around.now_s() >= until_s:
-                self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing))
+            if not missing - set(self._around.lost()) or self._around.now_s() >= until_s:
                 break
-            if missing:
-                self._around.sleep(min(1.0, self._rules.peer_wait_s / 4))
-        self._write_share([file for file in self._staged.plan.files if file.path not in self._files])
+            self._pause()
+        if missing:
+            self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing))
+        plan = self._staged.plan
+        left = [file for file in plan.files if file.path not in self._files]
+        self._write_share(left, with_indices=not plan.indices.keys() <= self._files.keys())
 
-    def _read_part(self, member: str) -> dict[str, StoredFile] | None:
-        """A member's record; None while there is none that makes sense."""
-        try:
-            record = cast("dict[str, Any]", json.loads(self._storage.read(self._part_path(member))))
-            files = {path: StoredFile(int(file["size"]), str(file["hash"])) for path, file in record.items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None
-        ours = {file.path for file in self._staged.plan.share(self._members)[member]}
-        return {path: file for path, file in files.items() if path in ours or path.startswith(f"nodes/{member}/")}
+    def _pause(self) -> None:
+        self._around.sleep(min(1.0, self._rules.peer_wait_s / 4))
 
     # -- the commit ----------------------------------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        self._retry(PARTS, lambda: self._storage.remove(f"{self._folder}/{PARTS}"))
-        self._require_stored()
+        self._require_stored(self._folder)
         self._retry("owner.json", partial(require, self._storage, self._stamp.session))
         self._around.at("before_manifest")
         manifest = Manifest(self._stamp, self._files).to_json()
         self._retry(MANIFEST, lambda: self._storage.write(f"{self._folder}/{MANIFEST}", (manifest,)))
         self._around.at("before_rename")
-        if self._storage.renames:
-            self._retry(self._final, self._rename)
+        is_ours = not self._storage.renames or self._retry(self._final, self._rename)
         self._around.at("renamed")
+        if is_ours:
+            self._require_whole()
         self._retry(LATEST, lambda: self._storage.write(LATEST, (f"{self._final}\n".encode(),)))
         self._around.at("latest")
 
-    def _require_stored(self) -> None:
+    def _require_stored(self, folder: str) -> None:
         """What the storage lists is what was written."""
-        found = self._retry("its files", lambda: self._storage.sizes(self._folder))
+        found = self._retry("its files", lambda: self._storage.sizes(folder))
         for path, file in self._files.items():
             if found.get(path) != file.size:
-                raise CheckpointFailed(
-                    f"{self._folder}/{path} was written with {file.size} bytes, has {found.get(path, 0)}"
-                )
+                raise CheckpointFailed(f"{folder}/{path} was written with {file.size} bytes, has {found.get(path, 0)}")
 
-    def _rename(self) -> None:
-        if self._final in self._storage.names():  # of a save before a rollback
-            remove_checkpoint(self._storage, self._stamp.inner_step)
+    def _rename(self) -> bool:
+        """Put the folder in its place; False where another member was quicker."""
+        if self._final in self._storage.names():
+            if self._stands():
+                return False
+            remove_checkpoint(self._storage, self._stamp.inner_step)  # of a save before a rollback
         self._storage.rename(self._folder, self._final)
+        return True
+
+    def _require_whole(self) -> None:
+        """Take the commit back if files went meanwhile: others cleaned up after a node that stood still for so long."""
+        try:
+            self._require_stored(self._final)
+        except CheckpointFailed:
+            self._retry(self._final, partial(remove_checkpoint, self._storage, self._stamp.inner_step))
+            raise
 
     def _tidy(self) -> None:
         """Clean up; a failure is told and tried again after the next checkpoint."""
         keep_last, keep_every = self._rules.keep_last, self._rules.keep_every
         step = self._stamp.inner_step
         try:
+            self._storage.remove(f"{self._final}/{PARTS}")
             removed = clean_up(self._storage, step, keep_last=keep_last, keep_every=keep_every, at=self._around.at)
         except OSError as error:
             self._around.tell("checkpoint_retrying", **self._place(), reason=f"clean-up: {reason_of(error)}")
@@ -311,11 +361,17 @@ class Save:
             self._around.tell("checkpoints_removed", steps=removed)
 
     def _give_up(self, reason: str) -> None:
+        """Say why, and give back the space: of this node's files, or of everybody's when nobody is left to commit."""
         self._around.tell("checkpoint_failed", **self._place(), reason=reason)
-        self.leave_out()
-        if self.is_first and self._storage.renames:  # give back the space that it took
-            with contextlib.suppress(OSError):
+        is_last = all(self._is_out(member) for member in self._others)
+        with contextlib.suppress(OSError):
+            if is_last and self._storage.renames:
                 self._storage.remove(self._folder)
+            elif self._storage.renames and not self._is_published:
+                for path in self._files:
+                    self._storage.remove(f"{self._folder}/{path}")
+        if not is_last:
+            self.leave_out()
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

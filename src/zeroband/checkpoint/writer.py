@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +32,8 @@ from zeroband.checkpoint.storage import open_storage
 
 IDLE, PROGRESS = "idle", "progress"
 """Kinds of answers beside the events of a save."""
+LOST = "lost"
+"""Key of a line to the writer that is no order: the nodes that the run goes on without."""
 
 _NICENESS = 10
 _SAY_S = 1.0
@@ -91,6 +93,7 @@ class Answers:
         self._lock = threading.Lock()
         self._written = self._said = 0
         self._began_at_s = self._said_at_s = time.monotonic()
+        self._lost: frozenset[str] = frozenset()
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -100,6 +103,13 @@ class Answers:
 
     def at(self, point: str) -> None:
         """Nothing strikes here; tests have other surroundings."""
+
+    def lost(self) -> Collection[str]:
+        return self._lost
+
+    def lose(self, nodes: Collection[str]) -> None:
+        """Note the nodes that the run goes on without; none again when another checkpoint is ordered."""
+        self._lost = frozenset(nodes)
 
     def tell(self, kind: str, **fields: Any) -> None:
         with self._lock:
@@ -151,10 +161,15 @@ class Writer:
     def listen(self, lines: TextIO) -> None:
         """Take orders from a stream until it ends; a thread of its own, so that a save in hand does not hold it up."""
         for line in lines:
+            lost = json.loads(line).get(LOST)
+            if lost is not None:
+                self._answers.lose(lost)
+                continue
             order = SaveOrder.from_json(line)
             if order.is_left_out:
                 self._save_of(order).leave_out()
             else:
+                self._answers.lose(())
                 self._orders.put(order)
         self._orders.put(None)
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroband.checkpoint.writer import IDLE, PROGRESS, SaveOrder, WriterSpec
+from zeroband.checkpoint.writer import IDLE, LOST, PROGRESS, SaveOrder, WriterSpec
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
@@ -94,6 +94,14 @@ class WriterProcess:
         self._say(self._process, order.to_json())
         if self._process.poll() is not None:
             self._died(self._process)
+
+    def go_on_with(self, nodes: Collection[str]) -> None:
+        """Say which nodes the run has now: those that it lost are not waited for in the save in hand."""
+        with self._changed:
+            order = self._order
+        lost = sorted(set(order.members) - set(nodes)) if order is not None else []
+        if lost:
+            self._say(self._process, json.dumps({LOST: lost}))
 
     def await_free(self) -> None:
         """Wait until no save is in hand; the writer's own time-outs bound it. Says so while it lasts."""

@@ -25,7 +25,8 @@ class CkptConfig(Section):
     """All nodes see the same path and write one checkpoint together, each a share of it. False: each node writes a
     whole one to a path of its own."""
     peer_wait_s: PositiveFloat = 600.0
-    """Longest wait of the node that completes a checkpoint for the others' shares; it then writes the rest itself."""
+    """Longest wait of the node that completes a checkpoint for the others' shares; it then writes the rest itself. If
+    it is silent for twice as long, the next node completes it. Nodes that the run lost are not waited for."""
     retry_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
     """How long one file is tried again when the storage fails, before the checkpoint is given up."""
 

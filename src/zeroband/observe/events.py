@@ -89,10 +89,13 @@ EVENTS: Mapping[str, EventKind] = {
         "A checkpoint fell due while the one before was still being written.", ("round", "step"), logging.WARNING
     ),
     "checkpoint_share_written": EventKind(
-        "This node's share of a checkpoint is written; another one commits it.", ("round", "step", "bytes", "took_s")
+        "This node's share of a checkpoint is written; those before it commit it first.",
+        ("round", "step", "bytes", "took_s"),
     ),
     "checkpoint_without": EventKind(
-        "These nodes did not write their shares in time; this node wrote them.", ("round", "nodes"), logging.WARNING
+        "These nodes did not write their shares in time, or were lost; this node wrote them, and commits.",
+        ("round", "nodes"),
+        logging.WARNING,
     ),
     "checkpoint_committed": EventKind("A checkpoint is complete and durable.", ("round", "step", "bytes", "took_s")),
     "checkpoint_retrying": EventKind(

@@ -83,7 +83,10 @@ METRICS: Mapping[str, Metric] = {
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
     ),
-    "ckpt/stall_s": Metric("s", "Time that this step waited for the copy of the state that a checkpoint is made from."),
+    "ckpt/stall_s": Metric(
+        "s",
+        "Time that training waited for the copy of the state that a checkpoint is made from, since the step before.",
+    ),
     "ckpt/durable_step": Metric("index", "Inner step of the newest checkpoint that this node has completed."),
     "ckpt/backlog_bytes": Metric(
         "bytes", "Staged and not yet written by this node; an upper bound where nodes share the work."

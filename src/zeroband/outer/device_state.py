@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
+from zeroband.copying import pin
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
@@ -245,10 +246,7 @@ def _pin(tensor: Tensor, device: torch.device) -> None:
     """Let the GPU copy to and from a mapped buffer by itself. Raises ConfigError where its driver refuses."""
     if device.type != "cuda":
         return
-    driver = torch.cuda.cudart()
-    assert driver is not None
-    error = int(driver.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-    if error:
+    if error := pin(tensor, device):
         raise ConfigError(
             f"the GPU's driver does not map {tensor.numel()} bytes of shared memory (cudaHostRegister: error {error}); "
             'set outer.state_device = "cpu"'

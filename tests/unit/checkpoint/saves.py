@@ -73,6 +73,7 @@ class Around:
     clock_s: float = 0.0
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     on_sleep: Callable[[], None] = lambda: None
+    gone: tuple[str, ...] = ()
 
     def now_s(self) -> float:
         return self.clock_s
@@ -85,6 +86,9 @@ class Around:
         self.told.append((kind, fields))
 
     def count(self, written_bytes: int) -> None: ...
+
+    def lost(self) -> tuple[str, ...]:
+        return self.gone
 
     def at(self, point: str) -> None:
         self.on_point(point)

@@ -97,8 +97,10 @@ def test_members_share_the_work_in_a_bucket(bucket: str) -> None:
     first, second = (open_storage(bucket, "run", node) for node in ("a", "b"))
     own(first)
     own(second)
-    assert save_of(second, 10, Around(), node_id="b", members=("a", "b")).run()
-    assert save_of(first, 10, Around(), members=("a", "b")).run()
+    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
+    ours = save_of(first, 10, Around(), members=("a", "b"), rules=rules)
+    theirs = Around(on_sleep=lambda: ours.run() or pytest.fail("not committed"))
+    assert save_of(second, 10, theirs, node_id="b", members=("a", "b"), rules=rules).run()
     assert open_checkpoint(first, 10).manifest.nodes == ("a", "b") and restored_step(second) == 10
 
 

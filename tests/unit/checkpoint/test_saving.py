@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, files_of, layout, own, save_of, saved
 
 from zeroband.checkpoint.loading import open_checkpoint, restore
-from zeroband.checkpoint.saving import POINTS
+from zeroband.checkpoint.saving import POINTS, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
 from zeroband.errors import RecoveryFailed
 
@@ -77,7 +77,7 @@ def test_restore_without_any_checkpoint_gives_none(storage: LocalStorage) -> Non
 # -- killed at every named point --------------------------------------------------------------------------------------
 
 
-def killed_at(point: str, save: Callable[[Around], Any]) -> None:
+def killed_at(point: str, save: Save) -> None:
     """Run a save in a process that SIGKILLs itself at the named point."""
 
     def strike(reached: str) -> None:
@@ -86,7 +86,8 @@ def killed_at(point: str, save: Callable[[Around], Any]) -> None:
 
     child = os.fork()
     if child == 0:
-        save(Around(on_point=strike))
+        cast(Around, save._around).on_point = strike
+        save.run()
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), f"{point} was never reached"
@@ -95,7 +96,7 @@ def killed_at(point: str, save: Callable[[Around], Any]) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_writer_killed_at_a_point_leaves_the_old_or_the_new_state(storage: LocalStorage, point: str) -> None:
     saved(storage, 10, 20)
-    killed_at(point, lambda around: save_of(storage, 30, around).run())
+    killed_at(point, save_of(storage, 30, Around()))
     assert restored_step(storage) == (30 if point in ("latest", "clean_up") else 20)
     saved(storage, 30)  # the run came back and trains on
     saved(storage, 40)
@@ -105,7 +106,7 @@ def test_writer_killed_at_a_point_leaves_the_old_or_the_new_state(storage: Local
 
 def test_first_save_killed_before_latest_is_found(storage: LocalStorage) -> None:
     own(storage)
-    killed_at("renamed", lambda around: save_of(storage, 10, around).run())
+    killed_at("renamed", save_of(storage, 10, Around()))
     assert restored_step(storage) == 10
 
 
@@ -128,7 +129,7 @@ def test_clean_up_keeps_the_last_and_every_nth_round(storage: LocalStorage) -> N
 
 def test_clean_up_removes_what_dead_saves_left(storage: LocalStorage) -> None:
     saved(storage, 10)
-    killed_at("before_manifest", lambda around: save_of(storage, 20, around).run())
+    killed_at("before_manifest", save_of(storage, 20, Around()))
     assert "step_00000020.tmp" in storage.names()
     saved(storage, 30)
     assert [name for name in storage.names() if name.startswith("step")] == ["step_00000010", "step_00000030"]
@@ -137,55 +138,189 @@ def test_clean_up_removes_what_dead_saves_left(storage: LocalStorage) -> None:
 # -- several nodes ----------------------------------------------------------------------------------------------------
 
 
+PATIENT = SaveRules(2, None, peer_wait_s=60.0, retry_s=0.0)
+
+
 def test_members_share_the_work_and_the_first_one_commits(storage: LocalStorage) -> None:
     own(storage)
-    second = Around()
-    assert save_of(storage, 10, second, node_id="b", members=("a", "b")).run()
-    assert second.kinds == ["checkpoint_share_written"]
-    assert restored_step(storage) is None
     first = Around()
-    assert save_of(storage, 10, first, members=("a", "b")).run()
-    assert first.kinds == ["checkpoint_committed"]
+    saves = iter([save_of(storage, 10, first, members=("a", "b"), rules=PATIENT)])
+
+    def begin_the_first() -> None:
+        assert restored_step(storage) is None
+        assert next(saves).run()
+
+    second = Around(on_sleep=begin_the_first)
+    assert save_of(storage, 10, second, node_id="b", members=("a", "b"), rules=PATIENT).run()
+    assert (first.kinds, second.kinds) == (["checkpoint_committed"], ["checkpoint_share_written"])
     manifest = open_checkpoint(storage, 10).manifest
     assert manifest.nodes == ("a", "b") and restored_step(storage) == 10
 
 
 def test_first_member_waits_for_the_others(storage: LocalStorage) -> None:
     own(storage)
-    rules = SaveRules(2, None, peer_wait_s=60.0, retry_s=0.0)
     waiting = Around()
-    sleeps = iter([lambda: None, lambda: save_of(storage, 10, Around(), node_id="b", members=("a", "b")).run()])
+    second = save_of(storage, 10, Around(), node_id="b", members=("a", "b"), rules=PATIENT)
+    sleeps = iter([lambda: None, lambda: killed_at("published", second)])
     waiting.on_sleep = lambda: next(sleeps)()
-    assert save_of(storage, 10, waiting, members=("a", "b"), rules=rules).run()
+    assert save_of(storage, 10, waiting, members=("a", "b"), rules=PATIENT).run()
     assert waiting.kinds == ["checkpoint_committed"]
     assert open_checkpoint(storage, 10).manifest.nodes == ("a", "b")
 
 
 def test_first_member_writes_what_a_dead_one_left(storage: LocalStorage) -> None:
     own(storage)
-    killed_at("share_written", lambda around: save_of(storage, 10, around, node_id="b", members=("a", "b")).run())
+    killed_at("share_written", save_of(storage, 10, Around(), node_id="b", members=("a", "b")))
     first = Around()
-    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
-    assert save_of(storage, 10, first, members=("a", "b"), rules=rules).run()
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert first.told[0] == ("checkpoint_without", {"round": 1, "step": 10, "nodes": ["b"]})
+    assert first.clock_s == pytest.approx(60.0, abs=1.0)
     assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
+
+
+def test_member_that_the_run_has_lost_is_not_awaited(storage: LocalStorage) -> None:
+    own(storage)
+    first = Around(on_sleep=lambda: pytest.fail("waited"), gone=("b",))
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
+    assert first.kinds == ["checkpoint_without", "checkpoint_committed"]
 
 
 def test_member_that_does_not_take_part_is_not_awaited(storage: LocalStorage) -> None:
     own(storage)
     save_of(storage, 10, Around(), node_id="b", members=("a", "b")).leave_out()
     first = Around(on_sleep=lambda: pytest.fail("waited"))
-    rules = SaveRules(2, None, peer_wait_s=9.0, retry_s=0.0)
-    assert save_of(storage, 10, first, members=("a", "b"), rules=rules).run()
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
 
 
 def test_records_of_an_earlier_attempt_do_not_count(storage: LocalStorage) -> None:
     own(storage)
-    assert save_of(storage, 10, Around(), node_id="b", members=("a", "b"), payload={"old": 1}).run()
+    killed_at("published", save_of(storage, 10, Around(), node_id="b", members=("a", "b"), payload={"old": 1}))
     first = Around()
     assert save_of(storage, 10, first, members=("a", "b")).run()
     assert first.kinds == ["checkpoint_without", "checkpoint_committed"]
+
+
+# -- the first member is lost -----------------------------------------------------------------------------------------
+
+THREE = ("a", "b", "c")
+COMMITTING = POINTS[POINTS.index("published") :]
+"""Points that the member reaches which commits; the others wait after the first of them."""
+
+
+def member_of(storage: Storage, node_id: str, around: Around | None = None, rules: SaveRules = PATIENT) -> Save:
+    """The third save of a run, of one of three nodes, so that old checkpoints are cleaned up after it."""
+    return save_of(storage, 30, around or Around(), node_id=node_id, members=THREE, rules=rules, max_bytes=200)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_checkpoint_whose_first_member_is_killed_is_committed_by_the_next(storage: LocalStorage, point: str) -> None:
+    saved(storage, 10, 20)
+    second = Around(gone=("c",))
+    killed_at(point, member_of(storage, "a", Around(gone=("c",))))
+    assert member_of(storage, "b", second).run()
+    open_checkpoint(storage, 30).verify()
+    assert restored_step(storage) == (20 if point == "renamed" else 30)  # `latest` follows with the next one
+    had_published = POINTS.index(point) >= POINTS.index("published")
+    assert set(open_checkpoint(storage, 30).manifest.nodes) >= ({"a"} if had_published else {"b"})
+    is_by_the_first = point in ("renamed", "latest", "clean_up")
+    assert ("checkpoint_committed" in second.kinds) != is_by_the_first
+    saved(storage, 40)
+    assert restored_step(storage) == 40 and storage.names() == [
+        "latest",
+        "owner.json",
+        "step_00000030",
+        "step_00000040",
+    ]
+
+
+@pytest.mark.parametrize("point", COMMITTING)
+def test_checkpoint_whose_first_two_members_are_killed_is_committed_by_the_third(
+    storage: LocalStorage, point: str
+) -> None:
+    saved(storage, 10, 20)
+    killed_at("published", member_of(storage, "a"))
+    killed_at(point, member_of(storage, "b"))
+    third = Around()
+    assert member_of(storage, "c", third).run()
+    open_checkpoint(storage, 30).verify()
+    assert "a" in open_checkpoint(storage, 30).manifest.nodes
+    assert restored_step(storage) == (20 if point == "renamed" else 30)
+    assert ("checkpoint_committed" in third.kinds) == (COMMITTING.index(point) < COMMITTING.index("renamed"))
+
+
+@pytest.mark.parametrize(("gone", "expected_s"), [((), 240.0), (("a", "b"), 0.0)], ids=["silent", "lost"])
+def test_members_take_their_turn_when_those_before_them_are_lost_or_waited_for(
+    storage: LocalStorage, gone: tuple[str, ...], expected_s: float
+) -> None:
+    own(storage)
+    third = Around(gone=gone)
+    assert member_of(storage, "c", third).run()
+    assert third.clock_s == pytest.approx(expected_s, abs=1.0)
+    assert third.kinds == ["checkpoint_share_written", "checkpoint_without", "checkpoint_committed"]
+    assert restored_step(storage) == 30
+
+
+def test_first_member_that_has_no_time_or_gives_up_leaves_the_commit_to_the_next(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    own(storage)
+    member_of(storage, "a").leave_out()
+    failing = Failing(tmp_path / "run", OSError(errno.ESTALE, "Stale file handle"), 10**6, ".safetensors")
+    stale = Around()
+    assert not member_of(failing, "b", stale).run()
+    assert stale.kinds == ["checkpoint_failed"]
+    third = Around(on_sleep=lambda: pytest.fail("waited"))
+    assert member_of(storage, "c", third).run()
+    assert open_checkpoint(storage, 30).manifest.nodes == ("c",) and restored_step(storage) == 30
+
+
+def test_last_member_that_gives_up_gives_back_the_space_of_all(storage: LocalStorage, tmp_path: Path) -> None:
+    saved(storage, 10, 20)
+    full = Failing(tmp_path / "run", OSError(errno.ENOSPC, "No space left on device"), 10**6, "manifest")
+    for node_id in THREE:
+        assert not member_of(full, node_id, rules=SaveRules(2, None, peer_wait_s=0.0, retry_s=0.0)).run()
+    assert restored_step(storage) == 20 and "step_00000030.tmp" not in storage.names()
+
+
+@pytest.mark.parametrize("url", ["local", "memory"])
+@pytest.mark.parametrize("point", POINTS[:-1])
+def test_slow_first_member_does_no_harm_to_what_the_next_one_committed(tmp_path: Path, url: str, point: str) -> None:
+    """It stands still at a point for so long that another member takes its turn, and then goes on."""
+
+    def storage_of(node_id: str) -> Storage:
+        return open_storage(str(tmp_path) if url == "local" else f"memory://{tmp_path.name}", "run", node_id)
+
+    storage = storage_of("a")
+    saved(storage, 10, 20)
+    waiting = [member_of(storage_of("b"), "b", Around(gone=("c",)))]
+
+    def stand_still(reached: str) -> None:
+        if reached == point and waiting:
+            assert waiting.pop().run()
+            open_checkpoint(storage, 30).verify()
+
+    assert member_of(storage, "a", Around(on_point=stand_still, gone=("c",))).run() and not waiting
+    open_checkpoint(storage, 30).verify()
+    assert restored_step(storage) == 30
+    saved(storage, 40)
+    assert restored_step(storage) == 40
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000030", "step_00000040"]
+
+
+def test_member_that_stood_still_until_its_checkpoint_was_cleaned_up_does_not_bring_half_of_it_back(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    def outlive(reached: str) -> None:
+        if reached == "before_manifest":
+            storage.remove("step_00000030.tmp")
+            saved(LocalStorage(tmp_path / "run", "b"), 40, 50)
+
+    saved(storage, 10, 20)
+    around = Around(on_point=outlive)
+    assert not save_of(storage, 30, around).run()
+    assert around.kinds == ["checkpoint_failed"] and restored_step(storage) == 50
+    assert [name for name in storage.names() if name.startswith("step")] == ["step_00000040", "step_00000050"]
 
 
 # -- storage that fails -----------------------------------------------------------------------------------------------

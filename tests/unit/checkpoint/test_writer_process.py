@@ -134,6 +134,20 @@ def test_node_that_is_left_out_says_so_to_the_first_member(trainer: Trainer, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trainer", [SaveRules(2, None, peer_wait_s=600.0, retry_s=0.0)], indirect=True)
+def test_members_that_the_run_has_lost_are_not_waited_for(trainer: Trainer) -> None:
+    trainer.stage(10)
+    trainer.give(10, members=("Z", "a", "b"))
+    assert trainer.await_event() == "checkpoint_share_written"
+    trainer.writer.go_on_with(["Z", "a"])
+    trainer.writer.go_on_with(["a", "new"])
+    trainer.writer.await_free()
+    assert [kind for kind, _ in trainer.events][1:] == ["checkpoint_without", "checkpoint_committed"]
+    assert trainer.events[1][1]["nodes"] == ["Z", "b"]
+    assert open_checkpoint(trainer.storage, 10).manifest.nodes == ("a",)
+
+
+@pytest.mark.slow
 def test_manifest_of_a_real_writer_names_the_node(trainer: Trainer) -> None:
     trainer.stage(10)
     trainer.give(10)

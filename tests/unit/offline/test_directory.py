@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,51 @@ def test_another_llama_computes_the_same_logits_from_an_export_of(preset: str, t
     ours = model.build(torch.device("cpu"))(ids)
     assert (ours - llama_logits(tmp_path / "out", ids)).abs().max() <= 1e-5
     assert ours.abs().max() > 0.1
+
+
+def vllm_parameters(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the parameters that vLLM's LlamaForCausalLM makes from a `config.json`; norms have one."""
+    d, ff, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    shapes = {"model.embed_tokens": (vocab, d), "model.norm": (d, 1)}
+    for layer in range(config["num_hidden_layers"]):
+        inside = {
+            "self_attn.qkv_proj": (q + 2 * kv, d),
+            "self_attn.o_proj": (d, q),
+            "mlp.gate_up_proj": (2 * ff, d),
+            "mlp.down_proj": (d, ff),
+            "input_layernorm": (d, 1),
+            "post_attention_layernorm": (d, 1),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head": (vocab, d)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_export_fills_every_parameter_that_vllm_makes_of(preset: str, tmp_path: Path) -> None:
+    """As its documentation and its loader have it (docs/export.md); vLLM itself does not run here."""
+    write_directory(trained_of(family_of(preset)), tmp_path / "out", "bfloat16", max_bytes=4096)
+    config, index, generation, tokenizer = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", INDEX_FILE, "generation_config.json", "tokenizer_config.json")
+    )
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"  # which class it takes
+    assert config["hidden_act"] == "silu" and config["rope_theta"] > 0  # it has no other activation
+    assert config["torch_dtype"] == "bfloat16"  # with which `--dtype auto` computes
+    assert generation["eos_token_id"] == config["eos_token_id"]  # ends a completion
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    weights = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert {file.name for file in weights} == set(index["weight_map"].values())  # it reads those that both have
+    fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    fused |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+    filled: dict[str, int] = {}
+    for file in weights:
+        for name, tensor in load_file(file).items():
+            *place, kind = name.removesuffix(".weight").split(".")
+            target = ".".join([*place, fused.get(kind, kind)])
+            filled[target] = filled.get(target, 0) + tensor.numel()
+            assert tensor.ndim == 1 or tensor.shape[1] == vllm_parameters(config)[target][1]
+    assert filled == {name: rows * columns for name, (rows, columns) in vllm_parameters(config).items()}
 
 
 @pytest.mark.slow

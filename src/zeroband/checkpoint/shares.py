@@ -1,0 +1,50 @@
+"""What the members of one save tell each other: each leaves a record of the files that it wrote, or that it wrote none.
+
+The records lie beside the files, under a name of this attempt, so that what an earlier one left does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from zeroband.checkpoint.layout import PARTS
+from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.storage import Storage
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The records of one attempt at one checkpoint. Any thread."""
+
+    storage: Storage
+    folder: str
+    """Of the checkpoint, as it is called while it is written."""
+    attempt: str
+    outer: Collection[str]
+    """Paths of the outer state's files, of which any member may have written any."""
+
+    def publish(self, member: str, files: Mapping[str, StoredFile]) -> None:
+        """Say that these files of a member are in place. Raises OSError."""
+        record = json.dumps({path: asdict(file) for path, file in files.items()}, sort_keys=True).encode()
+        self.storage.write(self._path(member), (record,))
+
+    def leave_out(self, member: str) -> None:
+        """Say that a member does not take part, so that nobody waits for it; never raises."""
+        with contextlib.suppress(OSError):
+            self.publish(member, {})
+
+    def read(self, member: str) -> dict[str, StoredFile] | None:
+        """The files of a member; empty: it does not take part. None while there is no record that makes sense."""
+        try:
+            record = cast("dict[str, Any]", json.loads(self.storage.read(self._path(member))))
+            files = {path: StoredFile(int(file["size"]), str(file["hash"])) for path, file in record.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        return {path: file for path, file in files.items() if path in self.outer or path.startswith(f"nodes/{member}/")}
+
+    def _path(self, member: str) -> str:
+        return f"{self.folder}/{PARTS}/{self.attempt}-{member}.json"
