@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
@@ -40,10 +41,10 @@ MOMENTUM = "momentum"
 _log = get_logger(__name__)
 
 
-def momentum_rule(config: DemoConfig, layout: FlatLayout) -> ErrorFeedback:
-    """The momentum's rule with its codec."""
+def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> ErrorFeedback:
+    """The momentum's rule with its codec. `device`: as `SparseCodec` says."""
     rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct")
-    return ErrorFeedback(SparseCodec(layout, rule), decay=config.decay, share=config.share)
+    return ErrorFeedback(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
 
 
 class Demo(EveryStep):
@@ -52,7 +53,7 @@ class Demo(EveryStep):
     local_sections = (MOMENTUM,)
 
     def __init__(self, parts: OuterParts, config: DemoConfig, *, clip_norm: float | None) -> None:
-        rule = momentum_rule(config, FlatLayout.of(parts.model))
+        rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
         self._clip_norm = clip_norm
         self._overlaps = config.overlap > 0
         self._is_finite = True
