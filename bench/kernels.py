@@ -1,12 +1,13 @@
-"""An outer round's work on a GPU: its two passes beside the card's copy bandwidth, and the bytes that cross PCIe.
+"""An outer round's work on a GPU: its passes beside the card's copy bandwidth, and the bytes that cross PCIe.
 
 kernels     GB/s of each pass, in Triton and in plain torch, over those of a copy on the same card
+waves       the same of DeMo's transform: the 4 largest of each 64 x 64 chunk, and the chunks that these make
 round       a contribution and an outer step with the outer state on the GPU and on the CPU: bytes by the profiler's
             count, and seconds
 
-  python bench/kernels.py [kernels] [round] [--numel 268435456]
+  python bench/kernels.py [kernels] [waves] [round] [--numel 268435456]
 
-Needs an NVIDIA GPU; `round` needs the package's dependencies too, `kernels` only torch and triton.
+Needs an NVIDIA GPU; `round` needs the package's dependencies too, the others only torch and triton.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zeroband.kernels import fused
+from zeroband.kernels import fused, waves
 from zeroband.kernels.fused import BLOCK, OuterStep, Passes, passes_on
+from zeroband.kernels.waves import Waves, waves_on
 
 REPEATS = 30
 WARM_UP = 5
 RULE = OuterStep(0.7, 0.9, is_nesterov=True)
+SIDE, CHOSEN = 64, 4
+"""Of DeMo's chunks, and how many of a chunk's waves are sent."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,22 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def choosing(kernels: Waves, kind: str, numel: int) -> Work:
+    chunks = torch.randn(numel // SIDE**2, SIDE, SIDE, device="cuda")
+    moved = chunks.nbytes + 8 * CHOSEN * len(chunks)
+    return Work(f"largest waves, {kind}", moved, lambda: kernels.choose(chunks, CHOSEN))
+
+
+def restoring(kernels: Waves, kind: str, numel: int) -> Work:
+    count = numel // SIDE**2
+    places = torch.randint(0, SIDE**2 - CHOSEN, (count, 1), device="cuda") + torch.arange(CHOSEN, device="cuda")
+    places, values = places.int(), torch.randn(count, CHOSEN, device="cuda")
+    moved = 4 * SIDE**2 * count + 8 * CHOSEN * count
+    return Work(f"chunks of waves, {kind}", moved, lambda: kernels.restore(places, values, SIDE, SIDE))
+
+
 def compare_kernels(numel: int) -> None:
-    """Print the table of `kernels`: each beside a copy, in turns."""
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {numel / 1e6:.0f} M values, {REPEATS} times\n")
-    print("| pass | GB/s, median | GB/s, best | of a copy, medians | of a copy, bests |\n|---|---|---|---|---|")
+    """Print the table of `kernels`."""
     numel = numel // BLOCK * BLOCK
     kinds: list[tuple[str, Passes]] = [("Triton", passes_on(torch.device("cuda"))), ("plain torch", fused)]
     makers: list[Callable[[], Work]] = [
@@ -91,6 +107,25 @@ def compare_kernels(numel: int) -> None:
         for make in (encoding, stepping)
         for dtype in (torch.bfloat16, torch.float32)
     ]
+    compare(makers, numel)
+
+
+def compare_waves(numel: int) -> None:
+    """Print the table of `waves`; of fewer values, since plain torch needs memory for float64."""
+    numel = min(numel, 1 << 26) // SIDE**2 * SIDE**2
+    kinds: list[tuple[str, Waves]] = [("Triton", waves_on(torch.device("cuda"), longest=SIDE)), ("plain torch", waves)]
+    makers: list[Callable[[], Work]] = [
+        lambda make=make, kind=kind, kernels=kernels: make(kernels, kind, numel)
+        for kind, kernels in kinds
+        for make in (choosing, restoring)
+    ]
+    compare(makers, numel)
+
+
+def compare(makers: Sequence[Callable[[], Work]], numel: int) -> None:
+    """Print a table: each work beside a copy, in turns."""
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {numel / 1e6:.0f} M values, {REPEATS} times\n")
+    print("| pass | GB/s, median | GB/s, best | of a copy, medians | of a copy, bests |\n|---|---|---|---|---|")
     copy = copies(numel)
     for maker in makers:
         work = maker()
@@ -197,13 +232,15 @@ def compare_rounds(numel: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["kernels", "round"])
+    parser.add_argument("what", nargs="*", default=["kernels", "waves", "round"])
     parser.add_argument("--numel", type=int, default=1 << 28)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no NVIDIA GPU here; nothing is measured")
     if "kernels" in arguments.what:
         compare_kernels(arguments.numel)
+    if "waves" in arguments.what:
+        compare_waves(arguments.numel)
     if "round" in arguments.what:
         compare_rounds(arguments.numel)
 

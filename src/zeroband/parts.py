@@ -20,7 +20,7 @@ from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.serving import StateServer
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config.load import shared_items
-from zeroband.config.outer import DilocoConfig, RoundsConfig
+from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.beginning import is_abandoned
@@ -74,10 +74,13 @@ _log = get_logger(__name__)
 def shape_of(config: RunConfig) -> RunShape:
     """What turns rounds into steps and samples."""
     shape = RunShape(config.train.total_steps, config.train.batch_size)
-    if isinstance(config.outer, DilocoConfig):
-        outer = config.outer
-        return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
-    return shape
+    match config.outer:
+        case DilocoConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
+        case DemoConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0)
+        case _:
+            return shape
 
 
 def pace_of(config: RunConfig) -> Pace:

@@ -38,6 +38,7 @@ TINY = {
 }
 ALGORITHMS = {
     "demo": ("--outer.type=demo", "--outer.decay=0.9"),
+    "demo-overlapped": ("--outer.type=demo", "--outer.decay=0.9", "--outer.overlap=1"),
     "sparseloco": ("--outer.type=sparseloco", "--outer.inner_steps=2"),
 }
 
@@ -64,10 +65,10 @@ def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
     """It would not with another momentum or error buffer."""
-    steps, every = ("--train.total_steps=8",), "--ckpt.every_rounds=4" if name == "demo" else "--ckpt.every_rounds=2"
-    first, checkpoints = train_alone(name, *ALGORITHMS[name], *steps, every)
+    steps, every = "--train.total_steps=8", 2 if name == "sparseloco" else 4
+    first, checkpoints = train_alone(name, *ALGORITHMS[name], steps, f"--ckpt.every_rounds={every}")
     resumed = f"--resume.path={checkpoints}/step_00000004"
-    again, _ = train_alone(f"{name}-again", *ALGORITHMS[name], *steps, resumed)
+    again, _ = train_alone(f"{name}-again", *ALGORITHMS[name], steps, resumed)
     assert again.keys() == {5, 6, 7, 8}
     for step, made in again.items():
         assert made["train/loss"] == first[step]["train/loss"]
@@ -78,8 +79,8 @@ def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Ca
 # -- several nodes --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+@pytest.fixture(scope="module", params=[(), ("--outer.overlap", "1")], ids=["waiting", "overlapped"])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Of a node of two ranks and one of one, the smaller one is killed before a transfer, and comes back."""
 
     def tell(story: Story) -> None:
@@ -89,7 +90,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         story.until_contributing("node0", "node1")
 
     faults = {"node1": ("--fault.inject", "opened@+5=SIGKILL")}
-    setup = Setup(outer=("demo", "--outer.decay", "0.9"), ranks=(2, 1), faults=faults, detect_s=2.0)
+    setup = Setup(outer=("demo", "--outer.decay", "0.9", *request.param), ranks=(2, 1), faults=faults, detect_s=2.0)
     return record(tmp_path_factory.mktemp("demo"), setup, tell)
 
 

@@ -91,11 +91,15 @@ def demo(
     decay: float,
     share: float,
     leaves: dict[int, int] | None = None,
+    overlap: int = 0,
 ) -> list[Tensor]:
-    """The parameters after each step; values travel as they are. `leaves`: nodes, and the first step without them."""
+    """The parameters after each step; values travel as they are. `leaves`: nodes, and the first step without them.
+
+    `overlap`: steps after which an update is applied, at the end of the run at once.
+    """
     theta = problem.start()
     momenta = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
-    history: list[Tensor] = []
+    history, on_their_way = list[Tensor](), list[Tensor]()
     for step in range(1, steps + 1):
         there = [m for m in range(problem.nodes) if step < (leaves or {}).get(m, steps + 1)]
         for m in range(problem.nodes):
@@ -111,7 +115,9 @@ def demo(
             paste(update, where, dct(dense(mean_of_those, coefficients[0]), is_inverse=True))
         momenta = [momentum - share * q for momentum, q in zip(momenta, taken, strict=True)]
         update[update.abs() < 1e-12] = 0  # where all waves are 0, as in the middle of a chunk, floats give anything
-        theta = theta - lr * update.sign()
+        on_their_way.append(update)
+        while len(on_their_way) > (overlap if step < steps else 0):
+            theta = theta - lr * on_their_way.pop(0).sign()
         history.append(theta)
     return history
 

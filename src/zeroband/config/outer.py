@@ -124,6 +124,9 @@ class DemoConfig(Section):
     """Of the momentum (beta); 0.995 in Psyche's Consilience."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Part of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second."""
+    overlap: int = Field(default=0, ge=0, le=1)
+    """Inner steps during which a payload travels while training goes on. 1: it is applied at the end of the next step,
+    and a node waits only for what takes longer than that step; every update is one step late."""
     aggregator: bool = False
     """Every node uploads once, to the member with the fastest link, which combines the payloads and sends them back:
     for home uplinks and many nodes; needs comm.backend = "native"."""

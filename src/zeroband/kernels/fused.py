@@ -6,8 +6,6 @@ of the codec `int8`, so whoever receives them decodes them like any others.
 
 from __future__ import annotations
 
-import importlib
-import logging
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroband.kernels import reference
-
-_log = logging.getLogger(__name__)
+from zeroband.kernels.probe import module_for
 
 BLOCK = 256
 """Values that share a scale, as in the codec `int8`."""
@@ -78,10 +75,6 @@ def take_step(
 
 
 def passes_on(device: torch.device) -> Passes:
-    """What serves on a device: Triton on a GPU; plain torch, and it says so, where Triton is not installed."""
-    if device.type == "cuda":
-        try:
-            return cast(Passes, importlib.import_module("zeroband.kernels.gpu"))
-        except ImportError as error:
-            _log.warning("the outer round on the GPU runs in plain torch: %s; install triton", error)
-    return cast(Passes, importlib.import_module(__name__))
+    """What serves on a device."""
+    found = module_for(device, triton="zeroband.kernels.gpu", plain=__name__, what="the outer round")
+    return cast(Passes, found)

@@ -5,14 +5,20 @@ One step on node i, gradient g, momentum m, all flat float32 buffers (arXiv:2411
     Q = IDCT(mean over the nodes that sent a coefficient);  theta <- theta (1 - lr wd) - lr sign(Q)
 The inner optimizer takes the last step, with Q in the place of the gradient. Momenta stay on their nodes and need not
 be equal; the outer state is the parameters alone.
+
+With an overlap of one step the payload of a step travels while the next one runs, at whose end it is applied: all nodes
+then train from parameters that lack their newest gradient. Those parameters are still the outer state, the same on all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
@@ -28,17 +34,17 @@ from zeroband.outer.rollback import RolledBack
 from zeroband.outer.sparse.codec import SparseCodec, SparseRule
 from zeroband.outer.sparse.feedback import ErrorFeedback
 from zeroband.outer.transaction import Committed
-from zeroband.parallel import clip_grad_norm_
+from zeroband.parallel import broadcast_json, clip_grad_norm_
 
 MOMENTUM = "momentum"
 
 _log = get_logger(__name__)
 
 
-def momentum_rule(config: DemoConfig, layout: FlatLayout) -> ErrorFeedback:
-    """The momentum's rule with its codec."""
+def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> ErrorFeedback:
+    """The momentum's rule with its codec. `device`: as `SparseCodec` says."""
     rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct")
-    return ErrorFeedback(SparseCodec(layout, rule), decay=config.decay, share=config.share)
+    return ErrorFeedback(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
 
 
 class Demo(EveryStep):
@@ -47,8 +53,10 @@ class Demo(EveryStep):
     local_sections = (MOMENTUM,)
 
     def __init__(self, parts: OuterParts, config: DemoConfig, *, clip_norm: float | None) -> None:
-        rule = momentum_rule(config, FlatLayout.of(parts.model))
+        rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
         self._clip_norm = clip_norm
+        self._overlaps = config.overlap > 0
+        self._is_finite = True
         self._memory = LocalMemory(parts, MOMENTUM, rule)
         kind = AggregatedExchange if config.aggregator else PayloadExchange
         self._exchange = kind(parts.mesh, parts.buffers, rule.codec, divisor="senders")
@@ -57,9 +65,35 @@ class Demo(EveryStep):
     def sync_gradients(self, step: int, tokens: int) -> float | None:
         self._keeper.count(tokens)
         norm = clip_grad_norm_(self._parts.model, self._clip_norm)
-        self._committed = self._commit(self._contribute(norm))
-        self._set_gradients(self._committed.result, self._committed.verdict.payload)
+        self._committed = self._arrived()
+        self._is_finite = self._contribute(norm)
+        if not self._overlaps:
+            self._committed = self._commit()
+        if self._committed is None:
+            self._parts.inner.zero_grad()  # the trainer's step moves nothing
+        else:
+            self._set_gradients(self._committed.result, self._committed.verdict.payload)
         return norm
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        reports = [] if self._committed is None else [self._take_over()]
+        if self._overlaps:
+            reports += self._send()
+        self._keeper.begin_phase()
+        return reports
+
+    def flush(self) -> Sequence[RoundReport]:
+        committed = self._arrived()
+        return () if committed is None else (self._step_by(committed),)
+
+    def _send(self) -> Sequence[RoundReport]:
+        """Have the payload travel beside the next step; where the nodes wait for it instead, step by it at once."""
+        waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
+        if waits:
+            return (self._step_by(self._commit()),)
+        self._keeper.start(self._keeper.offer(weighted=self._is_finite))
+        self._parts.inner.seek(self.inner_step)
+        return ()
 
     def _contribute(self, norm: float) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
@@ -71,14 +105,28 @@ class Demo(EveryStep):
         _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
         return False
 
-    def _commit(self, weighted: bool) -> Committed:
+    def _commit(self) -> Committed:
+        """Make the round of the payload while training waits."""
+        return self._settled(partial(self._keeper.commit, self._keeper.offer(weighted=self._is_finite)))
+
+    def _arrived(self) -> Committed | None:
+        """The round that travels beside this step, if one does; from here on there may be a new payload."""
+        return self._settled(self._keeper.arrived) if self._keeper.is_flying else None
+
+    def _settled(self, bring: Callable[[], Committed]) -> Committed:
+        """A round that this node's payload is in; where it never will be, what the payload took goes back."""
         try:
-            committed = self._keeper.commit(self._keeper.offer(weighted=weighted))
+            committed = bring()
         except (Fenced, RolledBack):
             self._memory.restore()
             raise
         self._memory.settle()
         return committed
+
+    def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+        """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
+        self._parts.inner.seek(self.progress.inner_step)
+        super()._set_gradients(result, payload)
 
     def _take_over(self) -> RoundReport:
         refused = tuple(self._exchange.refused.items())

@@ -141,11 +141,10 @@ class DiLoCo(KeptRounds):
     def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
         """Whether training stands still for this round, and whether the other fragments are sent after it at once.
 
-        Then all nodes hold one model: at the end, and at a checkpoint, so that it can be gone on from to the last bit.
+        Then all nodes hold one model.
         """
-        count, keeper, every = len(self._bounds), self._keeper, self._parts.flush_every
-        is_due = every is not None and (self.progress.outer_step + count) % every == 0
-        is_leaving, is_end = self._parts.departure.is_asked, keeper.is_last or is_due
+        count, keeper = len(self._bounds), self._keeper
+        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(count)
         is_new = is_member_new and keeper.has_new_members and count == 1
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)

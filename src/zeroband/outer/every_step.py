@@ -74,7 +74,9 @@ class EveryStep(KeptRounds, ABC):
     # -- the round ----------------------------------------------------------------------------------------------
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        return (self._take_over(),)
+        report = self._take_over()
+        self._keeper.begin_phase()
+        return (report,)
 
     def _take_over(self) -> RoundReport:
         committed, self._committed = self._committed, None
@@ -82,7 +84,6 @@ class EveryStep(KeptRounds, ABC):
         started_at_s = time.monotonic()
         with self._keeper.changing_state():
             self._keeper.advance(committed.verdict, self._store_state())
-        self._keeper.begin_phase()
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
         return self._keeper.report(committed, time.monotonic() - started_at_s)
@@ -95,8 +96,14 @@ class EveryStep(KeptRounds, ABC):
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
     def join(self) -> RoundReport:
-        self._committed = self._keeper.commit(self._keeper.offer(is_joining=True), self._describe)
-        self._step(self._committed.result, self._committed.verdict.payload)
+        report = self._step_by(self._keeper.commit(self._keeper.offer(is_joining=True), self._describe))
+        self._keeper.begin_phase()
+        return report
+
+    def _step_by(self, committed: Committed) -> RoundReport:
+        """Step by a round for which the trainer makes no step."""
+        self._committed = committed
+        self._step(committed.result, committed.verdict.payload)
         return self._take_over()
 
     def _step(self, result: Tensor, payload: Mapping[str, Any]) -> None:

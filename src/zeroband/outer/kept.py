@@ -57,6 +57,12 @@ class KeptRounds:
         """Nothing is on its way while training goes on."""
         return ()
 
+    def _is_end(self, rounds: int = 1) -> bool:
+        """Whether all nodes wait after so many more rounds, and nothing is on its way then: as all inner steps of the
+        run are made, or for a checkpoint, so that it can be gone on from to the last bit."""
+        every = self._keeper.parts.flush_every
+        return self._keeper.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
+
     def abandon(self) -> None:
         self._keeper.abandon()
 

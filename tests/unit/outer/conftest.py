@@ -479,13 +479,19 @@ class FakeNode:
         self.steps = 0 if is_over else self.steps
         return reports[-1] if reports else None
 
-    def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
+    def gradient_step(self, gradient: Tensor, tokens: int = 10) -> Sequence[RoundReport]:
         """An inner step of DDP or DeMo with this local gradient, as the trainer makes it."""
         self.set_gradient(gradient)
         self.outer.sync_gradients(self.inner.step_count, tokens)
         self.inner.step()
         self.inner.zero_grad()
-        (report,) = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        self.reports += reports
+        return reports
+
+    def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
+        """A step whose round is over with it."""
+        (report,) = self.gradient_step(gradient, tokens)
         return report
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
@@ -556,10 +562,12 @@ class FakeRun:
             raise NodeDied(name)
 
         fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
+        if isinstance(self.algorithm, DilocoConfig | DemoConfig):
+            shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
         if isinstance(self.algorithm, DilocoConfig):
-            count, reads_ahead = self.algorithm.fragments, self.algorithm.overlap != 0
+            count = self.algorithm.fragments
             fragments = fragments_of(layout, count) if count > 1 else fragments
-            shape = replace(shape, reads_ahead=reads_ahead, closing_rounds=count - 1)
+            shape = replace(shape, closing_rounds=count - 1)
         buffers, sent = SharedBuffers(folder, layout.numel, local), ShardMap(arranged(layout, fragments), 0, 1)
         parts = OuterParts(
             mesh=mesh,

@@ -91,7 +91,9 @@ def test_sparseloco_of_two_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(st
     assert all(torch.equal(a, b) for a, b in zip(done["a"], theirs, strict=True))
 
 
-def start_problem(start_run: StartRun, problem: Problem, config: Any, *, faults: dict[str, list[str]]) -> FakeRun:
+def start_problem(
+    start_run: StartRun, problem: Problem, config: Any, *, faults: dict[str, list[str]], total_steps: int = 10_000
+) -> FakeRun:
     """A run of the problem's nodes, at the problem's start."""
 
     def make_model() -> ModelOf:
@@ -101,7 +103,7 @@ def start_problem(start_run: StartRun, problem: Problem, config: Any, *, faults:
         return model
 
     names = "abcd"[: problem.nodes]
-    return start_run(config, *names, inject=faults, optim=CONSTANT, model=make_model, total_steps=10_000)
+    return start_run(config, *names, inject=faults, optim=CONSTANT, model=make_model, total_steps=total_steps)
 
 
 # -- members --------------------------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from zeroband.config.outer import ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
+from zeroband.kernels import dct
+from zeroband.kernels.select import largest, place
+from zeroband.kernels.waves import Waves, waves_on
 from zeroband.outer.flat import FlatLayout
-from zeroband.outer.sparse import dct
 from zeroband.outer.sparse.bits import ALIGNMENT
 from zeroband.outer.sparse.chunks import ChunkGroup, ChunkLayout, Uneven, share_of
 from zeroband.outer.sparse.records import Chosen, RecordFormat
-from zeroband.outer.sparse.select import largest, place
 from zeroband.outer.sparse.values import coding_of
 
 HEADER = struct.Struct("<4sBBxxIIQQ")
@@ -61,11 +62,15 @@ class SparseRule:
     def __post_init__(self) -> None:
         if self.k < 1 or self.chunk < 1 or (self.flat_chunk or 1) < 1:
             raise ConfigError(f"k={self.k} and chunk={self.chunk} must be 1 or more")
-        longest = max(self.chunk, self.flat_chunk or 0)
-        if self.transform and longest > dct.MOST_CHUNK:
-            raise ConfigError(f"chunk={longest} is too long for the cosine transform; at most {dct.MOST_CHUNK}")
-        if max(self.chunk**2, longest) > 1 << 16:
-            raise ConfigError(f"chunk={longest}: places in a chunk of more than 65536 values take more than 16 bits")
+        if self.transform and self.longest > dct.MOST_CHUNK:
+            raise ConfigError(f"chunk={self.longest} is too long for the cosine transform; at most {dct.MOST_CHUNK}")
+        if max(self.chunk**2, self.longest) > 1 << 16:
+            raise ConfigError(f"chunk={self.longest} makes chunks of more than 65536 values, whose places take 17 bits")
+
+    @property
+    def longest(self) -> int:
+        """Longest side of a chunk."""
+        return max(self.chunk, self.flat_chunk or 0)
 
     def k_of(self, numel: int) -> int:
         """Values sent of a chunk of this size."""
@@ -127,10 +132,14 @@ class Payload:
 
 
 class SparseCodec:
-    """Payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device; so are payloads."""
+    """Payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device; so are payloads.
 
-    def __init__(self, layout: FlatLayout, rule: SparseRule) -> None:
+    `device`: where the waves of a node's own payload are found; None: where the buffer lies.
+    """
+
+    def __init__(self, layout: FlatLayout, rule: SparseRule, *, device: torch.device | None = None) -> None:
         self.rule = rule
+        self._device = device
         chunks = ChunkLayout.of(layout, rule.chunk, flat_chunk=rule.flat_chunk, uneven=rule.uneven)
         sections: list[Section] = []
         start = HEADER.size
@@ -157,9 +166,7 @@ class SparseCodec:
         taken: list[Part] = []
         for section in self.sections:
             for first, stop in section.blocks(rank, world_size):
-                coefficients = self._transformed(section.group, buffer, first, stop)
-                places = largest(coefficients, section.record.k)
-                chosen = Chosen(places, coefficients.gather(1, places))
+                chosen = self._choose(section, buffer, first, stop)
                 data = section.record.encode(chosen)
                 payload[section.bytes_of(first, stop)] = data.to(payload.device)
                 if not section.record.coding.is_of_signs:
@@ -167,25 +174,31 @@ class SparseCodec:
                 taken.append(Part(section, first, stop, Chosen(chosen.indices.int(), chosen.values)))
         return Encoded(payload, tuple(taken))
 
-    def _transformed(self, group: ChunkGroup, buffer: Tensor, first: int, stop: int) -> Tensor:
-        """Coefficients of a range of chunks, (stop - first, group.numel)."""
-        chunks = group.read(buffer, first, stop)
+    def _choose(self, section: Section, buffer: Tensor, first: int, stop: int) -> Chosen:
+        """The largest coefficients of a range of chunks, or the largest values where there is no transform."""
+        group, k = section.group, section.record.k
+        chunks = group.read(buffer, first, stop).to(self._device or buffer.device)
         if not chunks.isfinite().all():
             bad = first + int((~chunks.isfinite()).flatten(1).any(dim=1).nonzero()[0])
             raise ValueError(f"{group.name_of(bad)} has a value that is not finite, which has no encoding")
-        return (dct.forward(chunks) if self.rule.transform else chunks).flatten(1)
+        if self.rule.transform:
+            return Chosen(*self._waves_on(chunks.device).choose(chunks, k))
+        places = largest(chunks.flatten(1), k)
+        return Chosen(places, chunks.flatten(1).gather(1, places))
+
+    def _waves_on(self, device: torch.device) -> Waves:
+        return waves_on(device, longest=self.rule.longest)
 
     def add(self, buffer: Tensor, taken: Sequence[Part], scale: float) -> None:
         """Add what `encode` took, times `scale`, to a buffer: -1 takes it out, 1 puts it back."""
         for part in taken:
-            group, chosen = part.section.group, part.chosen
-            values = self._restored(group, place(chosen.indices, chosen.values, group.numel))
-            group.add(values.mul_(scale).to(buffer.device), buffer, part.first, part.stop)
-
-    def _restored(self, group: ChunkGroup, coefficients: Tensor) -> Tensor:
-        """The chunks that these coefficients make, (chunks, rows, columns)."""
-        chunks = coefficients.view(-1, group.chunk_rows, group.chunk_columns)
-        return dct.inverse(chunks) if self.rule.transform else chunks
+            group, places, values = part.section.group, part.chosen.indices, part.chosen.values
+            if self.rule.transform:
+                waves = self._waves_on(values.device)
+                chunks = waves.restore(places, values, group.chunk_rows, group.chunk_columns)
+            else:
+                chunks = place(places, values, group.numel)
+            group.add(chunks.mul_(scale).to(buffer.device), buffer, part.first, part.stop)
 
     def check(self, data: Tensor) -> Payload:
         """Accept bytes from elsewhere as one node's payload. Raises MalformedPayload."""
@@ -222,7 +235,9 @@ class SparseCodec:
         """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
         if not coefficients.isfinite().all():
             raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
-        section.group.write(self._restored(section.group, coefficients).to(out.device), out, first, stop)
+        chunks = coefficients.view(-1, section.group.chunk_rows, section.group.chunk_columns)
+        restored = dct.inverse(chunks) if self.rule.transform else chunks
+        section.group.write(restored.to(out.device), out, first, stop)
 
     def sums_of(
         self,

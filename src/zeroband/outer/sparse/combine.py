@@ -15,9 +15,9 @@ from torch import Tensor
 
 from zeroband.errors import MalformedPayload
 from zeroband.kernels import reference
+from zeroband.kernels.select import place
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
 from zeroband.outer.sparse.codec import HEADER, Divisor, Payload, Section, SparseCodec, mean_over_senders
-from zeroband.outer.sparse.select import place
 
 MOST_SOURCES = (1 << 15) - 1
 """Sums of so many signs fit into 16 bits."""

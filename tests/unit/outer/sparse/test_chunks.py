@@ -15,10 +15,10 @@ from tests.oracles.sparse import dct as plain_dct
 from tests.unit.outer.sparse.layouts import LAYOUT, noise
 from torch import Tensor
 
-from zeroband.outer.sparse import dct
+from zeroband.kernels import dct
+from zeroband.kernels.select import largest, place
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
 from zeroband.outer.sparse.chunks import ChunkLayout, chunk_length, share_of
-from zeroband.outer.sparse.select import largest, place
 
 
 @given(bits=st.integers(0, 16), rows=st.integers(0, 3), count=st.integers(0, 40), seed=st.integers(0, 999))

@@ -1,0 +1,124 @@
+"""DeMo's transform in Triton: what plain torch chooses and makes of it, within float32's rounding.
+
+test_gpu.py has Triton's interpreter run these. On a machine with a GPU: pytest tests/unit/kernels/test_waves_gpu.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.kernels.test_gpu import DEVICE, IS_INTERPRETED, compiled, needs_triton, runs_kernels
+from torch import Tensor
+
+from zeroband.kernels import waves
+from zeroband.kernels.waves import Waves
+from zeroband.outer.flat import FlatLayout, Slot
+from zeroband.outer.sparse import codec as codec_module
+from zeroband.outer.sparse.codec import SparseCodec, SparseRule
+from zeroband.outer.sparse.feedback import ErrorFeedback
+
+SHAPES = [(5, 64, 64, 4), (3, 52, 64, 32), (9, 1, 64, 4), (2, 1, 13, 13), (3, 16, 1, 3), (2, 7, 5, 1)]
+"""Chunks, rows, columns, k."""
+each_shape = pytest.mark.parametrize(("count", "rows", "columns", "k"), SHAPES)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    return importlib.import_module("zeroband.kernels.waves_gpu")
+
+
+def noise(*shape: int) -> Tensor:
+    """Every chunk of another size, as the momenta of different layers are."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+    return values * 10.0 ** torch.arange(-3, len(values) - 3).view(-1, *[1] * (len(shape) - 1))
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """The largest one, in parts of the largest value of its chunk."""
+    off, size = (t.flatten(1).abs().amax(dim=1) for t in (found.cpu() - expected, expected))
+    return float((off / size).max())
+
+
+@runs_kernels
+@each_shape
+def test_largest_waves_are_those_of_plain_torch(kernels: Waves, count: int, rows: int, columns: int, k: int) -> None:
+    chunks = noise(count, rows, columns)
+    places, values = kernels.choose(chunks.to(DEVICE), k)
+    expected_places, expected_values = waves.choose(chunks, k)
+    assert torch.equal(places.cpu().long(), expected_places)
+    assert error_of(values, expected_values) < 2e-6
+
+
+@runs_kernels
+@each_shape
+def test_chunks_of_waves_are_those_of_plain_torch(kernels: Waves, count: int, rows: int, columns: int, k: int) -> None:
+    places, values = waves.choose(noise(count, rows, columns), k)
+    found = kernels.restore(places.int().to(DEVICE), values.to(DEVICE), rows, columns)
+    assert error_of(found, waves.restore(places, values, rows, columns)) < 2e-6
+
+
+@runs_kernels
+def test_of_equal_waves_the_first_are_chosen(kernels: Waves) -> None:
+    """A chunk of zeros has nothing but equal ones; the other's three waves are powers of two, and two of one size."""
+    places, signs = torch.tensor([[3, 70, 900]]), torch.tensor([[4.0, -8.0, 4.0]])
+    chunks = torch.cat([waves.restore(places, signs, 64, 64), torch.zeros(1, 64, 64)])
+    found, values = kernels.choose(chunks.to(DEVICE), 5)
+    assert set(places[0].tolist()) <= set(found[0].tolist()) and bool((found[0].diff() > 0).all())
+    assert found[1].tolist() == [0, 1, 2, 3, 4] and not values[1].any()
+
+
+@runs_kernels
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e34, 3e36])
+def test_neither_large_nor_small_chunks_get_lost(kernels: Waves, scale: float) -> None:
+    chunks = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1)).mul(scale)
+    places, values = kernels.choose(chunks.to(DEVICE), 4)
+    expected_places, expected = waves.choose(chunks, 4)
+    assert scale < 1e-40 or torch.equal(places.cpu().long(), expected_places)
+    assert values.isfinite().all()
+    torch.testing.assert_close(values.cpu().abs().amax(), expected.abs().amax(), rtol=1e-5, atol=2e-44)
+
+
+@runs_kernels
+@pytest.mark.parametrize("values", ["sign", "float32"])
+def test_payload_is_that_of_plain_torch_and_nothing_is_lost(
+    kernels: Waves, values: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the matrix, what the chunks do not divide, and vectors; what is taken out can be put back."""
+    layout = FlatLayout((Slot("a", (130, 70), 0), Slot("b", (100,), 9100), Slot("c", (64, 64), 9200)))
+    codec = SparseCodec(layout, SparseRule(k=4, values=values), device=torch.device(DEVICE))
+    feedback, memory = ErrorFeedback(codec, decay=0.9), noise(1, codec.numel)[0]
+    plain, before = memory.clone(), memory.clone()
+    expected = ErrorFeedback(SparseCodec(layout, codec.rule), decay=0.9).extract(plain)
+    monkeypatch.setattr(codec_module, "waves_on", lambda device, longest: kernels)
+    encoded = feedback.extract(memory)
+    if values == "sign":
+        assert torch.equal(encoded.payload, expected.payload)
+    codec.check(encoded.payload)
+    torch.testing.assert_close(memory, plain, rtol=0, atol=2e-8)
+    feedback.restore(memory, encoded.taken)
+    torch.testing.assert_close(memory, before, rtol=0, atol=2e-8)
+
+
+POINTERS = dict.fromkeys(("chunks", "row_basis", "column_basis", "values"), "*fp32") | {"places": "*i32"}
+NUMBERS = dict.fromkeys(("rows", "columns", "k"), "i32")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs kernels that are compiled")
+def test_compiled_kernels_multiply_in_float32(kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFloat-32 would keep 11 of 24 bits. What a chunk of 64 x 64 takes fits into any GPU's shared memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in (kernels.choose_kernel, kernels.restore_kernel):
+        made = compiled(kernel, POINTERS | NUMBERS, {"height": 64, "width": 64}, fuses=True)
+        assert not re.search(r"tf32|\.ftz|\.approx", made.asm["ptx"])
+        assert made.metadata.shared <= 48 << 10
+
+
+def test_chunks_that_are_too_long_for_a_gpu_are_left_to_plain_torch() -> None:
+    assert waves.waves_on(torch.device("cuda"), longest=waves.MOST_IN_TRITON + 1) is waves
