@@ -28,7 +28,6 @@ from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
-from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
@@ -37,6 +36,7 @@ from zeroband.outer.ddp import Ddp
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
 from zeroband.parts import RunParts
+from zeroband.trainer import TrainerParts
 
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
@@ -51,7 +51,7 @@ class Staging:
     On a GPU they are pinned, and filled on a stream of their own.
     """
 
-    def __init__(self, node: NodeParts, run: RunParts | None, stack: ExitStack) -> None:
+    def __init__(self, node: TrainerParts, run: RunParts | None, stack: ExitStack) -> None:
         config, self._local = node.config, node.local
         self._node = node
         self._run = run
@@ -154,7 +154,7 @@ class Snapshots:
 
     def __init__(
         self,
-        node: NodeParts,
+        node: TrainerParts,
         run: RunParts | None,
         hooks: SyncHooks,
         events: EventLog | None,

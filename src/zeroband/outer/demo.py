@@ -64,7 +64,7 @@ class Demo(EveryStep):
     def _contribute(self, norm: float) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
         gradients = gradient_shards(self._parts.model)
-        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.inner.lr):
+        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.stepper.lr):
             self._memory.pack(self._exchange.payload)
             return True
         fields = {"round": self.round + 1, "norm": norm}
