@@ -1,4 +1,4 @@
-"""The examples as real processes: peers that come late, are killed, have several ranks, and leave."""
+"""The examples as real processes: peers that come late, have several ranks, are killed, and leave."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import zeroband
+from zeroband.cluster import RedisServer
 from zeroband.cluster.processes import ranks_of
 from zeroband.observe.view import node_id_of
 
@@ -38,7 +39,8 @@ class Peers:
     arguments: tuple[str, ...]
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
 
-    def start(self, name: str, *launcher: str) -> None:
+    def start(self, name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        """Start a peer. `launcher`: arguments of Python before the script's."""
         env = {
             **os.environ,
             "PYTHONPATH": str(Path(zeroband.__file__).parents[1]),
@@ -48,7 +50,8 @@ class Peers:
             "ZERO_BAND_RUN__DIR": str(self.folder),
             "ZERO_BAND_FAULT__DETECT_S": "2",
         }
-        command = [sys.executable, *launcher, str(self.script), "--store", self.store_url, *self.arguments]
+        arguments = ("--store", self.store_url, *self.arguments, *arguments)
+        command = [sys.executable, *launcher, str(self.script), *arguments]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.running[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
@@ -61,10 +64,14 @@ class Peers:
         """Rounds that a peer has recorded."""
         return [event for event in self.read(name, "events.jsonl") if event["kind"] == "round_committed"]
 
+    def memory(self, name: str) -> list[Path]:
+        """What a peer has in shared memory."""
+        return list(Path("/dev/shm").glob(f"zeroband-{self.folder.name}@{name}"))
+
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + DEADLINE_S
         while not is_so():
-            ended = [name for name, peer in self.running.items() if peer.poll() not in (None, -signal.SIGKILL)]
+            ended = [name for name, peer in self.running.items() if peer.poll() is not None]
             if ended or time.monotonic() > end_s:
                 said = "\n".join((self.folder / f"{name}.log").read_text()[-3000:] for name in self.running)
                 raise AssertionError(f"not within {DEADLINE_S:g} s, or {ended} ended: {what}\n{said}")
@@ -86,46 +93,43 @@ class Peers:
         return {node_id_of(member): weight for member, weight in pairs if weight}
 
     def leave(self, name: str) -> int:
-        """Ask a peer of one process to leave; its exit code."""
-        self.running[name].terminate()
-        return self.running.pop(name).wait(DEADLINE_S)
+        """Ask a peer to leave, the last of its ranks if it has several; its exit code."""
+        peer = self.running.pop(name)
+        os.kill((peer.pid, *ranks_of(peer.pid))[-1], signal.SIGTERM)
+        return peer.wait(DEADLINE_S)
 
-
-@pytest.fixture(scope="module")
-def peers(redis_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    """a begins; b comes late, with another batch size, and is killed; c, with two ranks, comes and stays."""
-    arguments = ("--inner-steps", str(INNER_STEPS), "--pause-s", "0.05", "--batch-size")
-    story = Peers(tmp_path_factory.mktemp("peers"), redis_server.url, EXAMPLES / "plain_torch.py", arguments)
-    try:
-        story.arguments = (*arguments, str(BATCH))
-        story.start("a")
-        story.until_contributing("a", "a")
-        story.arguments = (*arguments, str(2 * BATCH))
-        story.start("b")
-        story.until_contributing("a", "a", "b")
-        story.running["b"].kill()
-        story.until_contributing("a", "a")
-        story.start("c", *TORCHRUN)
-        story.until_contributing("a", "a", "c")
-        yield story
-    finally:
-        for peer in story.running.values():
+    def kill(self) -> None:
+        """End all that still runs."""
+        for peer in self.running.values():
             for pid in (*ranks_of(peer.pid), peer.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             peer.wait()
 
 
-def test_peers_hold_one_outer_state_through_a_late_join_a_kill_and_a_peer_of_two_ranks(peers: Peers) -> None:
-    digests: dict[int, dict[str, str]] = {}
-    for name in ("a", "b", "c"):
-        for event in peers.rounds(name):
-            digests.setdefault(event["round"], {})[name] = event["digest"]
-    assert {name for told in digests.values() for name in told} == {"a", "b", "c"}
-    common = [told for told in digests.values() if len(told) > 1]
-    assert len(common) >= 4
-    assert [told for told in common if len(set(told.values())) != 1] == []
-    assert len({told["a"] for told in digests.values() if "a" in told}) > 4  # they do train
+@pytest.fixture(scope="module")
+def peers(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    """a begins; b, with two ranks and another batch size, comes late; a is killed, b goes on and leaves."""
+    arguments = ("--inner-steps", str(INNER_STEPS), "--pause-s", "0.05")
+    story = Peers(tmp_path_factory.mktemp("peers"), redis_server.url, EXAMPLES / "plain_torch.py", arguments)
+    try:
+        story.start("a", "--batch-size", str(BATCH))
+        story.until_contributing("a", "a")
+        story.start("b", "--batch-size", str(2 * BATCH), launcher=TORCHRUN)
+        story.until(lambda: len(story.rounds("b")) >= 4, "b takes part")
+        story.running.pop("a").kill()
+        story.until_contributing("b", "b")
+        yield story
+    finally:
+        story.kill()
+
+
+def test_peers_hold_one_outer_state_in_all_rounds_that_they_share(peers: Peers) -> None:
+    told = [{event["round"]: event["digest"] for event in peers.rounds(name)} for name in ("a", "b")]
+    common = sorted(told[0].keys() & told[1].keys())
+    assert len(common) >= 3
+    assert [told[0][round] for round in common] == [told[1][round] for round in common]
+    assert len({told[0][round] for round in common}) == len(common)  # they do train
 
 
 def test_peer_that_joins_late_has_the_others_state_and_place_in_the_schedule(peers: Peers) -> None:
@@ -142,29 +146,38 @@ def test_peer_that_joins_late_has_the_others_state_and_place_in_the_schedule(pee
 def test_peers_count_by_the_samples_that_they_learned_from(peers: Peers) -> None:
     both = [weights for event in peers.rounds("a") if len(weights := peers.weights(event)) == 2]
     assert both[0] == {"a": INNER_STEPS * BATCH, "b": 2 * INNER_STEPS * BATCH}
-    assert both[-1] == {"a": INNER_STEPS * BATCH, "c": 2 * INNER_STEPS * BATCH}
 
 
-def test_peer_that_is_asked_to_leave_hands_over_and_leaves_nothing(peers: Peers) -> None:
-    before = peers.rounds("a")[-1]["round"]
-    assert peers.leave("a") == 0, (peers.folder / "a.log").read_text()[-3000:]
-    last = peers.rounds("a")[-1]
-    assert last["round"] > before and "a" in peers.weights(last)
-    peers.until(lambda: peers.rounds("c")[-1]["round"] > last["round"] + 1, "the other goes on")
-    assert {e["round"]: e["digest"] for e in peers.rounds("c")}[last["round"]] == last["digest"]
-    assert not list(Path("/dev/shm").glob(f"zeroband-{peers.folder.name}@a"))
+def test_peer_that_is_killed_is_missed_once_and_leaves_nothing(peers: Peers) -> None:
+    lost = [event for event in peers.read("b", "events.jsonl") if event["kind"] == "peer_lost"]
+    assert [[node_id_of(member) for member in event["member_ids"]] for event in lost] == [["a"]]
+    peers.until(lambda: peers.memory("a") == [], "the guardian of a cleans up")
+
+
+def test_peer_of_which_one_rank_is_asked_to_leave_hands_over_and_leaves_nothing(peers: Peers) -> None:
+    before = peers.rounds("b")[-1]["round"]
+    assert peers.leave("b") == 0, (peers.folder / "b.log").read_text()[-3000:]
+    last = peers.rounds("b")[-1]
+    assert last["round"] > before and "b" in peers.weights(last)
+    assert peers.read("b", "events.jsonl")[-1]["kind"] == "left"
+    assert peers.memory("b") == []
 
 
 @pytest.mark.soak
-def test_llama_of_transformers_is_trained_by_two_peers(redis_server: Any, tmp_path: Path) -> None:
+def test_llama_of_transformers_is_trained_by_two_peers(redis_server: RedisServer, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra hf is not installed")
-    arguments = ("--inner-steps", "4", "--batch-size", "2", "--total-steps", "40")
+    arguments = ("--inner-steps", "4", "--batch-size", "2", "--total-steps", "100000")
     story = Peers(tmp_path, redis_server.url, EXAMPLES / "hugging_face.py", arguments)
-    story.start("a")
-    story.until(lambda: len(story.rounds("a")) > 1, "the first peer trains")
-    story.start("b")
-    codes = {name: peer.wait(DEADLINE_S) for name, peer in story.running.items()}
-    assert codes == {"a": 0, "b": 0}, (tmp_path / "b.log").read_text()[-3000:]
-    ends = [story.rounds(name)[-1] for name in ("a", "b")]
-    assert ends[0]["digest"] == ends[1]["digest"] and ends[0]["progress"]["is_complete"]
-    assert set(story.weights(ends[0])) == {"a", "b"}
+    try:
+        story.start("a")
+        story.until_contributing("a", "a")
+        story.start("b")
+        story.until(lambda: len(story.rounds("b")) >= 3, "b takes part")
+        assert story.leave("a") == 0, (tmp_path / "a.log").read_text()[-3000:]
+        assert story.leave("b") == 0, (tmp_path / "b.log").read_text()[-3000:]
+    finally:
+        story.kill()
+    told = [{event["round"]: event["digest"] for event in story.rounds(name)} for name in ("a", "b")]
+    common = sorted(told[0].keys() & told[1].keys())
+    assert len(common) >= 3
+    assert [told[0][round] for round in common] == [told[1][round] for round in common]
