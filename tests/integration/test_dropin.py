@@ -181,3 +181,22 @@ def test_llama_of_transformers_is_trained_by_two_peers(redis_server: RedisServer
     common = sorted(told[0].keys() & told[1].keys())
     assert len(common) >= 3
     assert [told[0][round] for round in common] == [told[1][round] for round in common]
+
+
+@pytest.mark.soak
+def test_ranks_with_shards_learn_what_ranks_with_copies_learn_and_close_what_they_opened(tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("dropin_worker.py")
+    env = {**os.environ, "PYTHONPATH": str(Path(zeroband.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    env.pop("ZERO_BAND_STORE__URL", None)
+    found: dict[str, dict[str, Any]] = {}
+    for form in ("ddp", "fsdp"):
+        command = [sys.executable, *TORCHRUN, str(worker), form, str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[form] = json.loads((tmp_path / f"{form}.json").read_text())
+    assert found["ddp"]["params"] == pytest.approx(found["fsdp"]["params"], abs=1e-6)
+    for told in found.values():
+        before, during, after = told["gloo"]
+        assert during > before == after
+        assert told["rounds"] == 3
+        assert told["threads"] == []

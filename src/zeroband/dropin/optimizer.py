@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, overload
@@ -193,6 +194,8 @@ class DiLoCoOptimizer(Optimizer):
         if session is not None:
             atexit.unregister(self._abandon)
             session.close(kind, error, trace)
+            del session
+            gc.collect()  # a closed process group keeps its threads until nobody refers to it, and cycles do
 
     def _abandon(self) -> None:
         """The program ends without having closed this."""
