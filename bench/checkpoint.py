@@ -39,10 +39,11 @@ from zeroband.elastic.departure import Departure
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import init_local_mesh
-from zeroband.parts import NodeParts, build_node, shape_of
+from zeroband.parts import shape_of
 from zeroband.sharding import local_part
 from zeroband.snapshots import Snapshots
 from zeroband.train import forward_backward
+from zeroband.trainer import TrainerParts, build_trainer
 
 PIECE = 16 << 20
 RUN = "bench"
@@ -84,7 +85,7 @@ class Bench:
         self.folder = folder
         local = init_local_mesh()
         stack.callback(local.close)
-        self.node: NodeParts = build_node(config, local, Departure(1.0))
+        self.node: TrainerParts = build_trainer(config, local, Departure(1.0))
         self.node.node_dir.mkdir(parents=True, exist_ok=True)
         self.hooks = Alone(shape_of(config))
         self.snapshots = Snapshots(self.node, None, self.hooks, None)

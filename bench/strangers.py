@@ -119,7 +119,7 @@ def abort() -> None:
 
         def end(reduction=reductions[0]) -> None:
             began_at_s = time.perf_counter()
-            reduction.abort()
+            reduction.close()
             took_ms.append(1e3 * (time.perf_counter() - began_at_s))
 
         is_running = reductions[0].wait(0) == State.RUNNING

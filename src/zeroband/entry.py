@@ -21,7 +21,6 @@ from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import is_restart, launch_of
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
-from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.outer.alone import Alone
@@ -32,6 +31,7 @@ from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
 from zeroband.parts import RunParts, shape_of
 from zeroband.restorer import Restorer, SavedState, source_of
+from zeroband.trainer import TrainerParts
 
 PARAMS = "params"
 """The one section of the state of a node that trains alone."""
@@ -46,7 +46,7 @@ class LoneEntry:
 
     run = None
 
-    def __init__(self, node: NodeParts, events: EventLog | None) -> None:
+    def __init__(self, node: TrainerParts, events: EventLog | None) -> None:
         self._node = node
         self._alone = Alone(shape_of(node.config), launch_of(os.environ))
         self._events = events
@@ -317,3 +317,15 @@ class Entry:
     def _emit(self, kind: str, **fields: object) -> None:
         if self._events is not None:
             self._events.emit(kind, **fields)
+
+
+def get_in(entry: Entry | LoneEntry, why: Fenced | RolledBack | None = None) -> RoundReport | None:
+    """Become a member, again and again if the run goes on, or back, without this node meanwhile.
+
+    `why`: this node was a member before. Returns the report of the round that it became a member with.
+    """
+    while True:
+        try:
+            return entry.enter() if why is None else entry.come_back(why)
+        except (Fenced, RolledBack) as again:
+            why = again

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroband.config.schema import TrainConfig
 from zeroband.errors import ConfigError
-from zeroband.sharding import is_fsdp, is_sharded, local_part
+from zeroband.sharding import Parameters, is_fsdp, is_sharded, local_part
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
 """Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
@@ -29,7 +29,7 @@ CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class LocalMesh:
-    """The ranks of this node. Owns the process groups: `close()` ends them."""
+    """The ranks of this node. Owns the process groups that it made: `close()` ends them."""
 
     rank: int
     world_size: int
@@ -38,15 +38,28 @@ class LocalMesh:
     """One dimension, over which parameters are sharded."""
     control: dist.ProcessGroup
     """gloo on CPU tensors, for decisions; never shared with the data of training."""
+    lent: list[dist.ProcessGroup] | None = field(default=None, repr=False)
+    """The groups made here, where the default group is the program's that this is a part of; None: it is ours, too."""
 
     def twin(self) -> LocalMesh:
         """The same ranks with a control group of their own, for another thread. Called by all ranks together."""
-        return replace(self, control=_control_group(CONTROL_TIMEOUT_S))
+        twin = replace(self, control=_control_group(CONTROL_TIMEOUT_S))
+        if self.lent is not None:
+            self.lent.append(twin.control)
+        return twin
 
     def close(self) -> None:
-        """End all process groups of this process; a second call does nothing."""
-        if dist.is_initialized():
+        """End the process groups that were made here, all of this process where the default one was; once.
+
+        A group that is open when its process ends may still have a thread, which then can abort the process.
+        """
+        if not dist.is_initialized():
+            return
+        if self.lent is None:
             dist.destroy_process_group()
+            return
+        while self.lent:
+            dist.destroy_process_group(self.lent.pop())
 
 
 def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> LocalMesh:
@@ -70,6 +83,20 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: floa
     return LocalMesh(rank, world_size, device, mesh, _control_group(timeout_s))
 
 
+def join_local_mesh(device: torch.device) -> LocalMesh:
+    """The ranks of a program that is not ours: as it has set torch.distributed up, else as `init_local_mesh` does.
+
+    `device`: of its parameters. Called by all its ranks. Raises ConfigError where it spans several nodes.
+    """
+    if not dist.is_initialized():
+        return init_local_mesh()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+    control = _control_group(CONTROL_TIMEOUT_S)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+
+
 def _control_group(timeout_s: float) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(group, dist.ProcessGroup)
@@ -91,13 +118,16 @@ def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     if "RANK" not in environ:
         return 0, 1
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    if int(environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
-        raise ConfigError(
-            f"torchrun was started over several nodes (WORLD_SIZE={world_size}, "
-            f"LOCAL_WORLD_SIZE={environ['LOCAL_WORLD_SIZE']}); start one torchrun with --nnodes 1 on every machine "
-            "and join them by [outer] and store.url"
-        )
+    _require_one_node(int(environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
     return rank, world_size
+
+
+def _require_one_node(local_world_size: int, world_size: int) -> None:
+    if local_world_size != world_size:
+        raise ConfigError(
+            f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
+            "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
+        )
 
 
 def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
@@ -187,13 +217,13 @@ def set_gradient_sync(model: nn.Module, on: bool) -> None:
         model.set_requires_gradient_sync(on)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> float:
+def clip_grad_norm_(model: Parameters, max_norm: float | None) -> float:
     """The global norm of the gradient over all shards; scales the gradient down to `max_norm` where it is larger.
 
     None only measures. A norm that is not finite is returned and the gradient left alone: the caller decides.
     Every local rank calls this; all get the same number.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
     local = [local_part(gradient) for gradient in gradients]
     norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
     if max_norm is not None and max_norm < norm < float("inf"):

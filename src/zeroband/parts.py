@@ -19,7 +19,6 @@ from torch import Tensor
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.serving import StateServer
 from zeroband.checkpoint.storage import open_storage
-from zeroband.config.load import shared_items
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import RunConfig
@@ -41,6 +40,7 @@ from zeroband.going_back import GoingBack
 from zeroband.node import NodeParts
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
+from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.outer.build import build_algorithm
 from zeroband.outer.ddp import Ddp
@@ -116,7 +116,7 @@ class RunParts:
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
-            self._shared: Mapping[str, str] = on_first_rank(local, lambda: self._match_run(layout))
+            self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
             self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
             self.memory = NodeMemory(
                 self._folder,
@@ -163,18 +163,12 @@ class RunParts:
         on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
         return store
 
-    def _match_run(self, layout: FlatLayout) -> dict[str, str]:
-        shared = {key: str(value) for key, value in shared_items(self._node.config).items()}
-        shared |= {
-            "model (names and shapes)": layout.digest(),
-            "data (tokens)": self._node.data_fingerprint,
-            "train.init_from (weights)": self._node.weights_fingerprint,
-        }
+    def _match_run(self) -> dict[str, str]:
         try:
-            return self.store.found_or_match(shared, self._token)
+            return self.store.found_or_match(self._node.shared, self._token)
         except JoinRefused:
             if self.resumes and self._outlives_dead_run():
-                return self.store.found_or_match(shared, self._token)
+                return self.store.found_or_match(self._node.shared, self._token)
             raise
 
     def _claim_folder(self, stack: ExitStack) -> None:
@@ -195,7 +189,7 @@ class RunParts:
             node_id=self._node.node_id,
             door=self._plane.door,
             rank_pids=self._pids,
-            launcher_pid=os.getppid(),
+            launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
         )
         run = RunAccess(
@@ -230,14 +224,14 @@ class RunParts:
         fragments = whole(layout)
         if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
-        sent = ShardMap(arranged(layout, fragments), local.rank, local.world_size)
+        sent = ShardMap.of(arranged(layout, fragments), self._node.model, local)
         every = config.ckpt.rounds_between(are_rounds_steps=not isinstance(config.outer, RoundsConfig))
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,
             inner=self._node.inner,
             buffers=self.buffers,
-            shards=ShardMap(layout, local.rank, local.world_size),
+            shards=ShardMap.of(layout, self._node.model, local),
             fragments=fragments,
             sent=sent,
             feedback=ErrorFeedback(self.buffers, sent, codec_of(config)),
@@ -342,11 +336,13 @@ class RunParts:
         """
         if isinstance(self.outer, Ddp):
             return True
-        local, own = self._node.local, {name: self.buffers[name] for name in self.outer.local_sections}
-        has_inner = self.restorer.load_inner(step, self._node.inner, local, own if local.rank == 0 else {})
+        local, inner = self._node.local, self._node.inner
+        assert isinstance(inner, InnerOptimizer), "only the trainer has checkpoints"
+        own = {name: self.buffers[name] for name in self.outer.local_sections}
+        has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
         if all_ok(has_inner, local):
             return True
-        self._node.inner.forget_moments()
+        inner.forget_moments()
         for buffer in own.values():
             if local.rank == 0:
                 buffer.zero_()

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 
 from zeroband.config.cautions import cautions_of
-from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.progress import Progress
-from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.model.size import flops_per_token, parameter_count
-from zeroband.node import NodeParts
-from zeroband.observe.events import EventLog
+from zeroband.node_report import NodeReport
 from zeroband.observe.hardware import peak_flops, resident_bytes
-from zeroband.observe.log import format_fields, get_logger
-from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import MetricValue, perplexity
 from zeroband.outer.base import RoundReport
-
-CONFIG_FILE = "config.toml"
-"""The resolved configuration, in the node's folder of the run directory."""
-
-_SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
-"""Metrics of the console line."""
+from zeroband.trainer import TrainerParts
 
 _log = get_logger(__name__)
 
@@ -59,56 +46,30 @@ class Committed:
     """Whether that round ended with the step that is reported."""
 
 
-class Report:
-    """One node's metrics.jsonl and events.jsonl, and the console line.
+class Report(NodeReport):
+    """What the trainer tells of its node."""
 
-    Raises ConfigError where another process writes to the node's folder.
-    """
-
-    def __init__(self, node: NodeParts) -> None:
-        config = node.config
-        self._node = node
-        self._claim = _claim(node)
-        (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
-        self.events = EventLog(node.node_dir)
-        sinks: list[Sink] = []
-        if config.observe.wandb is not None:
-            wandb = config.observe.wandb
-            settings = config.model_dump(mode="json")
-            sinks.append(WandbSink(project=wandb.project, mode=wandb.mode, node_dir=node.node_dir, config=settings))
-        self._metrics = MetricsLog(node.node_dir, sinks)
-        vocab_size = node.tokenizer.padded_vocab_size
-        self._parameters = parameter_count(config.model, vocab_size)
+    def __init__(self, node: TrainerParts) -> None:
+        config, vocab_size = node.config, node.tokenizer.padded_vocab_size
+        parameters = parameter_count(config.model, vocab_size)
+        super().__init__(node, parameters=parameters, total_steps=config.train.total_steps)
+        self._trainer = node
         self._flops_per_token = flops_per_token(config.model, vocab_size, config.data.seq_length)
         peak = peak_flops(node.local.device)
         self._peak_flops = None if peak is None else peak * min(node.local.world_size, torch.cuda.device_count())
-        self._members: tuple[str, ...] = ()
         self._tokens_since_round = 0
-        self._steps_since_round = 0
         self._step_from_s = time.monotonic()
 
     def started(self) -> None:
-        if self._node.config.outer is not None:
-            _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
-        for caution in cautions_of(self._node.config, params=self._parameters):
+        for caution in cautions_of(self._trainer.config, params=self._parameters):
             kind = "unstable" if caution.is_unstable else "caution"
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
-        self.events.emit(
-            "node_started",
-            total_steps=self._node.config.train.total_steps,
-            local_world_size=self._node.local.world_size,
-            parameters=self._parameters,
-        )
+        super().started()
 
     def entered(self, round: RoundReport) -> None:
-        """This node became a member."""
-        self._round_event(round)
-        self._tokens_since_round = self._steps_since_round = 0
+        super().entered(round)
+        self._tokens_since_round = 0
         self._step_from_s = time.monotonic()
-
-    def committed(self, round: RoundReport) -> None:
-        """The state got another round, between two inner steps."""
-        self._round_event(round)
 
     def stepped(
         self,
@@ -122,7 +83,6 @@ class Report:
         now_s = time.monotonic()
         step_s, self._step_from_s = now_s - self._step_from_s, now_s
         self._tokens_since_round += learned.tokens
-        self._steps_since_round += 1
         rate = learned.tokens / step_s
         values: dict[str, MetricValue | None] = {
             "train/loss": learned.loss,
@@ -135,7 +95,7 @@ class Report:
             "train/data_s": learned.data_s,
             "outer/blocked_s": None if self._node.config.outer is None else learned.blocked_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
-            "data/pass": self._node.loader.data_pass,
+            "data/pass": self._trainer.loader.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
             **checkpoints,
@@ -143,86 +103,14 @@ class Report:
         if committed.is_now:
             self._tokens_since_round = 0
         if synced:
-            values |= self._round_values(synced) | _ledger_values(committed.progress.ledger)
-        for report in synced:
-            self._round_event(report)
-        self._metrics.record(step, values)
-        if step % self._node.config.observe.log_every_steps == 0 or synced:
-            self._say(step, values)
-
-    def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
-        """Of the newest round; what the rounds took, of all of them."""
-        round = rounds[-1]
-        nodes = len(round.members)
-        steps, self._steps_since_round = self._steps_since_round, 0
-        return {
-            "outer/round": round.round,
-            "outer/epoch": round.epoch,
-            "outer/nodes": nodes,
-            "outer/digest": round.state,
-            "outer/wait_s": sum(r.wait_s for r in rounds),
-            "outer/transfer_s": sum(r.transfer_s for r in rounds),
-            "outer/apply_s": sum(r.apply_s for r in rounds),
-            "outer/retries": sum(r.retries for r in rounds),
-            "outer/weight": round.weights[round.members.index(round.member_id)],
-            "outer/clip": round.clip,
-            "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
-            "outer/received_bytes": sum(r.received_bytes for r in rounds),
-            "outer/payload_bytes": round.payload_bytes,
-            "outer/payload_ratio": None if not round.payload_bytes else 2 * self._parameters / round.payload_bytes,
-            "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
-        }
-
-    def _round_event(self, round: RoundReport) -> None:
-        for reason in round.failures:
-            self.events.emit("round_retried", round=round.round, reason=reason)
-        lost = [member for member in self._members if member not in (*round.members, *round.late)]
-        if lost and round.member_id in self._members:
-            self.events.emit("peer_lost", round=round.round, member_ids=lost)
-        if round.members != self._members:
-            self._members = round.members
-            self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
-        if round.is_left_out:
-            self.events.emit("update_refused", round=round.round, reason="it is not finite")
-        for member_id, reason in round.refused:
-            self.events.emit("payload_refused", round=round.round, member_id=member_id, reason=reason)
-        self.events.emit(
-            "round_committed",
-            round=round.round,
-            epoch=round.epoch,
-            members=list(round.members),
-            digest=round.state,
-            weights=list(round.weights),
-            samples=list(round.samples),
-            late=list(round.late),
-            progress=round.progress.to_record(),
-        )
-
-    def _say(self, step: int, values: dict[str, Any]) -> None:
-        fields = {name.partition("/")[2]: values[name] for name in _SHOWN if values.get(name) is not None}
-        _log.info(f"step {step}/{self._node.config.train.total_steps} {format_fields(fields)}")
+            values |= _ledger_values(committed.progress.ledger)
+        self.record(step, values, synced)
 
     def sampled(self, path: Path) -> None:
         self.events.emit("sample_written", path=str(path))
 
     def exported(self, path: Path, parity: str) -> None:
         self.events.emit("model_exported", path=str(path), parity=parity)
-
-    def finished(self) -> None:
-        self.events.emit("run_finished", step=self._node.config.train.total_steps)
-
-    def leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        """Say how this node's part ends; called when everything else is given back."""
-        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver | Leaving):
-            self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
-        self.events.emit("left", reason="done" if kind is None else str(error) or kind.__name__)
-
-    def close(self) -> None:
-        self._metrics.close()
-        self.events.close()
-        os.close(self._claim)
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:
@@ -234,19 +122,3 @@ def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:
 
 def _gpu_peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _claim(node: NodeParts) -> int:
-    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
-    node.node_dir.mkdir(parents=True, exist_ok=True)
-    folder = os.open(node.node_dir, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some network file systems have no locks
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(folder)
-            raise ConfigError(
-                f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
-                f"{node.node_dir}; give this one another node.id or run.id"
-            ) from None
-    return folder

@@ -7,7 +7,8 @@ float32 does without them: a DTensor can only be there where they are loaded alr
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from torch import Tensor, nn
 from typing_extensions import TypeIs
@@ -15,6 +16,14 @@ from typing_extensions import TypeIs
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+
+class Parameters(Protocol):
+    """A model, or whatever else names parameters."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each of them once, always in the same order."""
+        ...
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

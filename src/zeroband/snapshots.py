@@ -29,7 +29,6 @@ from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
-from zeroband.node import NodeParts
 from zeroband.observe.events import EventLog
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.base import RoundReport, SyncHooks
@@ -37,6 +36,7 @@ from zeroband.outer.ddp import Ddp
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 from zeroband.parallel import barrier, broadcast_json
 from zeroband.parts import RunParts
+from zeroband.trainer import TrainerParts
 
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
@@ -46,7 +46,7 @@ _PARAMS = "params"
 class Staging:
     """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
-    def __init__(self, node: NodeParts, run: RunParts | None, stack: ExitStack) -> None:
+    def __init__(self, node: TrainerParts, run: RunParts | None, stack: ExitStack) -> None:
         config, self._local = node.config, node.local
         self._node = node
         self._run = run
@@ -106,7 +106,7 @@ class Staging:
         self._of_device.finish()
         barrier(self._local)
 
-    def _shards_by_section(self) -> dict[str, Mapping[str, Tensor]]:
+    def _shards_by_section(self) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's shards on its device, for each staged buffer that is filled from them."""
         alone = {_PARAMS: parameter_shards(self._node.model)} if self._run is None else {}
         return alone | dict(zip(self.inner, self._moments, strict=False))  # the local sections come after them
@@ -147,7 +147,7 @@ class Snapshots:
 
     def __init__(
         self,
-        node: NodeParts,
+        node: TrainerParts,
         run: RunParts | None,
         hooks: SyncHooks,
         events: EventLog | None,

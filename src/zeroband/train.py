@@ -29,11 +29,11 @@ from zeroband.config import RunConfig, load_config
 from zeroband.config.export import ExportConfig
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.member import say_nothing
-from zeroband.entry import Entry, LoneEntry
+from zeroband.entry import Entry, LoneEntry, get_in
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver, ZerobandError
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.model.sample import generate
-from zeroband.node import NodeParts, build_node, node_dir_of, node_id_of
+from zeroband.node import node_dir_of, node_id_of
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.observe.stall import register_stack_dump
 from zeroband.offline.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
@@ -44,6 +44,7 @@ from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm
 from zeroband.parts import RunParts
 from zeroband.report import Committed, Learned, Report
 from zeroband.snapshots import NoSnapshots, Snapshots
+from zeroband.trainer import TrainerParts, build_trainer
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -101,7 +102,7 @@ def explain(error: ZerobandError) -> int:
 
 def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
     """The whole run of this rank; `stack` gives everything back at its end."""
-    node = build_node(config, local, departure)
+    node = build_trainer(config, local, departure)
     report = Report(node) if local.rank == 0 else None
     if report is not None:
         stack.callback(report.close)
@@ -142,7 +143,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
 
 
 def leave_if_asked(
-    node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+    node: TrainerParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
 
@@ -166,7 +167,7 @@ def save_if_last(entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots) -
         snapshots.take_before_leaving(is_alone=last == "alone")
 
 
-def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
+def build_entry(node: TrainerParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
     """The way into the run that the configuration asks for."""
     events = report.events if report is not None else None
     if node.config.outer is None:
@@ -177,7 +178,7 @@ def build_entry(node: NodeParts, report: Report | None, stack: ExitStack) -> Ent
 
 
 def build_snapshots(
-    node: NodeParts, entry: Entry | LoneEntry, report: Report | None, stack: ExitStack
+    node: TrainerParts, entry: Entry | LoneEntry, report: Report | None, stack: ExitStack
 ) -> Snapshots | NoSnapshots:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
@@ -195,23 +196,15 @@ def build_snapshots(
 def enter(
     entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None
 ) -> RoundReport | None:
-    """Become a member, again and again if the run goes on, or back, without this node meanwhile.
-
-    Returns the report of the round that it became a member with.
-    """
-    while True:
-        try:
-            joined = entry.enter() if why is None else entry.come_back(why)
-        except (Fenced, RolledBack) as again:
-            why = again
-            continue
-        if report is not None and joined is not None:
-            report.entered(joined)
-        return joined
+    """Become a member. Returns the report of the round that it became a member with."""
+    joined = get_in(entry, why)
+    if report is not None and joined is not None:
+        report.entered(joined)
+    return joined
 
 
 def train_round(
-    node: NodeParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+    node: TrainerParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
     hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
@@ -268,7 +261,7 @@ class Passed:
     """A rank found that the round should end here."""
 
 
-def forward_backward(node: NodeParts, is_time_over: Callable[[], bool]) -> Passed:
+def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> Passed:
     """Gradients of one inner step on this rank."""
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
@@ -289,7 +282,7 @@ def forward_backward(node: NodeParts, is_time_over: Callable[[], bool]) -> Passe
     return Passed(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
 
 
-def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
+def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
     """Continue a prompt with the trained model; into the node's folder of the run directory."""
     ids = torch.tensor(node.tokenizer.encode(prompt).astype("int64"), device=node.local.device)
     context = node.config.data.seq_length
@@ -298,7 +291,7 @@ def write_sample(node: NodeParts, prompt: str, tokens: int) -> None:
         (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()), encoding="utf-8")
 
 
-def write_export(node: NodeParts, settings: ExportConfig, report: Report | None) -> None:
+def write_export(node: TrainerParts, settings: ExportConfig, report: Report | None) -> None:
     """Write the trained model as a directory; 4 bytes of memory for each parameter, and 8 more to compare it."""
     out = settings.path or node.node_dir / EXPORT_DIR
     held = whole_parameters(node.model, keeps=report is not None)

@@ -17,11 +17,11 @@ LAYERS = (
     {"elastic"},
     {"checkpoint", "outer"},
     {"fetcher", "node", "offline", "plane_parts", "restorer"},
-    {"going_back"},
+    {"going_back", "node_report", "trainer"},
     {"parts"},
     {"entry", "report", "snapshots"},
     {"cluster", "plan", "train"},
-    {"chaos", "cli", "compare", "ctl", "demo", "doctor"},
+    {"chaos", "cli", "compare", "ctl", "demo", "doctor", "dropin"},
 )
 """From the bottom: files and folders directly below the package."""
 
@@ -43,7 +43,7 @@ def _layer(unit: str) -> int:
 
 def objection(importer: str, imported: str) -> str | None:
     """Why `importer` may not import `imported` (dotted module names), or None where it may."""
-    if imported in FREE:
+    if imported in FREE or importer == "zeroband":  # the package itself names what users import
         return None
     above, below = importer.split(".")[1], imported.split(".")[1]
     if above == below:
@@ -79,6 +79,8 @@ def _imports(module: Any, names: Mapping[str, Any]) -> Iterator[str]:
         ("zeroband.elastic.member", "zeroband.outer.flat", False),
         ("zeroband.config.load", "zeroband.observe.metrics", False),
         ("zeroband.train", "zeroband.parallel", True),
+        ("zeroband", "zeroband.dropin", True),
+        ("zeroband.entry", "zeroband.dropin", False),
     ],
 )
 def test_objection_is_raised_to_imports_sideways_and_up(importer: str, imported: str, allowed: bool) -> None:

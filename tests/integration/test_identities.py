@@ -20,10 +20,10 @@ from torch import Tensor
 from zeroband.cluster import LocalCluster
 from zeroband.config import RunConfig
 from zeroband.elastic.departure import Departure
-from zeroband.node import NodeParts, build_node
 from zeroband.outer.flat import FlatLayout, ShardMap, digest_of, parameter_shards
 from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh
 from zeroband.train import forward_backward
+from zeroband.trainer import TrainerParts, build_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -100,7 +100,7 @@ def seen_of(metrics: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> Seen
 class Reference:
     """A node without anything between nodes."""
 
-    parts: NodeParts
+    parts: TrainerParts
 
     def __post_init__(self) -> None:
         self._layout = FlatLayout.of(self.parts.model)
@@ -141,7 +141,7 @@ def reference(local: LocalMesh, tmp_path: Path, **train: Any) -> Reference:
     config = tomllib.loads(BASE)
     config["train"] |= train
     config["data"]["cache_dir"] = tmp_path / "cache"
-    return Reference(build_node(RunConfig.model_validate(config), local, Departure(grace_s=1.0)))
+    return Reference(build_trainer(RunConfig.model_validate(config), local, Departure(grace_s=1.0)))
 
 
 def nesterov_rounds(nodes: Sequence[Reference]) -> list[str]:

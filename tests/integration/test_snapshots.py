@@ -22,7 +22,6 @@ from zeroband.config import load_config
 from zeroband.copying import Pairs
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError
-from zeroband.node import NodeParts, build_node
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout, parameter_shards
@@ -30,6 +29,7 @@ from zeroband.parallel import init_local_mesh
 from zeroband.parts import shape_of
 from zeroband.snapshots import Snapshots
 from zeroband.train import train
+from zeroband.trainer import TrainerParts, build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ SMALL: Mapping[str, Any] = {
 
 
 @pytest.fixture
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeParts]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerParts]:
     folder = tmp_path_factory.mktemp("snapshots")
     settings = {
         **SMALL,
@@ -58,7 +58,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeParts]:
     }
     config = load_config([f"--{key}={value}" for key, value in settings.items()])
     local = init_local_mesh()
-    node = build_node(config, local, Departure(1.0))
+    node = build_trainer(config, local, Departure(1.0))
     node.node_dir.mkdir(parents=True)
     for first, second in node.inner.moments().values():
         first.normal_()
@@ -96,7 +96,7 @@ def copies_by(copier: type[LateCopier], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(snapshots, "copier_for", lambda device, targets, stack: copier())
 
 
-def step(node: NodeParts, hooks: Alone, snapshots: Snapshots) -> None:
+def step(node: TrainerParts, hooks: Alone, snapshots: Snapshots) -> None:
     snapshots.settle()
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
@@ -106,7 +106,7 @@ def step(node: NodeParts, hooks: Alone, snapshots: Snapshots) -> None:
 
 
 def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(
-    node: NodeParts, monkeypatch: pytest.MonkeyPatch
+    node: TrainerParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies_by(LateCopier, monkeypatch)
     hooks, events = Alone(shape_of(node.config)), EventLog(node.node_dir)
@@ -143,7 +143,7 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
         Snapshots(node, None, Alone(shape_of(node.config)), None)
 
 
-def require_state(node: NodeParts, kept: Mapping[str, torch.Tensor], drawn: torch.Tensor, *, step: int) -> None:
+def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: torch.Tensor, *, step: int) -> None:
     """The checkpoint of a step holds these parameters, the node's moments, and the random state that drew `drawn`."""
     storage = open_storage(str(node.config.ckpt.path), node.config.run.id)
     layout = FlatLayout.of(node.model)

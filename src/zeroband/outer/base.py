@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroband.data.ledger import Range
 from zeroband.elastic.departure import Departure
@@ -27,6 +27,7 @@ from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
 from zeroband.parallel import LocalMesh, broadcast_json
+from zeroband.sharding import Parameters
 
 _log = get_logger(__name__)
 
@@ -89,20 +90,32 @@ class FetchedRound:
     state: str
 
 
+class Inner(Protocol):
+    """The inner optimizer, as far as rounds of many inner steps are concerned with it."""
+
+    def seek(self, step: int) -> None:
+        """Go on with the schedule at this inner step."""
+        ...
+
+    def forget_moments(self) -> None:
+        """Start the moments anew, at the same place of the schedule."""
+        ...
+
+
 @dataclass(frozen=True)
 class OuterParts:
     """What an outer algorithm works with."""
 
     mesh: ElasticDeviceMesh
-    model: nn.Module
-    inner: InnerOptimizer
+    model: Parameters
+    inner: Inner
     buffers: SharedBuffers
     shards: ShardMap
-    """Where this rank's shards lie in the sections."""
+    """Where this rank's parameters lie in the sections."""
     fragments: tuple[Fragment, ...]
     """The parts of the state that are synchronised one after the other; one: the whole."""
     sent: ShardMap
-    """Where this rank's shards lie in contributions and results, which have the fragments one after the other."""
+    """Where this rank's parameters lie in contributions and results, which have the fragments one after the other."""
     feedback: ErrorFeedback
     journal: Journal
     shape: RunShape
@@ -121,6 +134,12 @@ class OuterParts:
     """Answers rounds whose loss calls for going back; None: the run never does by itself."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+
+    @property
+    def stepper(self) -> InnerOptimizer:
+        """The inner optimizer, for an algorithm that takes its steps by itself."""
+        assert isinstance(self.inner, InnerOptimizer), "such an algorithm needs the trainer's"
+        return self.inner
 
 
 class GoingBack(Protocol):

@@ -53,13 +53,13 @@ class Ddp(EveryStep):
     def _describe(self, result: Tensor) -> Mapping[str, Any]:
         """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
         norm = torch.linalg.vector_norm(result, dtype=torch.float64)
-        return {"grad_norm": float(norm), "updates_before": self._parts.inner.update_count}
+        return {"grad_norm": float(norm), "updates_before": self._parts.stepper.update_count}
 
     def _at_founding(self) -> Mapping[str, Any]:
-        return {"grad_norm": 0.0, "updates_before": self._parts.inner.update_count}
+        return {"grad_norm": 0.0, "updates_before": self._parts.stepper.update_count}
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        moments = self._parts.inner.moments()
+        moments = self._parts.stepper.moments()
         return {
             PARAMS: parameter_shards(self._parts.model),
             FIRST_MOMENT: {name: first for name, (first, _) in moments.items()},
@@ -68,4 +68,4 @@ class Ddp(EveryStep):
 
     def _seek(self, payload: Mapping[str, Any]) -> None:
         updates = payload.get("updates_before", 0) + (payload["weight"] > 0)
-        self._parts.inner.seek(Progress.from_record(payload["progress"]).inner_step, update_count=updates)
+        self._parts.stepper.seek(Progress.from_record(payload["progress"]).inner_step, update_count=updates)

@@ -70,7 +70,7 @@ class Demo(EveryStep):
         if not self._overlaps:
             self._committed = self._commit()
         if self._committed is None:
-            self._parts.inner.zero_grad()  # the trainer's step moves nothing
+            self._parts.stepper.zero_grad()  # the trainer's step moves nothing
         else:
             self._set_gradients(self._committed.result, self._committed.verdict.payload)
         return norm
@@ -98,7 +98,7 @@ class Demo(EveryStep):
     def _contribute(self, norm: float) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
         gradients = gradient_shards(self._parts.model)
-        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.inner.lr):
+        if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.stepper.lr):
             self._memory.pack(self._exchange.payload)
             return True
         fields = {"round": self.round + 1, "norm": norm}

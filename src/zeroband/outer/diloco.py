@@ -177,7 +177,7 @@ class DiLoCo(KeptRounds):
         anchor = dict(self._parts.shards.parts(self._replica.anchor, shards))
         contribution = self._buffers[CONTRIBUTION]
         for name, out in self._parts.sent.parts(contribution, shards):
-            inner = shards[name].to("cpu").reshape(-1)
+            inner = self._parts.shards.own(name, shards[name]).to("cpu")
             self._optimizer.contribution(anchor[name], inner, out)
         self._parts.feedback.add_to(contribution, shards)
         return self._keeper.is_contribution_finite(shards)

@@ -63,13 +63,13 @@ class EveryStep(KeptRounds, ABC):
         Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
         """
         if payload["weight"] == 0:
-            self._parts.inner.zero_grad()
+            self._parts.stepper.zero_grad()
         else:
             self._parts.shards.load(gradient_shards(self._parts.model), result)
 
     def _seek(self, payload: Mapping[str, Any]) -> None:
         """Bring the inner optimizer to the place that a verdict stands for."""
-        self._parts.inner.seek(Progress.from_record(payload["progress"]).inner_step)
+        self._parts.stepper.seek(Progress.from_record(payload["progress"]).inner_step)
 
     # -- the round ----------------------------------------------------------------------------------------------
 
@@ -108,8 +108,8 @@ class EveryStep(KeptRounds, ABC):
 
     def _step(self, result: Tensor, payload: Mapping[str, Any]) -> None:
         self._set_gradients(result, payload)
-        self._parts.inner.step()
-        self._parts.inner.zero_grad()
+        self._parts.stepper.step()
+        self._parts.stepper.zero_grad()
 
     def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
         with self._keeper.changing_state(sections):

@@ -15,12 +15,12 @@ from typing import cast
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Buffer
 
 from zeroband.errors import ConfigError
 from zeroband.parallel import LocalMesh, barrier, broadcast_json
-from zeroband.sharding import local_part
+from zeroband.sharding import Parameters, is_sharded, local_part
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
 
     @staticmethod
-    def of(model: nn.Module) -> FlatLayout:
+    def of(model: Parameters) -> FlatLayout:
         slots: list[Slot] = []
         start = 0
         for name, parameter in sorted(model.named_parameters()):
@@ -61,9 +61,14 @@ class FlatLayout:
 
 
 class ShardMap:
-    """Which range of the flat buffer each of this rank's shards is."""
+    """Which range of the flat buffer each of this rank's shards is.
 
-    def __init__(self, layout: FlatLayout, rank: int, world_size: int) -> None:
+    `is_copy`: every rank holds all parameters, as DDP has them inside a node. Then a rank writes the range that its
+    shard would be, as if they were sharded, and reads all of them.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, world_size: int, *, is_copy: bool = False) -> None:
+        self.is_copy = is_copy
         self._layout = layout
         self._world_size = world_size
         self._ranges: dict[str, tuple[int, int]] = {}
@@ -73,16 +78,30 @@ class ShardMap:
             chunk = -(-rows // world_size)
             first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
             self._ranges[slot.name] = (slot.start + first * row_numel, slot.start + last * row_numel)
+        whole = {slot.name: (slot.start, slot.start + slot.numel) for slot in layout.slots}
+        self._held = whole if is_copy else self._ranges
+
+    @staticmethod
+    def of(layout: FlatLayout, model: Parameters, local: LocalMesh) -> ShardMap:
+        """As this node's ranks hold a model: sharded by FSDP2, or each all of it."""
+        is_copy = not any(is_sharded(parameter) for _, parameter in model.named_parameters())
+        return ShardMap(layout, local.rank, local.world_size, is_copy=is_copy)
 
     def store(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy this rank's shards into the flat buffer."""
         for name, part in self.parts(buffer, shards):
-            part.copy_(shards[name].detach().reshape(-1))
+            part.copy_(self.own(name, shards[name]))
 
     def load(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Copy the flat buffer into this rank's shards, in place."""
-        for name, part in self.parts(buffer, shards):
+        """Copy the flat buffer into what this rank holds, in place."""
+        for name, part in self.held(buffer, shards):
             shards[name].detach().copy_(part.view(shards[name].shape))
+
+    def own(self, name: str, shard: Tensor) -> Tensor:
+        """(n,) the part of what this rank holds of a parameter that it writes to the flat buffer."""
+        offset = self._held[name][0]
+        start, stop = self._ranges[name]
+        return shard.detach().reshape(-1)[start - offset : stop - offset]
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """By name, of this rank's shards that are not empty."""
@@ -94,19 +113,27 @@ class ShardMap:
         return [one for rank in ranks for one in rank.ranges().values()]
 
     def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
-        """The ranges of the flat buffer that belong to the named shards."""
-        for name in names:
-            start, stop = self._ranges[name]
-            if stop > start:
-                yield name, buffer[start:stop]
+        """The ranges of the flat buffer that this rank writes of the named parameters; disjoint over the ranks."""
+        return _cut(buffer, names, self._ranges)
+
+    def held(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+        """The ranges of the flat buffer that this rank holds of the named parameters."""
+        return _cut(buffer, names, self._held)
 
 
-def parameter_shards(model: nn.Module) -> dict[str, Tensor]:
+def _cut(buffer: Tensor, names: Iterable[str], ranges: Mapping[str, tuple[int, int]]) -> Iterable[tuple[str, Tensor]]:
+    for name in names:
+        start, stop = ranges[name]
+        if stop > start:
+            yield name, buffer[start:stop]
+
+
+def parameter_shards(model: Parameters) -> dict[str, Tensor]:
     """This rank's shard of every parameter; writing to it writes to the model."""
     return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
 
 
-def gradient_shards(model: nn.Module) -> dict[str, Tensor]:
+def gradient_shards(model: Parameters) -> dict[str, Tensor]:
     """This rank's shard of every gradient; a parameter without one gets zeros."""
     shards: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

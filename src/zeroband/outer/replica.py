@@ -1,6 +1,6 @@
 """What a node trains with beside the outer state: its own parameters when a round travels and when it has arrived.
 
-Fragments are named by their turn. All methods write this rank's shards alone; all local ranks call them.
+Fragments are named by their turn. All methods write what this rank holds, and no more; all local ranks call them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Replica(Protocol):
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's shard of one parameter: in the model, and (n,) float32 each in the flat buffers."""
+    """What this rank holds of one parameter: in the model, and (n,) float32 each in the flat buffers."""
 
     inner: Tensor
     """(n,) on the model's device; writing to it writes to the model."""
@@ -60,7 +60,7 @@ class _Part:
 
 
 class _Shards:
-    """This rank's shards of each fragment."""
+    """What this rank holds of each fragment."""
 
     def __init__(self, parts: OuterParts, outer: Tensor) -> None:
         self._parts = parts
@@ -68,7 +68,7 @@ class _Shards:
 
     def of(self, turn: int) -> Iterator[_Part]:
         shards = parameter_shards(self._parts.model)
-        for name, part in self._parts.shards.parts(self._outer, self._parts.fragments[turn].names):
+        for name, part in self._parts.shards.held(self._outer, self._parts.fragments[turn].names):
             yield _Part(shards[name].detach().view(-1), part, name)
 
 

@@ -92,7 +92,7 @@ class SparseLoCo(KeptRounds):
         outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
         deltas = dict(self._parts.shards.parts(self._buffers[CONTRIBUTION], shards))
         for name, out in deltas.items():
-            torch.sub(outer[name], shards[name].to("cpu").reshape(-1), out=out)
+            torch.sub(outer[name], self._parts.shards.own(name, shards[name]).to("cpu"), out=out)
         is_finite = self._keeper.is_contribution_finite(shards)
         if is_finite and self._memory.accumulate(deltas):
             self._memory.pack(self._exchange.payload)

@@ -78,6 +78,25 @@ def test_shards_stored_by_all_ranks_give_the_whole_state_and_load_back(world_siz
     assert torch.equal(buffer, flat(model))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_with_copies_write_a_part_each_and_read_everything(world_size: int) -> None:
+    model = model_of(SHAPES)
+    layout = FlatLayout.of(model)
+    copies = [ShardMap(layout, rank, world_size, is_copy=True) for rank in range(world_size)]
+    buffer, covered = torch.full((layout.numel,), float("nan")), torch.zeros(layout.numel)
+    for one in copies:
+        one.store(parameter_shards(model), buffer)
+        for _, part in one.parts(covered, SHAPES):
+            part += 1
+    assert torch.equal(covered, torch.ones(layout.numel))
+    assert torch.equal(buffer, flat(model))
+    values = torch.arange(42.0)
+    for one in copies:
+        other = model_of(SHAPES)
+        one.load(parameter_shards(other), values)
+        assert torch.equal(flat(other), values)
+
+
 def test_parameter_shards_write_to_the_model() -> None:
     model = model_of(SHAPES)
     layout = FlatLayout.of(model)

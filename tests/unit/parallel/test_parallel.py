@@ -21,6 +21,7 @@ from zeroband.parallel import (
     broadcast_json,
     clip_grad_norm_,
     init_local_mesh,
+    join_local_mesh,
     make_room,
     parallelize,
     set_gradient_sync,
@@ -68,6 +69,18 @@ def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
 def test_mesh_refuses_torchrun_over_several_nodes() -> None:
     with pytest.raises(ConfigError, match="--nnodes 1"):
         init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh: LocalMesh) -> None:
+    lent = join_local_mesh(torch.device("cpu"))
+    twin = lent.twin()
+    assert (lent.rank, lent.world_size, all_ok(True, lent), all_ok(True, twin)) == (0, 1, True, True)
+    lent.close()
+    lent.close()
+    for closed in (lent, twin):
+        with pytest.raises(KeyError):  # unknown to torch by now
+            dist.get_process_group_ranks(closed.control)
+    assert all_ok(True, mesh)
 
 
 def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:

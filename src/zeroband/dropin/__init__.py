@@ -1,0 +1,9 @@
+"""DiLoCo in a loop of the user's own: an optimizer that takes the outer steps by itself.
+
+Owns what such a loop has in the place of the trainer's model, data and configuration. All that happens between nodes is
+what it is for the trainer: the same membership, data path, outer loop and ways to join. It has no checkpoints.
+"""
+
+from zeroband.dropin.optimizer import DiLoCoOptimizer
+
+__all__ = ["DiLoCoOptimizer"]

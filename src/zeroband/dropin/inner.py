@@ -1,0 +1,134 @@
+"""The user's optimizer and learning-rate schedule as the inner optimizer of a run. Knows no other node."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from zeroband.errors import ConfigError
+
+Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take: parameters, with their names or without, or groups of them."""
+
+OptimizerFactory = Callable[[Any], Optimizer]
+"""An optimizer class, or a `functools.partial` of one: called with the parameters."""
+
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+"""A schedule's class, or a `functools.partial` of one: called with the inner optimizer."""
+
+
+def default_inner(params: Any) -> Optimizer:
+    """AdamW with the trainer's usual settings."""
+    return torch.optim.AdamW(params, lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def build_optimizer(inner: Optimizer | OptimizerFactory, params: Params | None) -> Optimizer:
+    """The inner optimizer over the parameters; `params` None: those that a ready one has. Raises ConfigError."""
+    if isinstance(inner, Optimizer):
+        _require_same(inner, params)
+        return inner
+    if params is None:
+        raise ConfigError("params is missing: give model.named_parameters(), or an inner_optimizer that has them")
+    if isinstance(params, Tensor):
+        raise ConfigError("params is one tensor; give an iterable of them, such as model.named_parameters()")
+    given = list(params)
+    if not given or all(isinstance(one, dict) and not list(one.get("params", ())) for one in given):
+        raise ConfigError("params holds no parameters; an iterator like model.parameters() can be used once only")
+    try:
+        return inner(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"inner_optimizer does not take params: {error}") from error
+
+
+def _require_same(inner: Optimizer, params: Params | None) -> None:
+    if params is None:
+        return
+    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    given = {id(parameter) for parameter in _plain(params)}
+    if held != given:
+        raise ConfigError(
+            f"inner_optimizer steps {len(held)} parameters, {len(held & given)} of the {len(given)} in params; leave "
+            "params out, or give a class or functools.partial as inner_optimizer"
+        )
+
+
+def _plain(params: Params) -> Iterable[Tensor]:
+    for one in params:
+        if isinstance(one, dict):
+            yield from _plain(one["params"])
+        else:
+            yield one[1] if isinstance(one, tuple) else one
+
+
+class ScheduledOptimizer:
+    """The inner optimizer with its schedule, which can be put to any inner step. Raises ConfigError."""
+
+    def __init__(self, optimizer: Optimizer, schedule: SchedulerFactory | None) -> None:
+        self.optimizer = optimizer
+        self._build_schedule = schedule
+        self._options = _options_of(optimizer)
+        self.schedule = None if schedule is None else schedule(optimizer)
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler is ReduceLROnPlateau, which follows one node's losses, so a node that joins late cannot "
+                "find its place in it; take a schedule that follows the steps"
+            )
+        self.step_count = 0
+        """Inner steps behind the schedule."""
+
+    def advance(self) -> None:
+        """An inner step was made: move the schedule on by it."""
+        self.step_count += 1
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def seek(self, step: int) -> None:
+        """Go on with the schedule at this inner step, as if all before it had been made here."""
+        if step < self.step_count:
+            self._rewind()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # those steps were others'
+            while self.step_count < step:
+                self.advance()
+
+    def _rewind(self) -> None:
+        """Many schedules are recursions that cannot be asked for a step: begin anew."""
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
+            group.update({name: _copied(value) for name, value in options.items()})
+        self.step_count = 0
+        if self._build_schedule is not None:
+            self.schedule = self._build_schedule(self.optimizer)
+
+    def forget_moments(self) -> None:
+        """Drop the optimizer's state, which it makes anew in its next step."""
+        self.optimizer.state.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over moments; the schedule stays where it is."""
+        self.optimizer.load_state_dict(dict(state))
+        step = self.step_count
+        self._rewind()
+        self.seek(step)
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of the groups without their parameters."""
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,204 @@
+"""`zeroband.DiLoCoOptimizer`: a torch optimizer that takes the outer steps of a run by itself."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zeroband.dropin.inner import (
+    OptimizerFactory,
+    Params,
+    ScheduledOptimizer,
+    SchedulerFactory,
+    build_optimizer,
+    default_inner,
+)
+from zeroband.dropin.outer_sgd import outer_sgd_of
+from zeroband.dropin.session import Session, Wish
+from zeroband.errors import ConfigError
+from zeroband.outer.base import RoundReport
+
+
+class DiLoCoOptimizer(Optimizer):
+    """Trains one model together with other nodes, in a loop of the user's own.
+
+        with zeroband.DiLoCoOptimizer(params=model.named_parameters(), batch_size=32, store=url) as optimizer:
+            while not optimizer.is_done:
+                loss_of(model, next_batch()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    When it is made, this node is a member of the run: it has begun it, or has fetched parameters and outer state from
+    the others, so make it after the model has its values and before it is compiled into anything that copies them.
+    Every `inner_steps` steps `step` takes an outer step with whoever is there (DiLoCo, arXiv:2311.08105), and waits for
+    them. A node that the run went on without comes back within a `step`, too.
+
+    `params`: as for torch's optimizers; with names (`model.named_parameters()`) a node whose model differs is told
+    where. float32, whole on every rank of the node or cut by FSDP2. What a node holds besides, such as running means of
+    batch norms, stays its own.
+    `batch_size`: samples of this node in one inner step, over all its ranks; a node counts by the samples it learned
+    from.
+    `inner_steps`: between two outer steps (H).
+    `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
+    `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
+    `store_url`.
+    `inner_optimizer`: called with `params`, or an instance. None: AdamW.
+    `outer_optimizer`: `functools.partial` of torch.optim.SGD. None: Nesterov with lr 0.7 and momentum 0.9.
+    `total_steps`: inner steps after which the run is complete. None: it goes on as long as somebody trains.
+    `settings`: keys of a run's configuration and their values, such as {"run.id": "first-try"}; `zeroband train --help`
+    lists them. Environment variables ZERO_BAND_SECTION__KEY count, too.
+
+    Under torchrun the ranks of one machine are one node, and all of them make the same calls; gradients among them are
+    the loop's business (DistributedDataParallel, FSDP2). Works with schedules, gradient scalers and `state_dict`, which
+    is the inner optimizer's. Close it, or use it as a context manager.
+    Raises ConfigError, also where the run that is there differs, with the first thing that does; RunOver where it is
+    complete; RecoveryFailed where nobody could give this node its state; StoreLost.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        params: Params | None = None,
+        inner_steps: int = 500,
+        lr_scheduler: SchedulerFactory | None = None,
+        store: str | None = None,
+        inner_optimizer: Optimizer | OptimizerFactory = default_inner,
+        outer_optimizer: Optimizer | OptimizerFactory | None = None,
+        total_steps: int | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("inner_steps", inner_steps), ("total_steps", total_steps)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}; set 1 or more")
+        wish = Wish(
+            batch_size=batch_size,
+            inner_steps=inner_steps,
+            total_steps=total_steps,
+            store=store,
+            outer=outer_sgd_of(outer_optimizer),
+            settings=settings or {},
+        )
+        optimizer = build_optimizer(inner_optimizer, params)
+        self._inner = ScheduledOptimizer(optimizer, lr_scheduler)
+        self._session: Session | None = None
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._share_state()
+        self._session = Session(self._inner, wish)
+        atexit.register(self._abandon)
+
+    def _share_state(self) -> None:
+        """Groups and state are the inner optimizer's own, so that whoever changes them here changes them there."""
+        self.param_groups = self._inner.optimizer.param_groups
+        self.state = self._inner.optimizer.state
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take an inner step, and the outer step where one is due. All ranks of the node.
+
+        `closure`: as for torch's optimizers; the loss that it gives goes into the metrics.
+        Raises RunOver when this node `is_done`, or the run was completed without it; RecoveryFailed, StoreLost.
+        """
+        session = self._open_session
+        session.require_going()
+        loss = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
+        self._inner.advance()
+        session.stepped(None if loss is None else float(loss))
+        return loss
+
+    # -- where the run is ---------------------------------------------------------------------------------------
+
+    @property
+    def _open_session(self) -> Session:
+        if self._session is None:
+            raise ConfigError("this DiLoCoOptimizer is closed; make another one to come back into the run")
+        return self._session
+
+    @property
+    def is_done(self) -> bool:
+        """No further step counts: the run is complete, or this node has left as it was asked to."""
+        return self._session is None or self._session.is_done
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps of the run behind this node, those before it joined included."""
+        return self._open_session.inner_step
+
+    @property
+    def last_round(self) -> RoundReport:
+        """The newest outer step that this node took part in: its members, weights, and digest of the outer state."""
+        report = self._open_session.last_round
+        assert report is not None, "a member has taken part in a round"
+        return report
+
+    @property
+    def store_url(self) -> str:
+        """Address of the run's store, for other nodes."""
+        return self._open_session.store_url
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The schedule, where there is one."""
+        return self._inner.schedule
+
+    # -- what torch asks of an optimizer ------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the run knows the parameters. Raises ConfigError."""
+        if self._session is not None:
+            raise ConfigError("parameters cannot be added to a run; make another DiLoCoOptimizer with all of them")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's. The outer state is the run's: a node gets it from the others."""
+        return self._inner.state_dict()
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over moments. Learning rates stay those of the run's inner step."""
+        self._inner.load_state_dict(state_dict)
+        self._share_state()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Have the next `step` hand over what this node learned since the last outer step; then it `is_done`.
+
+        It waits for the others at most `fault.grace_s`. May be called from a signal handler, and on one rank alone.
+        """
+        self._open_session.ask_to_leave()
+
+    def close(self) -> None:
+        """Leave the run at once, without what was learned since the last outer step. All ranks; again does nothing."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> DiLoCoOptimizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            atexit.unregister(self._abandon)
+            session.close(kind, error, trace)
+            del session
+            gc.collect()  # a closed process group keeps its threads until nobody refers to it, and cycles do
+
+    def _abandon(self) -> None:
+        """The program ends without having closed this."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.abandon()

@@ -1,0 +1,95 @@
+"""The parameters of a user's model: their names, and what is wrong with them. Knows no other node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroband.errors import ConfigError
+from zeroband.sharding import is_sharded
+
+
+@dataclass(frozen=True)
+class NamedParameters:
+    """Parameters by the names under which all nodes know them."""
+
+    named: Mapping[str, nn.Parameter]
+
+    @staticmethod
+    def of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
+        """Those of an optimizer's groups. Without names of their own they are called by their places.
+
+        `ranks`: of this node. Raises ConfigError where they cannot be averaged.
+        """
+        places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
+        named: dict[str, nn.Parameter] = {}
+        for number, place in places:
+            group = groups[number]
+            name = str(group["param_names"][place]) if "param_names" in group else f"{number}.{place:06d}"
+            if name in named:
+                raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
+            named[name] = group["params"][place]
+        _require_once(named)
+        for name, parameter in named.items():
+            _require_fit(name, parameter)
+        _require_one_form(named, ranks)
+        return NamedParameters(named)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As a model gives them."""
+        return iter(self.named.items())
+
+    @property
+    def numel(self) -> int:
+        """Of all of them, shards of other ranks included."""
+        return sum(parameter.numel() for parameter in self.named.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first one."""
+        return next(iter(self.named.values())).device
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """What nodes that do not share a model are told: each parameter with its shape."""
+        return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
+
+
+def _require_once(named: Mapping[str, Tensor]) -> None:
+    seen: dict[int, str] = {}
+    for name, parameter in named.items():
+        if id(parameter) in seen:
+            raise ConfigError(f"parameters {seen[id(parameter)]} and {name} are one tensor; give it once")
+        seen[id(parameter)] = name
+
+
+def _require_fit(name: str, parameter: Tensor) -> None:
+    if parameter.dtype != torch.float32:
+        raise ConfigError(
+            f"parameter {name} is {parameter.dtype}, and the outer state is float32: keep the parameters in float32 "
+            "and compute in another type with torch.autocast, or leave this one out of params"
+        )
+    if parameter.is_meta:
+        raise ConfigError(f"parameter {name} is on the meta device; give the model its values first")
+    if not is_sharded(parameter) and not parameter.is_contiguous():
+        raise ConfigError(f"parameter {name} is not contiguous; set its data to parameter.data.contiguous() first")
+
+
+def _require_one_form(named: Mapping[str, nn.Parameter], ranks: int) -> None:
+    """All are whole on every rank of the node, or all are cut by FSDP2 over all of its ranks."""
+    sharded = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
+    if not sharded:
+        return
+    whole = next((name for name in named if name not in sharded), None)
+    if whole is not None:
+        raise ConfigError(f"parameter {whole} is whole and {next(iter(sharded))} sharded; shard all of them with FSDP2")
+    for name, parameter in sharded.items():
+        if parameter.device_mesh.size() != ranks or not all(p.is_shard(0) for p in parameter.placements):
+            raise ConfigError(
+                f"parameter {name} has placements {parameter.placements} on {parameter.device_mesh.size()} of {ranks} "
+                "ranks; shard its first dimension over all ranks of the node, as fully_shard does"
+            )

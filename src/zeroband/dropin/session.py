@@ -1,0 +1,290 @@
+"""A node's part in a run, from its way in to its end, driven by a loop of the user's own. Main thread of every rank.
+
+Puts together what the trainer is made of, but for its model, data and checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from zeroband.cluster.redis_server import RedisServer
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.schema import RunConfig
+from zeroband.data.ledger import count
+from zeroband.dropin.inner import ScheduledOptimizer
+from zeroband.dropin.parameters import NamedParameters
+from zeroband.dropin.settings import config_of, shared_of
+from zeroband.elastic.departure import Departure
+from zeroband.elastic.member import say_nothing
+from zeroband.elastic.mesh import on_first_rank
+from zeroband.entry import Entry, get_in
+from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
+from zeroband.faults import FaultPoints
+from zeroband.node import NodeParts, node_dir_of, node_id_of
+from zeroband.node_report import NodeReport
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import MetricValue
+from zeroband.outer.base import RoundReport
+from zeroband.outer.flat import digest_of
+from zeroband.parallel import LocalMesh, all_ok, barrier, broadcast_json, join_local_mesh
+from zeroband.parts import RunParts
+from zeroband.sharding import is_sharded
+
+LOCAL = "local"
+"""In the place of a store's address: a server of this process's own."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asked for."""
+
+    batch_size: int
+    """Samples of this node in one inner step, over all its ranks."""
+    inner_steps: int
+    total_steps: int | None
+    """Of the whole run; None: it has no end."""
+    store: str | None
+    """Address of the run's Redis; None: that of the environment, where it names one, else LOCAL."""
+    outer: OuterSGDConfig
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+class Session:
+    """Made and used by all ranks of the node together; a member of the run when it is made.
+
+    Raises ConfigError, also where the run differs, RunOver where it is complete, RecoveryFailed, StoreLost.
+    """
+
+    def __init__(self, inner: ScheduledOptimizer, wish: Wish) -> None:
+        groups = inner.optimizer.param_groups
+        self._inner = inner
+        self._wish = wish
+        self.is_done = False
+        """The run is complete, or this node has left as it was asked to."""
+        self.last_round: RoundReport | None = None
+        with ExitStack() as stack:
+            first = next((parameter for group in groups for parameter in group["params"]), torch.empty(0))
+            self._local = join_local_mesh(first.device)
+            stack.callback(self._local.close)
+            parameters = NamedParameters.of(groups, ranks=self._local.world_size)
+            _require_equal_copies(parameters, self._local)
+            self.store_url = _open_store(wish.store, self._local, stack)
+            self._node = self._build_node(parameters)
+            self._report = self._open_report(parameters, stack)
+            self._entry = self._build_entry(stack)
+            self._enter(None)
+            self._stack = stack.pop_all()
+
+    # -- from the user's wishes to a member ---------------------------------------------------------------------
+
+    def _build_node(self, parameters: NamedParameters) -> NodeParts:
+        wish, local = self._wish, self._local
+        config = config_of(
+            wish.settings,
+            os.environ,
+            store_url=self.store_url,
+            inner_steps=wish.inner_steps,
+            outer=wish.outer,
+            total_steps=wish.total_steps,
+        )
+        _require_one_writer(config, parameters, local)
+        node_id = broadcast_json(node_id_of(config), local)
+        return NodeParts(
+            config=config,
+            node_id=node_id,
+            node_dir=node_dir_of(config),
+            shared=shared_of(config, parameters.shapes, wish.total_steps),
+            local=local,
+            model=parameters,
+            inner=self._inner,
+            departure=Departure(config.fault.grace_s),
+            faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+        )
+
+    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> NodeReport | None:
+        """On local rank 0; all have the error where the node's folder is another one's."""
+        reports: list[NodeReport] = []
+
+        def open_one() -> None:
+            try:
+                report = NodeReport(self._node, parameters=parameters.numel, total_steps=self._wish.total_steps)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write to {self._node.node_dir}: {error.strerror}; set run.dir in settings to a folder "
+                    "that this user may write to"
+                ) from error
+            stack.callback(report.close)
+            report.started()
+            stack.push(report.leave)
+            reports.append(report)
+
+        on_first_rank(self._local, open_one)
+        return reports[0] if reports else None
+
+    def _build_entry(self, stack: ExitStack) -> Entry:
+        events = None if self._report is None else self._report.events
+        run = RunParts(self._node, on_event=say_nothing if events is None else events.emit)
+        stack.push(run.leave)
+        return Entry(run, self._local, events, patience_s=self._node.config.elastic.start_timeout_s)
+
+    def _enter(self, why: Fenced | None) -> None:
+        joined = get_in(self._entry, why)
+        if joined is not None:
+            self.last_round = joined
+            if self._report is not None:
+                self._report.entered(joined)
+        self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        """Inner steps until the next contribution: as many as the run has dealt this node."""
+        self._steps = 0
+        self._dealt = max(1, count(self._entry.hooks.upcoming()))
+        self._from_s = time.monotonic()
+        self.is_done = self._entry.hooks.progress.is_complete
+
+    # -- inner steps --------------------------------------------------------------------------------------------
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps behind this node, those of the run before it joined included."""
+        return self._entry.hooks.inner_step
+
+    def ask_to_leave(self) -> None:
+        """Have the next inner step end the phase, and this node leave with it. From a signal handler, too."""
+        self._node.departure.ask(time.monotonic())
+
+    def require_going(self) -> None:
+        """Raise RunOver where no further inner step counts."""
+        if self.is_done:
+            raise RunOver(f"this node is done after inner step {self.inner_step}; end the loop when is_done is true")
+
+    def stepped(self, loss: float | None) -> None:
+        """An inner step was made: take the outer step that is due with it. `loss`: of the step, where known.
+
+        Raises RunOver where the run was brought to its end without this node, RecoveryFailed, StoreLost.
+        """
+        node, hooks = self._node, self._entry.hooks
+        self._steps += 1
+        node.step_loss.nats = math.nan if loss is None else loss
+        node.faults.at("inner", hooks.round + 1)
+        ends_round = self._ends_round()
+        step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
+        try:
+            synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
+        except Fenced as fence:
+            self._enter(fence)
+            return
+        except Leaving as late:
+            _log.warning("left without handing over", extra={"fields": {"why": str(late)}})
+            self.is_done = True
+            return
+        self.last_round = synced[-1] if synced else self.last_round
+        self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
+        self._from_s = time.monotonic()
+        if ends_round:
+            self._begin_phase()
+            self._end_if_due()
+
+    def _ends_round(self) -> bool:
+        """The same on all ranks, whichever of them was asked to leave or finds that the time is over."""
+        hooks, departure = self._entry.hooks, self._node.departure
+        asks, is_over = departure.is_hurried, hooks.is_time_over(self._steps)
+        votes = torch.tensor([int(asks), int(is_over)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._local.control)  # pyright: ignore[reportUnknownMemberType]
+        if votes[0]:
+            departure.ask(time.monotonic())
+        return bool(votes.any()) or self._steps >= self._dealt
+
+    def _end_if_due(self) -> None:
+        """Have this node be done where the run is complete, or where it was asked to leave and has handed over."""
+        if self.is_done:
+            if self._report is not None:
+                self._report.finished()
+        elif broadcast_json(self._node.departure.is_asked, self._local):
+            for synced in self._entry.hooks.flush():
+                if self._report is not None:
+                    self._report.committed(synced)
+            if self._report is not None and not self._node.departure.is_hurried:
+                self._report.events.emit("drained", round=self._entry.hooks.round)
+            self.is_done = True
+
+    def _tell(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
+        if self._report is None:
+            return
+        values: dict[str, MetricValue | None] = {
+            "train/loss": loss,
+            "train/lr": float(self._inner.optimizer.param_groups[0]["lr"]),
+            "train/step_s": step_s + blocked_s,
+            "outer/blocked_s": blocked_s,
+        }
+        self._report.record(self.inner_step, values, synced)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Leave at once and give everything back, all process groups that were made here with it.
+
+        Where it ends well, the ranks wait for one another first: a group that one has closed fails the others.
+        """
+        if kind is None:
+            barrier(self._local)
+        self.abandon(kind, error, trace)
+
+    def abandon(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """The same without waiting for anybody."""
+        self._stack.__exit__(kind, error, trace)
+
+
+def _open_store(asked: str | None, local: LocalMesh, stack: ExitStack) -> str:
+    """The address of the run's store, after starting one where that is asked for."""
+    url = asked or os.environ.get("ZERO_BAND_STORE__URL", LOCAL)
+    if url != LOCAL:
+        return url
+    return str(on_first_rank(local, lambda: stack.enter_context(RedisServer()).url))
+
+
+def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None:
+    """Ranks that each hold the whole model hold the same one. Raises ConfigError on all."""
+    if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
+        return
+    own = digest_of(*(p.detach().cpu() for p in parameters.named.values()))
+    if not all_ok(own == broadcast_json(own, local), local):
+        raise ConfigError(
+            "the ranks of this node hold different parameters; wrap the model in DistributedDataParallel, or broadcast "
+            "them from rank 0, before the optimizer is made"
+        )
+
+
+def _require_one_writer(config: RunConfig, parameters: NamedParameters, local: LocalMesh) -> None:
+    """Raises ConfigError where several whole copies would write to what a node has once."""
+    outer = config.outer
+    assert isinstance(outer, DilocoConfig)
+    if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
+        return
+    for key, value, needed in (("merge", outer.merge, "eager"), ("state_device", outer.state_device, "cuda")):
+        if value == needed:
+            raise ConfigError(
+                f"outer.{key} = {value!r} with {local.world_size} ranks that each hold the whole model: shard it with "
+                "FSDP2, or start a node for each rank"
+            )

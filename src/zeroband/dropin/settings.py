@@ -1,0 +1,88 @@
+"""The configuration of a run that a loop of the user's own takes part in."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+
+from zeroband.config.load import load_config, shared_items
+from zeroband.config.outer import OuterSGDConfig
+from zeroband.config.schema import RunConfig
+from zeroband.errors import ConfigError
+
+_TRAINERS = ("ckpt", "data", "export", "model", "optim", "resume", "rollback", "train")
+"""Sections that only the trainer has."""
+
+_ARGUMENTS = {
+    "outer.type": "it is diloco",
+    "outer.inner_steps": "give inner_steps",
+    "outer.optimizer": "give outer_optimizer",
+    "store.url": "give store",
+}
+"""Keys that have an argument of their own."""
+
+ENDLESS_STEPS = 10**15
+"""Of a run that was given no end."""
+
+
+def config_of(
+    settings: Mapping[str, object],
+    environ: Mapping[str, str],
+    *,
+    store_url: str,
+    inner_steps: int,
+    outer: OuterSGDConfig,
+    total_steps: int | None,
+) -> RunConfig:
+    """What the trainer would read from its files. `settings`: keys and values over those of the environment.
+
+    The run deals out inner steps in the place of samples, which are the user's business. Raises ConfigError.
+    """
+    for key in settings:
+        _require_ours(key)
+    flags = {
+        "node.id": environ.get("ZERO_BAND_NODE__ID") or default_node_id(environ),
+        **settings,
+        "store.url": store_url,
+        "outer.type": "diloco",
+        "outer.inner_steps": inner_steps,
+        "outer.optimizer.lr": outer.lr,
+        "outer.optimizer.momentum": outer.momentum,
+        "outer.optimizer.nesterov": outer.nesterov,
+        "train.total_steps": ENDLESS_STEPS if total_steps is None else total_steps,
+        "train.batch_size": 1,
+    }
+    return load_config([f"--{key}={_text(value)}" for key, value in flags.items()], environ)
+
+
+def _text(value: object) -> str:
+    """As it stands on a command line."""
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else str(value)
+
+
+def _require_ours(key: str) -> None:
+    section = key.partition(".")[0]
+    if section in _TRAINERS:
+        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model, data and checkpoints are yours")
+    for ours, way_out in _ARGUMENTS.items():
+        if key == ours or key.startswith(f"{ours}."):
+            raise ConfigError(f"settings has {key!r}: {way_out} to DiLoCoOptimizer instead")
+
+
+def default_node_id(environ: Mapping[str, str]) -> str:
+    """Names this node, and not another one on the same machine; the same on all its ranks and after a restart."""
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else os.getpid()
+    return f"{socket.gethostname()[:48]}-{launcher}"
+
+
+def shared_of(config: RunConfig, shapes: Mapping[str, str], total_steps: int | None) -> dict[str, str]:
+    """What all nodes must agree on. `shapes`: of the parameters, by name."""
+    items = {key: value for key, value in shared_items(config).items() if key.partition(".")[0] not in _TRAINERS}
+    return {
+        "trained by": "zeroband.DiLoCoOptimizer",
+        "total_steps": str(total_steps),
+        **{key: str(value) for key, value in items.items()},
+        **shapes,
+    }

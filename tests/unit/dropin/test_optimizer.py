@@ -1,0 +1,204 @@
+"""One node in a run of its own, with a real store: the loop of a user, and what is left when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import zeroband
+from zeroband.errors import ConfigError, RunOver
+
+pytestmark = pytest.mark.slow
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+COSINE = partial(CosineAnnealingLR, T_max=10)
+AVERAGE = partial(torch.optim.SGD, lr=1.0)
+
+
+def model_of(width: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return model(torch.randn(8, 4, generator=generator)).square().mean()
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, steps: int, after_step: Callable[[], object] = lambda: None
+) -> Tensor:
+    """The loop of the README; the parameters after it."""
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        after_step()
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.fixture
+def join(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., zeroband.DiLoCoOptimizer]]:
+    """join(model, ...): a node of one run, with exact averages; closed at the end."""
+    made: list[zeroband.DiLoCoOptimizer] = []
+
+    def join_one(model: nn.Module, **arguments: Any) -> zeroband.DiLoCoOptimizer:
+        settings = {"run.id": tmp_path.name, "run.dir": tmp_path, "comm.codec": "fp32", **arguments.pop("settings", {})}
+        arguments = {"batch_size": 8, "inner_steps": 2, "store": redis_url, "inner_optimizer": ADAMW, **arguments}
+        made.append(zeroband.DiLoCoOptimizer(params=model.named_parameters(), settings=settings, **arguments))
+        return made[-1]
+
+    yield join_one
+    for optimizer in made:
+        optimizer.close()
+
+
+def shared_memory(run_id: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"zeroband-{run_id}@*"))
+
+
+def test_averages_of_one_node_are_plain_training_bit_for_bit(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    alone = model_of()
+    inner = ADAMW(alone.parameters())
+    schedule = COSINE(inner)
+    wanted = train(alone, inner, 7, schedule.step)
+    model = model_of()
+    optimizer = join(model, outer_optimizer=AVERAGE, lr_scheduler=COSINE)
+    rates: list[float] = []
+    got = train(model, optimizer, 7, lambda: rates.append(optimizer.param_groups[0]["lr"]))
+    assert torch.equal(got, wanted)
+    assert rates[-1] == inner.param_groups[0]["lr"] != rates[0]
+    assert (optimizer.inner_step, optimizer.last_round.round, optimizer.last_round.weights) == (7, 3, (16,))
+
+
+def test_outer_steps_are_those_of_nesterov_on_what_the_inner_steps_changed(
+    join: Callable[..., zeroband.DiLoCoOptimizer],
+) -> None:
+    alone, outer = model_of(), model_of()
+    inner, nesterov = ADAMW(alone.parameters()), torch.optim.SGD(outer.parameters(), 0.7, momentum=0.9, nesterov=True)
+    for step in range(6):
+        loss_of(alone, step).backward()
+        inner.step()
+        inner.zero_grad()
+        if step % 2 == 1:
+            for ours, theirs in zip(outer.parameters(), alone.parameters(), strict=True):
+                ours.grad = (ours - theirs).detach()
+            nesterov.step()
+            alone.load_state_dict(outer.state_dict())
+    model = model_of()
+    got = train(model, join(model), 6)
+    torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
+
+
+def test_it_works_as_an_optimizer_of_torch(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    """A gradient scaler that skips a step, a schedule of the user's own, states that go to another optimizer."""
+    model = model_of()
+    optimizer = join(model)
+    scaler, schedule = torch.amp.GradScaler("cpu", init_scale=4.0), COSINE(optimizer)
+    for step in range(3):
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1:
+            next(model.parameters()).grad.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+    assert optimizer.inner_step == 2
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] < 0.05
+    other = ADAMW(model_of().named_parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert {int(state["step"]) for state in other.state.values()} == {2}
+    other.state[other.param_groups[0]["params"][0]]["exp_avg"].fill_(0.5)
+    optimizer.load_state_dict(other.state_dict())
+    assert (optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"] == 0.5).all()
+    with pytest.raises(ConfigError, match="cannot be added to a run"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_closure_gives_the_loss(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    optimizer = join(model)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == loss_of(model_of(), 0).item()
+
+
+def test_run_with_an_end_ends_and_leaves_nothing(join: Callable[..., zeroband.DiLoCoOptimizer], tmp_path: Path) -> None:
+    model = model_of()
+    with join(model, total_steps=5) as optimizer:
+        assert dist.is_initialized() and shared_memory(tmp_path.name)
+        while not optimizer.is_done:
+            train(model, optimizer, 1)
+        assert (optimizer.inner_step, optimizer.last_round.weights) == (5, (8,))
+        with pytest.raises(RunOver, match="done after inner step 5"):
+            optimizer.step()
+    assert not dist.is_initialized()
+    assert shared_memory(tmp_path.name) == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("membership", "state"))] == []
+    with pytest.raises(ConfigError, match="closed"):
+        optimizer.step()
+
+
+def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
+    join: Callable[..., zeroband.DiLoCoOptimizer],
+) -> None:
+    model = model_of()
+    optimizer = join(model, inner_steps=100)
+    train(model, optimizer, 2)
+    optimizer.leave()
+    assert not optimizer.is_done
+    train(model, optimizer, 1)
+    assert optimizer.is_done
+    assert optimizer.last_round.weights == (3 * 8,)
+
+
+def test_update_that_is_not_finite_is_left_out(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    optimizer = join(model)
+    before = train(model, optimizer, 2).clone()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    train(model, optimizer, 2)
+    assert optimizer.last_round.is_left_out
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+    assert train(model, optimizer, 2).isfinite().all()
+
+
+def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    join(model_of(), settings={"node.id": "first"})
+    for arguments, model, key, theirs in [
+        ({}, model_of(width=5), "parameter 0.bias", "(3,)"),
+        ({"outer_optimizer": AVERAGE}, model_of(), "outer.optimizer.lr", "0.7"),
+        ({"total_steps": 9}, model_of(), "total_steps", "None"),
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            join(model, settings={"node.id": "second"}, **arguments)
+        assert f"{key} is {theirs!r} in the running run" in str(refused.value)
+
+
+def test_store_of_ones_own_needs_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)
+    model = model_of()
+    settings = {"run.dir": tmp_path, "run.id": tmp_path.name}
+    with zeroband.DiLoCoOptimizer(
+        params=model.parameters(), batch_size=8, inner_steps=1, settings=settings
+    ) as optimizer:
+        socket = Path(optimizer.store_url.removeprefix("unix://"))
+        assert socket.exists()
+        train(model, optimizer, 1)
+    assert not socket.exists()

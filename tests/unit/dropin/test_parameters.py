@@ -1,0 +1,61 @@
+"""The names and forms of a user's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zeroband.dropin.parameters import NamedParameters
+from zeroband.errors import ConfigError
+
+
+def named(params: Any) -> NamedParameters:
+    return NamedParameters.of(torch.optim.SGD(params, lr=0.1).param_groups, ranks=1)
+
+
+def test_names_are_those_of_the_model() -> None:
+    model = nn.Linear(2, 3)
+    found = named(model.named_parameters())
+    assert found.named == dict(model.named_parameters())
+    assert found.numel == 9
+    assert found.shapes == {"parameter bias": "(3,)", "parameter weight": "(3, 2)"}
+
+
+def test_parameters_without_names_are_called_by_their_places() -> None:
+    first, second = nn.Linear(2, 3), nn.Linear(3, 1)
+    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters()), "lr": 1.0}]
+    assert list(named(groups).named) == ["0.000000", "0.000001", "1.000000", "1.000001"]
+    assert dict(named(groups).named_parameters())["1.000001"] is second.bias
+
+
+def sharing() -> Iterable[tuple[str, nn.Parameter]]:
+    one = nn.Parameter(torch.zeros(2))
+    return [("in", one), ("out", one)]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ([("w", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))], "parameter w is torch.bfloat16"),
+        ([("w", nn.Parameter(torch.zeros(2, dtype=torch.float64)))], "parameter w is torch.float64"),
+        ([("w", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))], "parameter w is torch.int64"),
+        ([("w", nn.Parameter(torch.zeros(2, device="meta")))], "parameter w is on the meta device"),
+        ([("w", nn.Parameter(torch.zeros(2, 3).t()))], "parameter w is not contiguous"),
+        ([("w", nn.Parameter(torch.zeros(1))), ("w", nn.Parameter(torch.zeros(1)))], "two parameters are called 'w'"),
+    ],
+)
+def test_parameters_that_cannot_be_averaged_are_refused_by_name(params: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        named(params)
+
+
+def test_one_tensor_under_two_names_is_refused() -> None:
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ConfigError, match="in and out are one"),
+    ):
+        named(sharing())
