@@ -338,6 +338,7 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
 
 
 def codecs() -> None:
+    torch.set_num_threads(1)  # memcpy is of one core, too
     n, chunk = 16 << 20, 1 << 16
     x, y = torch.randn(n) * 1e-3, torch.zeros(n)
     library = native.load()
