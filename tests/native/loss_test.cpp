@@ -174,7 +174,7 @@ void closed_engine_can_be_asked() {
 }  // namespace
 
 int main(int argc, char** argv) {
-    operations_survive_disasters(argc > 1 ? std::atol(argv[1]) : 300);
+    operations_survive_disasters(argc > 1 ? std::atol(argv[1]) : 100);
     closed_engine_can_be_asked();
     std::puts("ok");
 }
