@@ -184,6 +184,7 @@ def test_run_that_was_killed_and_goes_on_with_other_nodes_learns_as_one_that_was
         where = "inside" if abs(loss - mean) <= noise else "outside"
         print(f"killed, resumed on {after}: {loss:.4f}, {loss - mean:+.4f}, {where} the noise")
         assert loss - mean <= noise, "less was learned than by chance"
+        assert loss == pytest.approx(whole[0], rel=0.05), "far from the run of the same seed"
 
 
 def test_last_node_that_is_asked_to_leave_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Checkpoints on a real S3 API: moto's server, spoken to through fsspec and s3fs as a user's bucket would be."""
+"""Checkpoints on the real APIs of S3 and Google Cloud Storage: local servers, spoken to through fsspec as by a user."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import fsspec.config
 import pytest
 import torch
 from tests.unit.checkpoint.saves import SECTIONS, Around, SaveRules, buffers_of, layout, own, save_of, saved
@@ -13,16 +14,14 @@ from zeroband.checkpoint.loading import open_checkpoint, restore
 from zeroband.checkpoint.storage import Storage, open_storage
 from zeroband.errors import ConfigError
 
-pytest.importorskip("s3fs", reason="needs the extra s3")
-moto_server = pytest.importorskip("moto.server", reason="needs moto's server")
-boto3 = pytest.importorskip("boto3", reason="needs moto's server")
-
 BUCKET = "checkpoints"
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = moto_server.ThreadedMotoServer(port=0, verbose=False)
+def s3_endpoint() -> Iterator[str]:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    pytest.importorskip("boto3", reason="needs moto's server")
+    server = pytest.importorskip("moto.server", reason="needs moto's server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
@@ -30,16 +29,18 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty bucket, and what a user has in the environment to reach it."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_MAX_ATTEMPTS": "1",
     }.items():
         monkeypatch.setenv(name, value)
+    import boto3
+
     client = boto3.client("s3")
     existing = [found["Name"] for found in client.list_buckets()["Buckets"]]
     if BUCKET not in existing:
@@ -47,6 +48,24 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
         client.delete_object(Bucket=BUCKET, Key=found["Key"])
     return f"s3://{BUCKET}/of/us"
+
+
+@pytest.fixture
+def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The same at Google's, whose server here knows no credentials."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
+    server = servers.create_server("localhost", 0, in_memory=True, default_bucket=BUCKET)
+    with server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{server._api._httpd.server_port}")
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        yield f"gs://{BUCKET}/of/us"
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -113,8 +132,10 @@ def test_two_runs_on_one_bucket_refuse_each_other(bucket: str) -> None:
 
 @pytest.mark.slow
 def test_bucket_that_is_not_there_is_a_configuration_error(bucket: str) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write to s3://missing/run: .*bucket does not exist"):
-        own(open_storage("s3://missing", "run"))
+    kind = bucket.partition(":")[0]
+    why = {"s3": "bucket does not exist", "gs": "FileNotFoundError"}[kind]
+    with pytest.raises(ConfigError, match=rf"cannot write to {kind}://missing/run: .*{why}"):
+        own(open_storage(f"{kind}://missing", "run"))
 
 
 @pytest.mark.slow
