@@ -3,7 +3,8 @@
 Linux as root, with `ip` and a C compiler (bench/wan.py).
 
 Real nodes in network namespaces, every access link shaped in both directions; inner steps sleep (TAKES), so that nodes
-compute as machines of their own would. The store is not behind the links: predicted is the transfer.
+compute as machines of their own would. Both columns are for an inner step as long as it was measured to be. The store
+is not behind the links, and all nodes share this machine's cores in a round: so the prediction is made.
 
     python bench/utilisation.py [--methods ddp diloco ...] [--mbit 1 3 10 30] [--nodes 4] [--rtt-ms 20]
 """
@@ -12,19 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from wan import Wan
 
 from zeroband.cluster import LocalCluster, RedisServer
-from zeroband.compare.measure import measured
+from zeroband.compare.measure import Measured, measured
 from zeroband.compare.methods import Arm, flags_of, known_presets
 from zeroband.plan.forecast import Forecast, Job, Link, forecasts
 
 STEP_S = 0.2
+STORE_RTT_S = 5e-4
+"""Redis on this machine, asked by Python."""
+
 INNER_STEPS = 20
 ROUNDS = 6
 PER_STEP = ("ddp", "ddp-bf16", "ddp-int8", "demo")
@@ -70,8 +76,8 @@ class Links:
         return self._wan.address(self._number(node))
 
 
-def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[float, int]:
-    """Part of the time in which the nodes computed, after the first round; and the model's size."""
+def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, int]:
+    """What the nodes counted after the first round, and the model's size."""
     steps = 4 * ROUNDS if preset in PER_STEP else INNER_STEPS * ROUNDS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
@@ -93,9 +99,7 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[float, int
         assert set(codes.values()) == {0}, cluster.describe()
         records = [node.metrics() for node in cluster.nodes.values()]
         params = next(node.parameters for node in cluster.view().nodes if node.parameters)
-    settled = [_after_first_round(of_node) for of_node in records]
-    found = measured(settled)
-    return found.steps * STEP_S / found.wall_s, params
+    return measured([_after_first_round(of_node) for of_node in records]), params
 
 
 def _after_first_round(records: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -104,11 +108,20 @@ def _after_first_round(records: list[dict[str, object]]) -> list[dict[str, objec
     return records[first + 1 :]
 
 
-def predict(preset: str, params: int, mbit: float, rtt_ms: float, nodes: int) -> Forecast:
+def predict(preset: str, step_s: float, params: int, mbit: float, rtt_ms: float, nodes: int) -> Forecast:
     """The forecast of `zeroband plan` for the same job."""
-    job = Job(params, nodes, STEP_S, INNER_STEPS, sparse_steps=INNER_STEPS, fragments=2, overlap=1)
-    link = Link(mbit * 1e6 / 8, mbit * 1e6 / 8, rtt_ms / 1e3)
+    steps, cores = INNER_STEPS, min(1.0, (os.cpu_count() or 1) / nodes)
+    job = Job(params, nodes, step_s, steps, sparse_steps=steps, fragments=2, overlap=1, cores=cores)
+    link = Link(mbit * 1e6 / 8, mbit * 1e6 / 8, rtt_ms / 1e3, STORE_RTT_S)
     return next(f for f in forecasts(job, link) if (f.method, f.codec) == PREDICTED[preset])
+
+
+def row(preset: str, mbit: float, found: Measured, said: Forecast) -> str:
+    """A line of the table."""
+    ours, theirs = 100 * found.compute_utilisation, 100 * said.compute_utilisation
+    still = (found.blocked_s / found.steps * said.round_steps, said.own_s + said.waits_s)
+    cells = [preset, f"{mbit:g}", f"{found.step_s:.3f}", f"{ours:.1f} %", f"{theirs:.1f} %", f"{ours - theirs:+.1f}"]
+    return "| " + " | ".join([*cells, *(f"{s:.3f}" for s in still)]) + " |"
 
 
 def main() -> None:
@@ -120,13 +133,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
-    print("| method | Mbit/s | computes, measured | predicted | points apart |\n|---|---|---|---|---|")
+    print("| method | Mbit/s | s a step | computes, measured | predicted | points | still, s a round | predicted |")
+    print("|---|---|---|---|---|---|---|---|")
     for preset in arguments.methods:
         for mbit in arguments.mbit:
             found, params = run(preset, mbit, arguments.rtt_ms, arguments.nodes)
-            said = predict(preset, params, mbit, arguments.rtt_ms, arguments.nodes).compute_utilisation
-            rows.append({"method": preset, "mbit": mbit, "measured": found, "predicted": said, "params": params})
-            print(f"| {preset} | {mbit:g} | {100 * found:.1f} % | {100 * said:.1f} % | {100 * (found - said):+.1f} |")
+            said = predict(preset, found.step_s, params, mbit, arguments.rtt_ms, arguments.nodes)
+            rows.append({"mbit": mbit, "params": params, "measured": asdict(found), "predicted": asdict(said)})
+            print(row(preset, mbit, found, said), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

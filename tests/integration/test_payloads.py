@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,13 @@ def test_nodes_of_other_sizes_hold_one_state_through_a_kill_and_a_join(recorded:
 def test_bytes_of_a_round_are_those_of_its_payloads(recorded: Recorded) -> None:
     rounds = [r for records in recorded.metrics.values() for r in records if r.get("outer/nodes") == 2]
     (payload_bytes,) = {r["outer/payload_bytes"] for r in rounds if r["outer/weight"] and not r["outer/retries"]}
-    for r in rounds:
-        joins = 0 in recorded.history[r["outer/round"]].opening.weights
-        assert joins or (r["outer/sent_bytes"], r["outer/received_bytes"]) == (payload_bytes, payload_bytes)
+    for records in recorded.metrics.values():
+        for before, r in pairwise(r for r in records if "outer/round" in r):
+            joins = 0 in recorded.history[r["outer/round"]].opening.weights
+            if joins or r["outer/nodes"] != 2 or r["step"] != before["step"] + 1:
+                continue
+            bytes_of_rounds = (r["outer/round"] - before["outer/round"]) * payload_bytes  # a node that leaves makes two
+            assert (r["outer/sent_bytes"], r["outer/received_bytes"]) == (bytes_of_rounds, bytes_of_rounds)
     parameters = next(e["parameters"] for e in recorded.events["node0"] if e["kind"] == "node_started")
     assert rounds[0]["outer/payload_ratio"] == pytest.approx(2 * parameters / payload_bytes)
 

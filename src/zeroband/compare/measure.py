@@ -13,8 +13,6 @@ from typing import Any
 from zeroband.compare.methods import Way
 from zeroband.plan.forecast import Link, all_gather_s, all_reduce_s
 
-_BETWEEN_NODES = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -27,6 +25,8 @@ class Measured:
     """Of all nodes."""
     step_s: float
     """Median of an inner step without what happens between nodes."""
+    blocked_s: float
+    """In which training stood still for the others, or for this node's part of a round, over the run."""
     wall_s: float
     """From the first step's beginning to the last one's end."""
     rounds: int
@@ -71,7 +71,8 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measure
         nodes=count,
         steps=round(statistics.mean(len(records) for records in records_of_nodes)),
         tokens=max(int(records[-1]["train/tokens"]) for records in records_of_nodes),
-        step_s=statistics.median(own for records in records_of_nodes for own in _own_times_s(records)),
+        step_s=statistics.median(_own_s(record) for records in records_of_nodes for record in records),
+        blocked_s=sum(_blocked_s(record) for records in records_of_nodes for record in records) / count,
         wall_s=statistics.mean(sum(record["train/step_s"] for record in records) for records in records_of_nodes),
         rounds=max(len({record["outer/round"] for record in of_node}) for of_node in rounds),
         sent_bytes=total("outer/sent_bytes") / count,
@@ -81,12 +82,13 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measure
     )
 
 
-def _own_times_s(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Durations of the inner steps that end no round; where each does, without what the round says of itself."""
-    undisturbed = [record["train/step_s"] for record in records if "outer/round" not in record]
-    if undisturbed:
-        return undisturbed
-    return [max(0.0, r["train/step_s"] - sum(r.get(name, 0.0) for name in _BETWEEN_NODES)) for r in records]
+def _own_s(record: Mapping[str, Any]) -> float:
+    """Duration of an inner step without what happens between nodes."""
+    return max(0.0, record["train/step_s"] - _blocked_s(record))
+
+
+def _blocked_s(record: Mapping[str, Any]) -> float:
+    return record.get("outer/blocked_s") or 0.0  # a node alone has none
 
 
 def payload_bytes(found: Measured, way: Way) -> float:

@@ -89,7 +89,8 @@ def _ways_out(found: Sequence[Forecast], target: float) -> list[str]:
         of = [f for f in found if f.method == method]
         if of:
             least = min(of, key=lambda f: f.transfer_s)
-            hidden = 1.0 if method == "eager" else 0.0
-            steps = math.ceil(least.transfer_s / least.step_s / (hidden + 1 / target - 1))
+            hidden, idle = float(method == "eager"), 1 / target - 1
+            all_s = least.transfer_s + least.beside_s + least.own_s
+            steps = math.ceil(max(all_s / (hidden + idle), least.own_s / idle) / least.step_s)
             ways.append(f"{method} with {least.codec} would with {steps} inner steps")
     return ways

@@ -6,6 +6,7 @@ Predicts from formulas; measures nothing. Exit codes: 0, or 2 for arguments that
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -26,6 +27,7 @@ _COLUMNS = (
     "received",
     "at a time",
     "transfer",
+    "own",
     "waits",
     "computes",
     "2N/sent",
@@ -55,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--up", required=True, help="rate at which the slowest node sends: 20mbit, 1gbit")
     parser.add_argument("--down", help="rate at which it receives; default: --up")
     parser.add_argument("--rtt-ms", default="100", help="round trip between the nodes; default: %(default)s")
+    parser.add_argument("--store-rtt-ms", help="round trip to the store; default: --rtt-ms")
+    parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
     parser.add_argument("--step-s", required=True, help="seconds of an inner step of one node")
     parser.add_argument("--inner-steps", default="100", help="of diloco, streaming, eager; default: %(default)s")
     parser.add_argument("--sparse-steps", default="30", help="inner steps of sparseloco; default: %(default)s")
@@ -97,11 +101,13 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link, OuterKnobs, float]:
         k=_named("--k", parse_whole, options.k),
         demo_overlap=options.demo_overlap,
         relay=options.relay,
+        cores=_named("--cores", parse_positive, options.cores),
     )
     lr = _named("--outer-lr", parse_positive, options.outer_lr) if options.outer_lr else None
     total_steps = _named("--total-steps", parse_whole, options.total_steps) if options.total_steps else None
     rtt_s = _named("--rtt-ms", parse_positive, options.rtt_ms) / 1e3
-    return job, Link(up, down, rtt_s), OuterKnobs(lr, options.outer_momentum, total_steps), options.target
+    store_rtt_s = _named("--store-rtt-ms", parse_positive, options.store_rtt_ms) / 1e3 if options.store_rtt_ms else None
+    return job, Link(up, down, rtt_s, store_rtt_s), OuterKnobs(lr, options.outer_momentum, total_steps), options.target
 
 
 def _named(flag: str, parse: Callable[[str], _T], text: str) -> _T:
@@ -119,7 +125,8 @@ def render(job: Job, found: Sequence[Forecast], advice: Advice, knobs: OuterKnob
     lines += [
         "",
         "Bytes of one node in a round of so many steps; 2N/payload compares what it has to say with 2 bytes a",
-        f"parameter and step; link: how many times as fast it must be to compute {100 * target:g} % of the time.",
+        "parameter and step; own: what the node itself does for a round while training stands still; link: how many",
+        f"times as fast it must be to compute {100 * target:g} % of the time.",
         "",
         f"take {advice.forecast.method} with {advice.forecast.codec} values:",
         *(f"  - {reason}" for reason in advice.reasons),
@@ -141,10 +148,11 @@ def _row(forecast: Forecast, job: Job, target: float) -> tuple[str, ...]:
         human_bytes(forecast.received_bytes),
         human_bytes(forecast.peak_bytes),
         f"{forecast.transfer_s:.3g} s",
+        f"{forecast.own_s:.3g} s",
         f"{forecast.waits_s:.3g} s",
         f"{100 * forecast.compute_utilisation:.1f} %",
         f"{forecast.payload_ratio(job.params):.3g}x",
-        "enough" if faster <= 1 else f"{faster:.3g}x",
+        "enough" if faster <= 1 else "none is" if math.isinf(faster) else f"{faster:.3g}x",
     )
 
 

@@ -1,9 +1,12 @@
 """What each algorithm sends and how long training waits for it: the formulas of docs/algorithms.md. Pure.
 
 With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
-    all-reduce   each node sends and receives 2 (M - 1) / M E, as the native data path predicts its time
-    (plane/shape.py) all-gather   each node sends its payload to M - 1 others and receives theirs utilisation  H t / (H
-    t + waits), waits = max(0, transfer - overlap)
+
+- all-reduce: each node sends and receives 2 (M - 1) / M E, as the native data path predicts its time (plane/shape.py)
+- all-gather: each node sends its payload to M - 1 others and receives theirs
+- utilisation: H t / (H t + own + max(0, agreement + transfer + unpacking - overlap))
+
+where `own` is what a node does for a round while training stands still, and the agreement is between the members.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from zeroband.outer.sparseloco import error_rule
 from zeroband.plane.shape import MESSAGE_S, all_to_all_s
 from zeroband.plane.topology import Network
 
+STORE_TRIPS = 7
+"""Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready,
+looks, opens; votes, looks, writes the verdict, and looks."""
+
 Relay = Literal["none", "store", "aggregator"]
 """How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
 once, and down one payload that combines all of them."""
@@ -46,6 +53,14 @@ class Link:
     up_bytes_per_s: float
     down_bytes_per_s: float
     rtt_s: float
+    """To another node."""
+    store_rtt_s: float | None = None
+    """To the store; None: as to another node."""
+
+    @property
+    def agreement_s(self) -> float:
+        """Of the members on a round's beginning and its end."""
+        return STORE_TRIPS * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
 
     def network(self, nodes: int) -> Network:
         """For an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
@@ -74,6 +89,33 @@ class Job:
     demo_overlap: int = 0
     """Steps that DeMo's payload may travel: 0 or 1."""
     relay: Relay = "none"
+    cores: float = 4.0
+    """That a node has for its own part of a round."""
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """Processor time of one core for each value of the model (docs/algorithms.md says how it was measured)."""
+
+    packing_s: float
+    """While training stands still: contribution and encoding, outer step, digest and copies of the state."""
+    unpacking_s: float = 0.0
+    """Before a round can be applied."""
+    payload_s: float = 0.0
+    """The same, for each node's payload."""
+
+
+_DENSE = OwnWork(14e-9)
+
+OWN_WORK: Mapping[Method, OwnWork] = {
+    "ddp": _DENSE,
+    "diloco": _DENSE,
+    "streaming": _DENSE,
+    "eager": _DENSE,
+    "demo": OwnWork(80e-9, 28e-9, 2.5e-9),
+    "sparseloco": OwnWork(45e-9, 9e-9, 2e-9),
+}
+"""By method, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +134,21 @@ class Forecast:
     """Sent within one synchronisation, which is what a link has to carry at a time."""
     transfer_s: float
     """Of a round."""
+    beside_s: float
+    """What comes to the transfer before a round can be applied: agreement and unpacking."""
     overlap_s: float
-    """Of a round's transfer that training does not wait for, at most."""
+    """Of both that training does not wait for, at most."""
     waits_s: float
     """In a round."""
+    own_s: float
+    """In a round: the node's own work for it, for which training stands still."""
     step_s: float
 
     @property
     def compute_utilisation(self) -> float:
         """Part of the time in which the node computes."""
         compute_s = self.round_steps * self.step_s
-        return compute_s / (compute_s + self.waits_s)
+        return compute_s / (compute_s + self.own_s + self.waits_s)
 
     @property
     def sent_per_step(self) -> float:
@@ -113,9 +159,13 @@ class Forecast:
         return 2 * params * self.round_steps / self.payload_bytes if self.payload_bytes else math.inf
 
     def faster_link(self, target: float) -> float:
-        """How many times the link's rates would have to be for this utilisation, latency aside; 1: it is enough."""
-        allowed_s = self.overlap_s + self.round_steps * self.step_s * (1 / target - 1)
-        return max(1.0, self.transfer_s / allowed_s)
+        """How many times the link's rates would have to be for this utilisation, latency aside; 1: it is enough.
+
+        Infinite where no rate gives it.
+        """
+        idle_s = self.round_steps * self.step_s * (1 / target - 1) - self.own_s
+        allowed_s = idle_s + self.overlap_s - self.beside_s
+        return max(1.0, self.transfer_s / allowed_s) if min(idle_s, allowed_s) > 0 else math.inf
 
 
 def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
@@ -140,8 +190,7 @@ def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, over
     """An all-reduce of all values once a round."""
     encoded = CODECS[codec].encoded_size(round(job.params))
     moved, transfer_s = _all_reduce(encoded, job.nodes, link)
-    waits_s = max(0.0, transfer_s - overlap_s)
-    return Forecast(method, codec, steps, encoded, moved, moved, moved, transfer_s, overlap_s, waits_s, job.step_s)
+    return _forecast(job, link, method, codec, steps, encoded, (moved, moved, moved), transfer_s, overlap_s)
 
 
 def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
@@ -159,23 +208,9 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
     for codec in CODECS_OF["streaming"]:
         part = CODECS[codec].encoded_size(math.ceil(job.params / job.fragments))
         moved, part_s = _all_reduce(part, job.nodes, link)
-        count, overlap_s, round_s = job.fragments, job.overlap * job.step_s, job.inner_steps * job.step_s
-        waits_s = count * max(0.0, part_s - overlap_s)
-        overlapped_s = min(count * overlap_s, round_s)
-        sent, transfer_s = count * moved, count * part_s
-        yield Forecast(
-            "streaming",
-            codec,
-            job.inner_steps,
-            count * part,
-            sent,
-            sent,
-            round(moved),
-            transfer_s,
-            overlapped_s,
-            waits_s,
-            job.step_s,
-        )
+        bytes_of_part = (moved, moved, float(round(moved)))
+        steps, overlap_s = job.inner_steps, job.overlap * job.step_s
+        yield _forecast(job, link, "streaming", codec, steps, part, bytes_of_part, part_s, overlap_s, job.fragments)
 
 
 def _demo(job: Job, link: Link) -> Iterator[Forecast]:
@@ -198,9 +233,42 @@ def _gathered(
     if job.relay == "aggregator" and others:
         received = combined_bytes(codec, job.nodes, weighted=method == "sparseloco")
     transfer_s = all_gather_s(sent, received, job.nodes, link, ways=1 if job.relay == "none" else 2)
-    waits_s = max(0.0, transfer_s - overlap_s)
     moved = (float(sent), float(received), float(sent))
-    return Forecast(method, name, steps, payload, *moved, transfer_s, overlap_s, waits_s, job.step_s)
+    return _forecast(job, link, method, name, steps, payload, moved, transfer_s, overlap_s)
+
+
+def _forecast(
+    job: Job,
+    link: Link,
+    method: Method,
+    codec: str,
+    steps: int,
+    payload_bytes: int,
+    moved: tuple[float, float, float],
+    transfer_s: float,
+    overlap_s: float,
+    times: int = 1,
+) -> Forecast:
+    """Of a round that synchronises so many times. `moved`: bytes sent, received and at a time; all of it each time."""
+    work, a_value_s, others = OWN_WORK[method], job.params / job.cores, job.nodes - 1
+    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
+    beside_s = link.agreement_s + unpacking_s if others else 0.0
+    sent, received, peak = moved
+    return Forecast(
+        method,
+        codec,
+        steps,
+        times * payload_bytes,
+        times * sent,
+        times * received,
+        peak,
+        transfer_s=times * transfer_s,
+        beside_s=times * beside_s,
+        overlap_s=min(times * overlap_s, steps * job.step_s),
+        waits_s=times * max(0.0, transfer_s + beside_s - overlap_s),
+        own_s=work.packing_s * a_value_s if others else 0.0,
+        step_s=job.step_s,
+    )
 
 
 def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:

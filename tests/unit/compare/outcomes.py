@@ -15,6 +15,7 @@ def counted(*, nodes: int = 4, rounds: int = 10, sent: float = 6000.0, step_s: f
         steps=100,
         tokens=nodes * 100 * 50,
         step_s=step_s,
+        blocked_s=8.0,
         wall_s=20.0,
         rounds=rounds,
         sent_bytes=sent,

@@ -21,19 +21,21 @@ def line(step: int, step_s: float, **outer: Any) -> dict[str, Any]:
 
 
 def test_counters_are_folded_over_nodes_and_rounds() -> None:
-    ends_round = {"round": 1, "sent_bytes": 30, "received_bytes": 40, "wait_s": 0.2, "transfer_s": 0.3, "apply_s": 0.1}
+    ends_round = {"round": 1, "sent_bytes": 30, "received_bytes": 40, "blocked_s": 0.6, "apply_s": 0.1}
     one = [line(1, 0.5), line(2, 1.1, **ends_round), line(3, 0.5), line(4, 1.1, **{**ends_round, "round": 2})]
     other = [line(1, 0.5), line(2, 1.1, **{**ends_round, "sent_bytes": 50}), line(3, 0.5), line(4, 1.1)]
     found = measured([one, other])
     assert (found.nodes, found.steps, found.tokens, found.rounds) == (2, 4, 400, 2)
     assert (found.sent_bytes, found.received_bytes, found.peak_bytes) == (55, 60, 50)
     assert (found.step_s, found.wall_s, found.apply_s) == pytest.approx((0.5, 3.2, 0.15))
+    assert found.blocked_s == pytest.approx(0.9)
     assert found.compute_utilisation == pytest.approx(2.0 / 3.2)
     assert found.sent_per_token == 55 / 200
 
 
-def test_steps_that_all_end_rounds_are_counted_without_what_the_round_took() -> None:
-    ends_round = {"round": 1, "wait_s": 0.1, "transfer_s": 0.2, "apply_s": 0.05}
+def test_steps_that_all_end_rounds_are_counted_without_what_they_were_blocked() -> None:
+    """Though the rounds took longer, beside training."""
+    ends_round = {"round": 1, "wait_s": 0.3, "transfer_s": 0.4, "blocked_s": 0.35}
     assert measured([[line(1, 0.5, **ends_round), line(2, 0.7, **ends_round)]]).step_s == pytest.approx(0.25)
 
 

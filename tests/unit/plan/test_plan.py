@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from zeroband import cli
+from zeroband.config.stability import Method
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
 from zeroband.plan.advice import OuterKnobs, advise
 from zeroband.plan.command import main
-from zeroband.plan.forecast import CODECS_OF, Forecast, Job, Link, Relay, forecasts
+from zeroband.plan.forecast import CODECS_OF, OWN_WORK, STORE_TRIPS, Forecast, Job, Link, Relay, forecasts
 from zeroband.plan.units import parse_count, parse_positive, parse_rate, parse_whole
 from zeroband.plane.shape import CROWDED, MESSAGE_S
 
@@ -20,6 +23,15 @@ MESSAGES_S = 6 * MESSAGE_S
 
 SENDS_S = 24.576 * CROWDED
 """One and a half times 16.384 MB at a MB/s, all-to-all."""
+
+
+AGREES_S = STORE_TRIPS * 0.05
+UNPACKS_S = (28e-9 + 4 * 2.5e-9) * 4096e3 / 4
+"""DeMo's of four payloads, on four cores."""
+
+
+def own_s(method: Method) -> float:
+    return OWN_WORK[method].packing_s * JOB.params / JOB.cores
 
 
 def of(method: str, values: str, job: Job = JOB, link: Link = LINK) -> Forecast:
@@ -68,16 +80,17 @@ def test_ddp_sends_all_values_every_step_and_waits_for_them() -> None:
     found = of("ddp", "fp32")
     assert found.sent_bytes == found.received_bytes == 2 * 3 / 4 * 4 * 4096e3
     assert found.transfer_s == pytest.approx(SENDS_S + 0.05 + MESSAGES_S)
-    assert found.compute_utilisation == pytest.approx(0.5 / (0.5 + found.transfer_s))
+    assert found.compute_utilisation == pytest.approx(0.5 / (0.5 + own_s("ddp") + AGREES_S + found.transfer_s))
     assert found.payload_ratio(JOB.params) == 0.5
 
 
 def test_diloco_sends_as_much_once_a_round() -> None:
     found = of("diloco", "fp32")
     assert found.sent_per_step == of("ddp", "fp32").sent_per_step / 20
-    assert found.compute_utilisation == pytest.approx(10 / (10 + SENDS_S + 0.05 + MESSAGES_S))
-    assert found.faster_link(0.5) == pytest.approx((SENDS_S + 0.05 + MESSAGES_S) / 10)
-    assert found.faster_link(0.1) == 1.0
+    own, sends_s = own_s("diloco"), SENDS_S + 0.05 + MESSAGES_S
+    assert found.compute_utilisation == pytest.approx(10 / (10 + own + AGREES_S + sends_s))
+    assert found.faster_link(0.5) == pytest.approx(sends_s / (10 - own - AGREES_S))
+    assert (found.faster_link(0.1), found.faster_link(0.999)) == (1.0, math.inf)
 
 
 def test_encoded_sizes_are_those_of_the_codecs() -> None:
@@ -94,17 +107,19 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
     assert found.peak_bytes == part
     assert found.sent_bytes == 4 * part
     part_s = CROWDED * part / 1e6 + 0.05 + MESSAGES_S
-    assert found.waits_s == pytest.approx(4 * (part_s - 1.0))
+    assert found.waits_s == pytest.approx(4 * (part_s + AGREES_S - 1.0))
     assert of("streaming", "int8", Job(4096e3, 4, 2.0, 20, fragments=4, overlap=2)).waits_s == 0
-    assert of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0)).waits_s == pytest.approx(4 * part_s)
+    waiting = of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0))
+    assert waiting.waits_s == pytest.approx(4 * (part_s + AGREES_S))
 
 
 def test_eager_waits_only_for_what_exceeds_its_round() -> None:
     transfer_s = CROWDED * 1.5 * 4160 / 1e3 + 0.05 + MESSAGES_S
     assert of("eager", "int8").transfer_s == pytest.approx(transfer_s)
-    assert of("eager", "int8").compute_utilisation == 1.0
+    assert of("eager", "int8").waits_s == 0
+    assert of("eager", "int8").compute_utilisation == pytest.approx(10 / (10 + own_s("eager")))
     short = of("eager", "int8", Job(4096e3, 4, 0.5, 10, fragments=5, overlap=2))
-    assert short.compute_utilisation == pytest.approx(5 / transfer_s)
+    assert short.compute_utilisation == pytest.approx(5 / (own_s("eager") + AGREES_S + transfer_s))
 
 
 @pytest.mark.parametrize(("relay", "sent", "received", "ways"), [("none", 3, 3, 1), ("store", 1, 3, 2)])
@@ -130,8 +145,16 @@ def test_aggregator_bounds_what_comes_down_by_the_combined_payload() -> None:
 
 
 def test_overlapped_step_hides_demos_payload() -> None:
-    assert of("demo", "sign").waits_s > 0
-    assert of("demo", "sign", Job(4096e3, 4, 0.5, fragments=5, demo_overlap=1)).compute_utilisation == 1.0
+    waiting, overlapped = (of("demo", "sign", Job(4096e3, 4, 2.0, fragments=5, demo_overlap=n)) for n in (0, 1))
+    assert waiting.waits_s == pytest.approx(waiting.transfer_s + AGREES_S + UNPACKS_S)
+    assert (overlapped.waits_s, overlapped.own_s) == (0, pytest.approx(own_s("demo")))
+
+
+def test_more_cores_shorten_a_nodes_own_work_and_a_store_nearby_the_agreement() -> None:
+    job = Job(4096e3, 4, 0.5, fragments=5, cores=2 * JOB.cores)
+    found = of("demo", "sign", job, Link(1e6, 2e6, 0.05, store_rtt_s=0.001))
+    assert found.own_s == pytest.approx(own_s("demo") / 2)
+    assert found.beside_s == pytest.approx(0.007 + UNPACKS_S / 2)
 
 
 def test_one_node_sends_nothing() -> None:
@@ -140,13 +163,13 @@ def test_one_node_sends_nothing() -> None:
 
 
 def test_fast_link_gets_ddp_and_slow_links_get_what_hides_or_saves() -> None:
-    def taken(up: float, nodes: int = 2, params: float = 1e9) -> str:
-        job = Job(params, nodes, step_s=2.0)
-        found = forecasts(job, Link(up, up, 0.05))
+    def taken(up: float, params: float = 1e9, rtt_s: float = 0.05) -> str:
+        job = Job(params, 2, step_s=2.0)
+        found = forecasts(job, Link(up, up, rtt_s))
         return advise(found, job, OuterKnobs(), 0.95).forecast.method
 
-    rates = (125e9, 1.25e9, 12.5e6, 3e6)
-    assert [taken(up) for up in rates] == ["ddp", "diloco", "streaming", "eager"]
+    assert taken(125e9, params=1e6, rtt_s=0.001) == "ddp"
+    assert [taken(up) for up in (1.25e9, 12.5e6, 3e6)] == ["diloco", "streaming", "eager"]
 
 
 def test_advice_says_what_would_help_where_nothing_is_enough() -> None:
