@@ -72,7 +72,7 @@ def _require_ours(key: str) -> None:
 
 
 def default_node_id(environ: Mapping[str, str]) -> str:
-    """Names this node, and not another one on the same machine; the same on all its ranks and after a restart."""
+    """Names this node and no other on the machine; the same on all its ranks, and after torchrun restarts them."""
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else os.getpid()
     return f"{socket.gethostname()[:48]}-{launcher}"
 
