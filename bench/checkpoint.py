@@ -36,10 +36,11 @@ from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.departure import Departure
+from zeroband.node import NodeParts, build_node
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import init_local_mesh
-from zeroband.parts import NodeParts, build_node, shape_of
+from zeroband.parts import shape_of
 from zeroband.sharding import local_part
 from zeroband.snapshots import Snapshots
 from zeroband.train import forward_backward

@@ -106,7 +106,7 @@ class Staging:
         self._of_device.finish()
         barrier(self._local)
 
-    def _shards_by_section(self) -> dict[str, Mapping[str, Tensor]]:
+    def _shards_by_section(self) -> dict[str, dict[str, Tensor]]:
         """This rank's shards on its device, for each staged buffer that is filled from them."""
         alone = {_PARAMS: parameter_shards(self._node.model)} if self._run is None else {}
         return alone | dict(zip(self.inner, self._moments, strict=False))  # the local sections come after them
