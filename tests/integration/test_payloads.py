@@ -80,7 +80,10 @@ def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Ca
 # -- several nodes --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(), ("--outer.overlap", "1")], ids=["waiting", "overlapped"])
+OVERLAPPED = pytest.param(("--outer.overlap", "1"), id="overlapped", marks=pytest.mark.soak)
+
+
+@pytest.fixture(scope="module", params=[pytest.param((), id="waiting"), OVERLAPPED])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Of a node of two ranks and one of one, the smaller one is killed before a transfer, and comes back."""
 

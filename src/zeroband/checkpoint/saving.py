@@ -55,6 +55,9 @@ POINTS = (
 
 _PIECE_BYTES = 16 << 20
 _LONGEST_PAUSE_S = 30.0
+"""Between two attempts at a file."""
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
+"""Between two looks for what the other members wrote."""
 
 T = TypeVar("T")
 
@@ -280,15 +283,16 @@ class Save:
     def _await_turn(self, from_s: float) -> bool:
         """Wait until all members before this one are out, or had the time for it; False when the checkpoint stands."""
         until_s = from_s + 2 * len(self._ahead) * self._rules.peer_wait_s
+        pauses = self._pauses()
         while not all(self._is_out(member) for member in self._ahead) and self._around.now_s() < until_s:
             if self._stands():
                 return False
-            self._pause()
+            next(pauses)
         return not self._stands()
 
     def _gather(self, until_s: float) -> None:
         """Take over the others' records; write oneself what is missing when the wait is over."""
-        missing = set(self._others)
+        missing, pauses = set(self._others), self._pauses()
         while True:
             for member in sorted(missing):
                 files = self._shares.read(member)
@@ -297,15 +301,20 @@ class Save:
                     missing.remove(member)
             if not missing - set(self._around.lost()) or self._around.now_s() >= until_s:
                 break
-            self._pause()
+            next(pauses)
         if missing:
             self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing))
         plan = self._staged.plan
         left = [file for file in plan.files if file.path not in self._files]
         self._write_share(left, with_indices=not plan.indices.keys() <= self._files.keys())
 
-    def _pause(self) -> None:
-        self._around.sleep(min(1.0, self._rules.peer_wait_s / 4))
+    def _pauses(self) -> Iterator[None]:
+        """Sleeps between two looks at the storage: short ones first."""
+        pause_s = _SHORTEST_LOOK_S
+        while True:
+            self._around.sleep(pause_s)
+            yield
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     # -- the commit ----------------------------------------------------------------------------------------------------
 

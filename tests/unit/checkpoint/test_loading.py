@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.checkpoint.saves import SECTIONS, Around, buffers_of, files_of, layout, own, save_of, saved, stamp_of
+from tests.unit.checkpoint.saves import (
+    RULES,
+    SECTIONS,
+    Around,
+    buffers_of,
+    files_of,
+    layout,
+    own,
+    save_of,
+    saved,
+    stamp_of,
+)
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from zeroband.checkpoint.inner_state import views_of
@@ -26,8 +39,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("good") / "run"
     storage = LocalStorage(root, "a")
     own(storage)
-    for node in ("b", "a"):
-        assert save_of(storage, 10, Around(), node_id=node, members=("a", "b"), max_bytes=200).run()
+    both = partial(save_of, storage, 10, members=("a", "b"), rules=replace(RULES, peer_wait_s=1.0), max_bytes=200)
+    first = both(Around(), node_id="a")
+    assert both(Around(on_sleep=lambda: first.run()), node_id="b").run()  # it waits for the first one to commit
     return root
 
 
