@@ -36,7 +36,6 @@ from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.departure import Departure
-from zeroband.node import NodeParts, build_node
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import init_local_mesh
