@@ -29,8 +29,9 @@ SLACK_S = 15.0
 STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"}
 """Each run, and a node of it to which nothing happens."""
 
-BY_HAND = {"eager": [pytest.mark.soak]}
-"""Runs that not every day has the time for; tests/unit/outer/test_overlap.py loses nodes of such runs daily."""
+BY_HAND = {"eager": [pytest.mark.soak], "ddp": [pytest.mark.soak]}
+"""Runs that not every day has the time for. Daily, tests/unit/outer/test_overlap.py loses nodes of overlapped rounds, and
+tests/integration/test_payloads.py those of rounds of one step."""
 
 
 def kill(point: str) -> list[str]:
@@ -197,8 +198,8 @@ LOSSES = [
     pytest.param("diloco", "node3", 0, id="in an inner step"),
     pytest.param("diloco", "node3", 1, id="in the reduce"),
     pytest.param("diloco", "node2", 0, id="frozen"),
-    pytest.param("ddp", "node2", 0, id="before its vote"),
-    pytest.param("ddp", "node2", 1, id="after it applied"),
+    pytest.param("ddp", "node2", 0, id="before its vote", marks=BY_HAND["ddp"]),
+    pytest.param("ddp", "node2", 1, id="after it applied", marks=BY_HAND["ddp"]),
     pytest.param("uneven", "node0", 0, id="before it applied"),
     pytest.param("eager", "node1", 0, id="beside training", marks=BY_HAND["eager"]),
     pytest.param("eager", "node1", 1, id="between two rounds beside training", marks=BY_HAND["eager"]),
@@ -284,12 +285,14 @@ def test_stranger_is_refused_and_told_the_differing_key(diloco: Recorded, key: s
     assert diloco.setup.token not in said
 
 
+@pytest.mark.soak
 def test_node_lost_before_its_vote_makes_its_round_open_again(ddp: Recorded) -> None:
     first = ddp.lives("node2")[0]
     assert (first.first, first.last) == (0, 5)
     assert set(ddp.of_round("round_retried", 6)) == {"node0", "node1"}
 
 
+@pytest.mark.soak
 def test_joiner_of_fast_steps_is_admitted_soon(ddp: Recorded) -> None:
     joined = ddp.lives("node2")[1]
     (recovered,) = [event for event in ddp.events["node2"] if event["kind"] == "recovered"]

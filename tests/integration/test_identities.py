@@ -201,12 +201,14 @@ def two_and_one(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     return train_nodes(tmp_path_factory.mktemp("two_and_one"), NESTEROV, [2, 1])
 
 
+@pytest.mark.soak
 def test_nodes_with_different_numbers_of_ranks_hold_the_same_state(two_and_one: list[Seen]) -> None:
     big, small = two_and_one
     assert big.digests == small.digests
     assert len(set(big.digests)) == 1 + STEPS // INNER_STEPS
 
 
+@pytest.mark.soak
 def test_two_ranks_and_one_learn_what_one_and_one_learn_within_rounding(
     local: LocalMesh, tmp_path: Path, two_and_one: list[Seen]
 ) -> None:
