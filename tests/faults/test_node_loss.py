@@ -30,8 +30,8 @@ STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"
 """Each run, and a node of it to which nothing happens."""
 
 BY_HAND = {"eager": [pytest.mark.soak], "ddp": [pytest.mark.soak]}
-"""Runs that not every day has the time for. Daily, tests/unit/outer/test_overlap.py loses nodes of overlapped rounds, and
-tests/integration/test_payloads.py those of rounds of one step."""
+"""Runs that not every day has the time for. Daily, tests/unit/outer/test_overlap.py loses nodes of overlapped rounds,
+and tests/integration/test_payloads.py those of rounds of one step."""
 
 
 def kill(point: str) -> list[str]:
