@@ -77,7 +77,7 @@ class Links:
 
 
 def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, int]:
-    """What the nodes counted after the first round, and the model's size."""
+    """What the nodes counted between the first round and the last, and the model's size."""
     steps = 4 * ROUNDS if preset in PER_STEP else INNER_STEPS * ROUNDS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
@@ -99,13 +99,13 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, 
         assert set(codes.values()) == {0}, cluster.describe()
         records = [node.metrics() for node in cluster.nodes.values()]
         params = next(node.parameters for node in cluster.view().nodes if node.parameters)
-    return measured([_after_first_round(of_node) for of_node in records]), params
+    return measured([_in_the_middle(of_node) for of_node in records]), params
 
 
-def _after_first_round(records: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Without the round in which connections are made and links become known."""
-    first = next(number for number, record in enumerate(records) if "outer/round" in record)
-    return records[first + 1 :]
+def _in_the_middle(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Without the round in which connections are made, and the last one, for which all wait whatever they overlap."""
+    first, *_, before_last, _ = (number for number, record in enumerate(records) if "outer/round" in record)
+    return records[first + 1 : before_last + 1]
 
 
 def predict(preset: str, step_s: float, params: int, mbit: float, rtt_ms: float, nodes: int) -> Forecast:
