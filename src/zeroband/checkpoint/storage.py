@@ -104,6 +104,13 @@ class LocalStorage(Storage):
 
     def write(self, path: str, pieces: Iterable[Data]) -> None:
         place = self._root / path
+        with self._written_beside(place, pieces) as beside:
+            beside.replace(place)
+        _sync_folder(place.parent)
+
+    @contextlib.contextmanager
+    def _written_beside(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
+        """A synced file in the same folder, gone afterwards unless it was moved."""
         place.parent.mkdir(parents=True, exist_ok=True)
         beside = place.with_name(f".{place.name}.{self._node_id}")
         try:
@@ -111,12 +118,10 @@ class LocalStorage(Storage):
                 for piece in pieces:
                     _write_all(file, memoryview(piece))
                 os.fsync(file.fileno())
-            beside.replace(place)
-        except BaseException:
+            yield beside
+        finally:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
-            raise
-        _sync_folder(place.parent)
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
@@ -133,14 +138,12 @@ class LocalStorage(Storage):
 
     def create(self, path: str, data: bytes) -> bool:
         place = self._root / path
-        place.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with place.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            with self._written_beside(place, (data,)) as beside:
+                _put_unless_there(beside, place, data)
         except FileExistsError:
             return False
+        _sync_folder(place.parent)
         return True
 
     def remove(self, path: str) -> None:
@@ -151,6 +154,18 @@ class LocalStorage(Storage):
     def rename(self, old: str, new: str) -> None:
         (self._root / old).rename(self._root / new)
         _sync_folder(self._root)
+
+
+def _put_unless_there(beside: Path, place: Path, data: bytes) -> None:
+    """Have a file at its place, whole from the start where the mount knows hard links. Raises FileExistsError."""
+    try:
+        os.link(beside, place)
+    except FileExistsError:
+        raise
+    except OSError:
+        with place.open("xb", buffering=0) as file:
+            _write_all(file, memoryview(data))
+            os.fsync(file.fileno())
 
 
 def _write_all(file: Any, piece: memoryview) -> None:

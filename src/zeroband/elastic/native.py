@@ -20,12 +20,12 @@ from zeroband.kernels.codec import Codec
 from zeroband.plane.calling import Address
 from zeroband.plane.engine import Encoded, Engine, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
+from zeroband.plane.meter import WINDOW_S, Learned, Meter
 from zeroband.plane.shape import piece_bytes, shape_of
 from zeroband.plane.tuning import LinkTuning
 
 _POLL_S = 0.0005
 _LOOK_S = 0.005
-_WINDOW_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NativePlane:
         self._tunings: dict[str, LinkTuning] = {}
         """By member."""
         self._connect_s = connect_s
-        self._rates = Rates()
+        self._learned = Learned()
 
     def reduce_mean(
         self,
@@ -130,11 +130,11 @@ class NativePlane:
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
-            meter = _Meter()
+            meter = Meter()
             self._await(_Run(running, opening, at, on_progress, list(stops)), meter)
             traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
             self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
-            self._rates = meter.rates(traffic, self._rates)
+            self._learned = self._learned.after(meter.rate, _link_rates(traffic))
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
             running.close()
@@ -175,7 +175,7 @@ class NativePlane:
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version
 
-    def _await(self, run: _Run, meter: _Meter) -> None:
+    def _await(self, run: _Run, meter: Meter) -> None:
         opening, running = run.opening, run.running
         run.on_progress(0.0)
         while (state := running.wait(_POLL_S)) == State.RUNNING:
@@ -191,7 +191,8 @@ class NativePlane:
         run.on_progress(1.0)
 
     def measured(self) -> Rates:
-        return self._rates
+        links = {m: max(rates, default=0) for m, rates in self._learned.links.items()}
+        return Rates(max(self._learned.own, default=0), links)
 
     def leave_behind(self) -> None:
         """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
@@ -229,7 +230,7 @@ class _Run:
     def traffic(self) -> dict[str, Traffic]:
         return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
 
-    def look(self, meter: _Meter) -> None:
+    def look(self, meter: Meter) -> None:
         """See how far it is, and go on from where it was to stand still."""
         now_s = time.monotonic()
         if self.stops and self.running.is_held():
@@ -254,27 +255,9 @@ class _Run:
         return f"{member} stopped at byte {last.received_bytes} of {last.to_receive_bytes} and was silent {silent}"
 
 
-class _Meter:
-    """The highest rate that a transfer reached, over windows: what an access link carries at least."""
-
-    def __init__(self) -> None:
-        self._began: tuple[int, int, float] | None = None
-        self._best_sent = self._best_received = 0.0
-
-    def see(self, sent_bytes: int, received_bytes: int, now_s: float) -> None:
-        if self._began is None:
-            self._began = (sent_bytes, received_bytes, now_s)
-        sent, received, since_s = self._began
-        if now_s - since_s >= _WINDOW_S:
-            self._best_sent = max(self._best_sent, (sent_bytes - sent) / (now_s - since_s))
-            self._best_received = max(self._best_received, (received_bytes - received) / (now_s - since_s))
-            self._began = (sent_bytes, received_bytes, now_s)
-
-    def rates(self, traffic: Mapping[str, Traffic], before: Rates) -> Rates:
-        """What is known after this transfer; one that was over in no time says nothing."""
-        own = round(min(self._best_sent, self._best_received) * 8 / 1e6)
-        links = {m: round(t.sent_bytes / t.sending_s * 8 / 1e6) for m, t in traffic.items() if t.sending_s > _WINDOW_S}
-        return Rates(own or before.own, {m: links.get(m, before.links.get(m, 0)) for m in traffic})
+def _link_rates(traffic: Mapping[str, Traffic]) -> dict[str, int]:
+    """Mbit/s to each member; 0 where a transfer was over in no time."""
+    return {m: round(t.sent_bytes / t.sending_s * 8e-6) if t.sending_s > WINDOW_S else 0 for m, t in traffic.items()}
 
 
 def _number(opening: Opening) -> int:

@@ -30,6 +30,9 @@ link do not end together (bench/all_reduce.py links)."""
 MESSAGE_S = 5e-5
 """Of processor time for each message of a member (bench/all_reduce.py messages)."""
 
+WORTH_SIZING = 1.25
+"""Shards differ in size where an all-to-all ends so much sooner by it: measured rates of equal links differ, too."""
+
 WORTH_A_RING = 1.25
 """A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
@@ -41,7 +44,7 @@ def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network
     """
     network = network or Network()
     world, encoded_bytes = len(shares), codec.encoded_size(numel)
-    owned = shard_shares(network.rates) or (1 / world,) * world
+    owned = _owned(world, encoded_bytes, network)
     bounds = shard_bounds(numel, owned)
     longest = max(stop - start for start, stop in pairwise(bounds))
     return Shape(
@@ -52,6 +55,15 @@ def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network
         is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(owned, encoded_bytes, network),
         chunk_numel=chunk_numel(longest),
     )
+
+
+def _owned(world: int, encoded_bytes: int, network: Network) -> tuple[float, ...]:
+    """What part of the state each member owns."""
+    equal, sized = (1 / world,) * world, shard_shares(network.rates)
+    is_worth_it = sized and WORTH_SIZING * all_to_all_s(sized, encoded_bytes, network) <= all_to_all_s(
+        equal, encoded_bytes, network
+    )
+    return sized if is_worth_it else equal
 
 
 def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:

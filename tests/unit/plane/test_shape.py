@@ -46,6 +46,26 @@ def test_members_without_known_rates_own_equal_shards(numel: int, world: int) ->
     assert max(sizes) - min(sizes) <= 2 * ALIGNMENT
 
 
+def sizes_of(rates: list[int]) -> list[int]:
+    """Of the shards, in blocks, of 400 blocks."""
+    shape = shape_of(400 * ALIGNMENT, INT8, [1 / len(rates)] * len(rates), Network(tuple(rates), rtt_ms=1))
+    return [(stop - start) // ALIGNMENT for start, stop in pairwise(shape.bounds)]
+
+
+@pytest.mark.parametrize(
+    "rates", [[300, 240, 270, 290], [300, 220, 300, 300], [100, 140, 110, 100], [290, 0, 300, 260]]
+)
+def test_noise_of_equal_links_sizes_no_shard(rates: list[int]) -> None:
+    """Each of them carries the same; measured were rates a third apart."""
+    assert sizes_of(rates) == [100] * 4
+
+
+@pytest.mark.parametrize("slow", [100, 30, 10])
+def test_member_with_a_really_slow_link_owns_less(slow: int) -> None:
+    first, *others = sizes_of([slow, 300, 300, 300])
+    assert first < 20 and max(others) - min(others) <= 1
+
+
 @given(numels)
 def test_chunks_are_whole_blocks_and_neither_tiny_nor_huge(numel: int) -> None:
     chunk = chunk_numel(numel)
