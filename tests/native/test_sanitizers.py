@@ -56,6 +56,10 @@ def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sani
     succeeds(build(program, sanitizer))
 
 
+def test_codecs_write_where_they_should(build: Build) -> None:
+    succeeds(build("codec_test", "address,undefined"))
+
+
 def test_frames_of_a_stranger_do_no_harm(build: Build) -> None:
     succeeds(build("fuzz_frames", "address,undefined"), "50000")
 

@@ -1,7 +1,9 @@
 // The codecs' inner loops in portable C++, included by codec.cpp once for each instruction set, inside a namespace.
 //
 // Every variant does the same IEEE operations in the same order (no fused multiply-add, no fast-math), so all of them
-// give the same bits; the loops are written for the compiler to vectorise. Must not include a header.
+// give the same bits; the loops are written for the compiler to vectorise. Must not include a header. Before it stand,
+// for the instruction set, `store_away(block, n, x)`, which writes whole blocks past the caches, and `stored_away()`,
+// after which other threads see them.
 
 // Rounds to the nearest integer, ties to even, for |v| < 2^22.
 inline float round_even(float v) {
@@ -27,6 +29,13 @@ inline float load_scale(const uint8_t* at) {
     return scale;
 }
 
+// So far ahead of what is encoded, values are asked for from memory.
+constexpr size_t PREFETCHED = 512;
+
+inline void prefetch(const float* x, size_t n) {
+    for (size_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);
+}
+
 // The bits of the largest |x|; at least INFINITE where a value is not finite.
 inline int32_t magnitude(const float* x, size_t n) {
     int32_t top = 0;
@@ -45,13 +54,32 @@ inline int64_t first_non_finite(const float* x, size_t n) {
 
 // -- float32 -----------------------------------------------------------------------------------------------------
 
+// So many at a time stay in the nearest cache while they are looked at and copied.
+constexpr size_t FP32_BLOCK = 256;
+
 int64_t encode_fp32(const float* x, size_t n, uint8_t* out) {
-    if (magnitude(x, n) >= INFINITE) return first_non_finite(x, n);
-    __builtin_memcpy(out, x, 4 * n);
+    for (size_t start = 0; start < n; start += FP32_BLOCK) {
+        const size_t size = n - start < FP32_BLOCK ? n - start : FP32_BLOCK;
+        if (n - start >= PREFETCHED + FP32_BLOCK) prefetch(x + start + PREFETCHED, FP32_BLOCK);
+        if (magnitude(x + start, size) >= INFINITE)
+            return static_cast<int64_t>(start) + first_non_finite(x + start, size);
+        __builtin_memcpy(out + 4 * start, x + start, 4 * size);
+    }
     return -1;
 }
 
 void decode_fp32(const uint8_t* in, size_t n, float* x) { __builtin_memcpy(x, in, 4 * n); }
+
+void decode_fp32_away(const uint8_t* in, size_t n, float* x) {
+    const size_t whole = n / FP32_BLOCK * FP32_BLOCK;
+    float block[FP32_BLOCK];
+    for (size_t start = 0; start < whole; start += FP32_BLOCK) {
+        __builtin_memcpy(block, in + 4 * start, sizeof block);
+        store_away(block, FP32_BLOCK, x + start);
+    }
+    __builtin_memcpy(x + whole, in + 4 * whole, 4 * (n - whole));
+    stored_away();
+}
 
 void add_fp32(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_scale(in + 4 * i);
@@ -180,6 +208,7 @@ int64_t encode_int8(const float* x, size_t n, uint8_t* out) {
     for (size_t block = 0; block < blocks; ++block) {
         const size_t start = block * INT8_BLOCK;
         const bool is_full = n - start >= INT8_BLOCK;
+        if (n - start >= PREFETCHED + INT8_BLOCK) prefetch(x + start + PREFETCHED, INT8_BLOCK);
         const int32_t top = is_full ? magnitude(x + start, INT8_BLOCK) : magnitude(x + start, n - start);
         if (top >= INFINITE) return static_cast<int64_t>(start) + first_non_finite(x + start, n - start);
         float inverse;
@@ -193,14 +222,29 @@ int64_t encode_int8(const float* x, size_t n, uint8_t* out) {
     return -1;
 }
 
+inline void decode_int8_block(const int8_t* q, size_t n, float scale, float* x) {
+    for (size_t i = 0; i < n; ++i) x[i] = scale * static_cast<float>(q[i]);
+}
+
 void decode_int8(const uint8_t* in, size_t n, float* x) {
     const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
     const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
-    for (size_t block = 0; block < blocks; ++block) {
-        const float scale = load_scale(in + 4 * block);
-        const size_t stop = n < (block + 1) * INT8_BLOCK ? n : (block + 1) * INT8_BLOCK;
-        for (size_t i = block * INT8_BLOCK; i < stop; ++i) x[i] = scale * static_cast<float>(q[i]);
+    for (size_t start = 0; start < n; start += INT8_BLOCK) {
+        const size_t size = n - start < INT8_BLOCK ? n - start : INT8_BLOCK;
+        decode_int8_block(q + start, size, load_scale(in + start / INT8_BLOCK * 4), x + start);
     }
+}
+
+void decode_int8_away(const uint8_t* in, size_t n, float* x) {
+    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK, whole = n / INT8_BLOCK * INT8_BLOCK;
+    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
+    float block[INT8_BLOCK];
+    for (size_t start = 0; start < whole; start += INT8_BLOCK) {
+        decode_int8_block(q + start, INT8_BLOCK, load_scale(in + start / INT8_BLOCK * 4), block);
+        store_away(block, INT8_BLOCK, x + start);
+    }
+    if (whole < n) decode_int8_block(q + whole, n - whole, load_scale(in + 4 * (blocks - 1)), x + whole);
+    stored_away();
 }
 
 void add_int8(const uint8_t* in, size_t n, float weight, float* sum) {
@@ -243,18 +287,31 @@ int64_t encode_int4(const float* x, size_t n, uint8_t* out) {
     return -1;
 }
 
+inline void decode_int4_block(const uint8_t* packed, size_t n, float scale, float* x) {
+    const size_t half = (n + 1) / 2, pairs = n / 2;
+    for (size_t j = 0; j < half; ++j) x[j] = scale * static_cast<float>((packed[j] & 15) - 8);
+    for (size_t j = 0; j < pairs; ++j) x[half + j] = scale * static_cast<float>((packed[j] >> 4) - 8);
+}
+
 void decode_int4(const uint8_t* in, size_t n, float* x) {
     const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
     const uint8_t* bytes = in + 4 * blocks;
-    for (size_t block = 0; block < blocks; ++block) {
-        const float scale = load_scale(in + 4 * block);
-        const size_t start = block * INT4_BLOCK;
+    for (size_t start = 0; start < n; start += INT4_BLOCK) {
         const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
-        const size_t half = (size + 1) / 2, pairs = size / 2;
-        const uint8_t* packed = bytes + start / 2;
-        for (size_t j = 0; j < half; ++j) x[start + j] = scale * static_cast<float>((packed[j] & 15) - 8);
-        for (size_t j = 0; j < pairs; ++j) x[start + half + j] = scale * static_cast<float>((packed[j] >> 4) - 8);
+        decode_int4_block(bytes + start / 2, size, load_scale(in + start / INT4_BLOCK * 4), x + start);
     }
+}
+
+void decode_int4_away(const uint8_t* in, size_t n, float* x) {
+    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK, whole = n / INT4_BLOCK * INT4_BLOCK;
+    const uint8_t* bytes = in + 4 * blocks;
+    float block[INT4_BLOCK];
+    for (size_t start = 0; start < whole; start += INT4_BLOCK) {
+        decode_int4_block(bytes + start / 2, INT4_BLOCK, load_scale(in + start / INT4_BLOCK * 4), block);
+        store_away(block, INT4_BLOCK, x + start);
+    }
+    if (whole < n) decode_int4_block(bytes + whole / 2, n - whole, load_scale(in + 4 * (blocks - 1)), x + whole);
+    stored_away();
 }
 
 void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
@@ -272,6 +329,9 @@ void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
 }
 
 const Codec CODECS[CODEC_COUNT] = {
-    {encode_fp32, decode_fp32, add_fp32}, {encode_bf16, decode_bf16, add_bf16}, {encode_fp16, decode_fp16, add_fp16},
-    {encode_int8, decode_int8, add_int8}, {encode_int4, decode_int4, add_int4},
+    {encode_fp32, decode_fp32, decode_fp32_away, add_fp32},
+    {encode_bf16, decode_bf16, decode_bf16, add_bf16},
+    {encode_fp16, decode_fp16, decode_fp16, add_fp16},
+    {encode_int8, decode_int8, decode_int8_away, add_int8},
+    {encode_int4, decode_int4, decode_int4_away, add_int4},
 };

@@ -2,6 +2,11 @@
 
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define ZEROBAND_X86 1
+#include <immintrin.h>
+#endif
+
 namespace zeroband {
 namespace {
 
@@ -29,12 +34,13 @@ struct Part {
 
 namespace generic {
 namespace {
+inline void store_away(const float* block, size_t n, float* x) { std::memcpy(x, block, n * sizeof(float)); }
+inline void stored_away() {}
 #include "blocks.inl"
 }
 }  // namespace generic
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define ZEROBAND_X86 1
+#ifdef ZEROBAND_X86
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,prefer-256-bit"))), apply_to = function)
 #else
@@ -43,6 +49,11 @@ namespace {
 #endif
 namespace avx2 {
 namespace {
+inline void store_away(const float* block, size_t n, float* x) {
+    if (reinterpret_cast<uintptr_t>(x) % 32 != 0) return void(std::memcpy(x, block, n * sizeof(float)));
+    for (size_t i = 0; i < n; i += 8) _mm256_stream_ps(x + i, _mm256_loadu_ps(block + i));
+}
+inline void stored_away() { _mm_sfence(); }
 #include "blocks.inl"
 }
 }  // namespace avx2
@@ -56,6 +67,11 @@ namespace {
 #endif
 namespace avx512 {
 namespace {
+inline void store_away(const float* block, size_t n, float* x) {
+    if (reinterpret_cast<uintptr_t>(x) % 64 != 0) return void(std::memcpy(x, block, n * sizeof(float)));
+    for (size_t i = 0; i < n; i += 16) _mm512_stream_ps(x + i, _mm512_loadu_ps(block + i));
+}
+inline void stored_away() { _mm_sfence(); }
 #include "blocks.inl"
 }
 }  // namespace avx512

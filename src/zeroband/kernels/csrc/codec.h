@@ -16,6 +16,8 @@ struct Codec {
     // Gives -1, or the index of the first value that is not finite; then `out` holds nothing of use.
     int64_t (*encode)(const float* x, size_t n, uint8_t* out);
     void (*decode)(const uint8_t* in, size_t n, float* x);
+    // As decode, to memory that is not read soon: past the caches where the processor can.
+    void (*decode_away)(const uint8_t* in, size_t n, float* x);
     // sum[i] += weight * decoded[i], the weight multiplied into the scale first.
     void (*add)(const uint8_t* in, size_t n, float weight, float* sum);
 };

@@ -218,7 +218,8 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
 void Reduce::write(const PacketPtr& packet) {
     const Frame& frame = packet->frame;
     const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
-    codec_.decode(packet->payload(), n, spec_.out + start);
+    const bool is_read_again = spec_.error != nullptr && frame.shard == spec_.self;
+    (is_read_again ? codec_.decode : codec_.decode_away)(packet->payload(), n, spec_.out + start);
     if (spec_.encoded_out != nullptr)
         put_part(spec_.codec, packet->payload(), start, n, spec_.encoded_out, spec_.numel());
 }
