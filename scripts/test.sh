@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up, then check everything as CI does: ./scripts/test.sh
 # With arguments, set up and run only pytest with them: ./scripts/test.sh tests/unit/data -k ledger
+# What the tests reach, their processes too: ./scripts/test.sh --cov -n2 --dist=loadfile
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,5 +23,5 @@ step hadolint Dockerfile
 timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
 parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder "${timed[@]/#/--ignore=}")
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
-step pytest -q --durations=10 --cov --cov-report= "${parallel[@]}" "${folders[@]}"
-step pytest -q --durations=10 --cov --cov-append --cov-report=term "${timed[@]}"
+step pytest -q --durations=10 "${parallel[@]}" "${folders[@]}"
+step pytest -q --durations=10 "${timed[@]}"
