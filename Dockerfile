@@ -5,7 +5,7 @@
 #   run:  docker run --rm --init --gpus all --network host --shm-size 64g -e ZERO_BAND_STORE__URL=redis://HOST:6379 \
 #             zeroband --nproc_per_node=8 src/zeroband/train.py @configs/10B.toml
 # `docker stop --time 40` lets the node hand over its work (fault.grace_s); after the 10 s of the default it is killed.
-# --shm-size: the node's canonical state lives in /dev/shm, 16 bytes for each parameter.
+# --shm-size: the node's canonical state lives in /dev/shm, 16 to 40 bytes for each parameter (`zeroband doctor`).
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH=cuda
 ARG PIP_EXTRA_INDEX_URL=

@@ -40,8 +40,8 @@ class NodeSection(Section):
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
     """The one port that this node listens on. 0: any that is free; set it where a firewall has to let it through."""
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
-    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter, and 16 more with
-    ckpt.path."""
+    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
+    eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
 
 
 class ModelConfig(Section):

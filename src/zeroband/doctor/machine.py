@@ -15,15 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import zeroband
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.model.size import parameter_count
 from zeroband.plane_parts import codec_of
-
-STATE_BYTES, FEEDBACK_BYTES = 16, 4
-"""Of shared memory for each parameter; and more where what the codec takes is fed back."""
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -84,13 +82,33 @@ def _shared_memory(config: RunConfig) -> Finding:
         values = parameter_count(config.model, open_tokenizer(config.data.tokenizer).padded_vocab_size)
     except (ConfigError, OSError) as error:
         return Finding(what, f"{_size(free)} free in {folder}", f"the tokenizer cannot be opened: {error}")
-    needed = (STATE_BYTES + FEEDBACK_BYTES * codec_of(config).needs_feedback) * values
+    needed = 4 * _buffers(config) * values
     seen = f"{_size(free)} free in {folder}, this model needs {_size(needed)}"
     if free >= needed:
         return Finding(what, seen)
     return Finding(
         what, seen, "raise it (docker: --shm-size; else remount with size=), or set node.shm_dir", is_fatal=True
     )
+
+
+def _buffers(config: RunConfig) -> int:
+    """How many float32 values a node holds in shared memory for each parameter, but for encoded ones and payloads."""
+    outer, saved = config.outer, 2  # parameters and two moments, or what the algorithm holds besides
+    match outer:
+        case None:
+            state, work = 0, 0
+            saved = 3
+        case DdpConfig():
+            state, work = 3, 2
+            saved = 0
+        case DemoConfig():
+            state, work = 2, 1  # parameters, momentum; what all decoded
+            saved = 0
+        case SparseLocoConfig():
+            state, work = 2, 2  # parameters, errors; what is sent, what all decoded
+        case DilocoConfig():
+            state, work = 2, 2 + 2 * (outer.merge == "eager") + codec_of(config).needs_feedback
+    return state + work + (0 if config.ckpt.path is None else state + saved)
 
 
 def _tcp() -> Iterator[Finding]:

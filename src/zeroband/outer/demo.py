@@ -48,7 +48,7 @@ def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.devic
 
 
 class Demo(EveryStep):
-    """`clip_norm`: of this node's gradient. The inner optimizer steps by signs (`optim.SignDescent`)."""
+    """`clip_norm`: of this node's gradient. The inner optimizer steps by signs (`optim.sign_step`)."""
 
     local_sections = (MOMENTUM,)
 

@@ -91,7 +91,7 @@ def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) 
     """Predicted time: until the last access link and the slowest link between two members have carried their part.
 
     `shares`: what part of the state each member owns. Every member sends the others their parts and its own part's mean
-    to each; all of it may be under way at once.
+    to each; all of it may be under way at once, but for the mean of the last chunk, whose parts come first.
     """
     world = len(shares)
     through_access = max(
@@ -99,7 +99,8 @@ def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) 
     )
     between_two = sum(sorted(shares)[-2:]) / network.slowest_link if network.slowest_link else 0.0
     transfer_s = max(through_access * (CROWDED if world > 2 else 1), between_two) * encoded_bytes * 8 / 1e6
-    return transfer_s + _rtt_s(network) + 2 * (world - 1) * MESSAGE_S
+    chunks_s = (world - 1) * _chunk_s(max(shares) * encoded_bytes, min(_rates(world, network)))
+    return transfer_s + chunks_s + _rtt_s(network) + 2 * (world - 1) * MESSAGE_S
 
 
 def ring_s(world: int, encoded_bytes: int, network: Network) -> float:
@@ -108,7 +109,12 @@ def ring_s(world: int, encoded_bytes: int, network: Network) -> float:
     if network.slowest_in_ring:
         slowest = min(slowest, network.slowest_in_ring)
     transfer_s = 2 * (world - 1) / world * encoded_bytes * 8 / 1e6 / slowest
-    return transfer_s + (world - 1) * (_rtt_s(network) + 2 * MESSAGE_S)
+    return transfer_s + (world - 1) * (2 * _chunk_s(encoded_bytes / world, slowest) + _rtt_s(network) + 2 * MESSAGE_S)
+
+
+def _chunk_s(shard_bytes: float, rate: float) -> float:
+    """For which a chunk is on its way; those of large shards are taken to have a byte for each value."""
+    return min(shard_bytes / _CHUNKS_PER_SHARD, _MOST_CHUNK) * 8 / 1e6 / rate
 
 
 def _rates(world: int, network: Network) -> list[int]:

@@ -9,10 +9,12 @@ import pytest
 from tests.unit.compare.outcomes import PARAMS, counted
 
 from zeroband.compare.measure import at_link, measured, payload_ratio
-from zeroband.plan.forecast import Link
+from zeroband.plan.forecast import HEADERS, Link
 from zeroband.plane.shape import CROWDED, MESSAGE_S
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=1e6, rtt_s=0.1)
+LAST_S = 0.4 / 32
+"""The last chunk, a sixteenth of a shard, where a node sends 400 kB: to one other of two nodes, or to three of four."""
 
 
 def line(step: int, step_s: float, **outer: Any) -> dict[str, Any]:
@@ -53,24 +55,24 @@ def test_payload_is_counted_once_however_often_it_was_sent() -> None:
 
 def test_link_makes_a_round_wait_for_its_bytes() -> None:
     found = counted(nodes=2, rounds=10, sent=4e6)  # 10 steps of 0.1 s, 0.1 s of applying, 400 kB a round
-    took_s = 0.4 + 0.1 + 2 * MESSAGE_S
+    took_s = HEADERS * (0.4 + LAST_S) + 0.1 + 2 * MESSAGE_S
     predicted = at_link(found, "all_reduce", LINK)
     assert predicted.step_s == pytest.approx((1.0 + 0.1 + took_s) / 10)
     assert predicted.compute_utilisation == pytest.approx(1.0 / (1.1 + took_s))
     gathered = at_link(found, "all_gather", LINK)
-    assert gathered.step_s == pytest.approx((1.1 + 0.5 + MESSAGE_S) / 10)
+    assert gathered.step_s == pytest.approx((1.1 + HEADERS * 0.4 + 0.1 + MESSAGE_S) / 10)
     crowded = at_link(replace(found, nodes=4), "all_reduce", LINK)
-    assert crowded.step_s == pytest.approx((1.1 + CROWDED * 0.4 + 0.1 + 6 * MESSAGE_S) / 10)
+    assert crowded.step_s == pytest.approx((1.1 + HEADERS * (CROWDED * 0.4 + LAST_S) + 0.1 + 6 * MESSAGE_S) / 10)
 
 
 def test_overlap_hides_what_fits_into_a_round() -> None:
     found = counted(nodes=2, rounds=10, sent=4e6)
     assert at_link(found, "all_reduce", LINK, overlap_steps=10).step_s == pytest.approx(0.11)
     assert at_link(found, "all_reduce", LINK, overlap_steps=2).step_s == pytest.approx(
-        0.11 + (0.3 + 2 * MESSAGE_S) / 10
+        0.11 + (HEADERS * (0.4 + LAST_S) + 0.1 - 0.2 + 2 * MESSAGE_S) / 10
     )
     slow = at_link(found, "all_reduce", Link(2.5e5, 2.5e5, 0.1), overlap_steps=500)  # a round lasts 1 s
-    assert slow.step_s == pytest.approx(0.11 + (1.7 + 2 * MESSAGE_S - 1.0) / 10)
+    assert slow.step_s == pytest.approx(0.11 + (HEADERS * 4 * (0.4 + LAST_S) + 0.1 + 2 * MESSAGE_S - 1.0) / 10)
 
 
 def test_other_machines_step_time_may_be_assumed() -> None:

@@ -12,6 +12,8 @@ from zeroband.doctor import machine
 from zeroband.doctor.machine import Finding, look_at_address, look_at_machine
 
 TINY = ["--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"]
+STORE = ("--store.url", "redis://127.0.0.1:1")
+DILOCO = (*STORE, "--outer.type", "diloco", "--outer.inner-steps", "10")
 
 
 def config_with(*arguments: str) -> RunConfig:
@@ -31,20 +33,41 @@ def test_machine_that_runs_the_tests_is_fit_for_a_small_model(tmp_path: Path) ->
 def test_shared_memory_that_is_too_small_is_fatal_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = machine.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
-    found = seen(list(look_at_machine(config_with("--node.shm-dir", str(tmp_path)))), "shared memory")
+    found = seen(list(look_at_machine(config_with(*DILOCO, "--node.shm-dir", str(tmp_path)))), "shared memory")
     assert found.is_fatal and "1 KB free" in found.seen and "--shm-size" in found.advice
 
 
-def test_int4_needs_a_buffer_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = 1_000_000
+EAGER = ("--outer.overlap", "full", "--outer.merge", "eager", "--outer.optimizer.lr", "0.4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bytes_each"),
+    [
+        ((), 0),
+        (DILOCO, 16),
+        ((*DILOCO, "--comm.codec", "int4"), 20),
+        ((*DILOCO, *EAGER), 24),
+        ((*STORE, "--outer.type", "ddp"), 20),
+        ((*STORE, "--outer.type", "demo"), 12),
+        ((*STORE, "--outer.type", "sparseloco", "--outer.inner-steps", "10"), 16),
+    ],
+)
+def test_shared_memory_is_what_the_algorithm_and_checkpoints_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], bytes_each: int
+) -> None:
+    values, free = 1_000_000, 0
     monkeypatch.setattr(machine, "parameter_count", lambda model, vocab_size: values)
     usage = machine.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage._replace(free=18 * values))
-    fatal = {
-        codec: seen(list(look_at_machine(config_with("--comm.codec", codec))), "shared memory").is_fatal
-        for codec in ("int8", "int4")
-    }
-    assert fatal == {"int8": False, "int4": True}
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage._replace(free=free))
+
+    def is_fatal(*more: str) -> bool:
+        return seen(list(look_at_machine(config_with(*arguments, *more))), "shared memory").is_fatal
+
+    free = bytes_each * values
+    assert not is_fatal()
+    assert is_fatal("--ckpt.path", str(tmp_path))
+    free = max(bytes_each * values - 1, 0)
+    assert is_fatal() == (bytes_each > 0)
 
 
 def test_folder_that_is_not_there_is_fatal(tmp_path: Path) -> None:

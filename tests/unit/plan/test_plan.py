@@ -12,7 +12,7 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
 from zeroband.plan.advice import OuterKnobs, advise
 from zeroband.plan.command import main
-from zeroband.plan.forecast import CODECS_OF, OWN_WORK, STORE_TRIPS, Forecast, Job, Link, Relay, forecasts
+from zeroband.plan.forecast import CODECS_OF, HEADERS, OWN_WORK, STORE_TRIPS, Forecast, Job, Link, Relay, forecasts
 from zeroband.plan.units import parse_count, parse_positive, parse_rate, parse_whole
 from zeroband.plane.shape import CROWDED, MESSAGE_S
 
@@ -21,8 +21,8 @@ JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overl
 MESSAGES_S = 6 * MESSAGE_S
 """Two to each of three others."""
 
-SENDS_S = 24.576 * CROWDED
-"""One and a half times 16.384 MB at a MB/s, all-to-all."""
+SENDS_S = 24.576 * CROWDED * HEADERS + 3 * 0.065536
+"""One and a half times 16.384 MB at a MB/s, all-to-all, and the mean of the last chunk to three others."""
 
 
 AGREES_S = STORE_TRIPS * 0.05
@@ -106,7 +106,8 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
     part = 1.5 * (1024_000 + 4 * 4000)
     assert found.peak_bytes == part
     assert found.sent_bytes == 4 * part
-    part_s = CROWDED * part / 1e6 + 0.05 + MESSAGES_S
+    last_s = 3 * HEADERS * 1040_000 / 4 / 16 / 1e6
+    part_s = CROWDED * HEADERS * part / 1e6 + last_s + 0.05 + MESSAGES_S
     assert found.waits_s == pytest.approx(4 * (part_s + AGREES_S - 1.0))
     assert of("streaming", "int8", Job(4096e3, 4, 2.0, 20, fragments=4, overlap=2)).waits_s == 0
     waiting = of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0))
@@ -114,7 +115,7 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
 
 
 def test_eager_waits_only_for_what_exceeds_its_round() -> None:
-    transfer_s = CROWDED * 1.5 * 4160 / 1e3 + 0.05 + MESSAGES_S
+    transfer_s = CROWDED * HEADERS * 1.5 * 4160 / 1e3 + 3 * 0.065536 + 0.05 + MESSAGES_S
     assert of("eager", "int8").transfer_s == pytest.approx(transfer_s)
     assert of("eager", "int8").waits_s == 0
     assert of("eager", "int8").compute_utilisation == pytest.approx(10 / (10 + own_s("eager")))
@@ -132,7 +133,7 @@ def test_demo_and_sparseloco_send_their_payload_to_all_or_once(
     assert sparse.payload_bytes == 32 + 1000 * 64 * (12 + 2) // 8 + 125 * 4
     for found in (demo, sparse):
         assert (found.sent_bytes, found.received_bytes) == (sent * found.payload_bytes, received * found.payload_bytes)
-        took_s = max(found.sent_bytes / 1e6, found.received_bytes / 2e6)
+        took_s = HEADERS * max(found.sent_bytes / 1e6, found.received_bytes / 2e6)
         assert found.transfer_s == pytest.approx(took_s + ways * 0.05 + 3 * MESSAGE_S)
     assert demo.payload_ratio(job.params) == pytest.approx(1260, rel=0.01)
     assert sparse.payload_ratio(job.params) == pytest.approx(30 * 16 * 4096 / (64 * 14 + 4), rel=0.01)
