@@ -93,22 +93,18 @@ def _shared_memory(config: RunConfig) -> Finding:
 
 def _buffers(config: RunConfig) -> int:
     """How many float32 values a node holds in shared memory for each parameter, but for encoded ones and payloads."""
-    outer, saved = config.outer, 2  # parameters and two moments, or what the algorithm holds besides
-    match outer:
+    match config.outer:
         case None:
-            state, work = 0, 0
-            saved = 3
+            held, work, inner = 0, 0, 3  # parameters and two moments, in checkpoints only
         case DdpConfig():
-            state, work = 3, 2
-            saved = 0
+            held, work, inner = 3, 2, 0  # the moments are held already
         case DemoConfig():
-            state, work = 2, 1  # parameters, momentum; what all decoded
-            saved = 0
+            held, work, inner = 2, 1, 0  # parameters and momentum; steps by signs have no moments
         case SparseLocoConfig():
-            state, work = 2, 2  # parameters, errors; what is sent, what all decoded
-        case DilocoConfig():
-            state, work = 2, 2 + 2 * (outer.merge == "eager") + codec_of(config).needs_feedback
-    return state + work + (0 if config.ckpt.path is None else state + saved)
+            held, work, inner = 2, 2, 2  # parameters and errors
+        case DilocoConfig(merge=merge):
+            held, work, inner = 2, 2 + 2 * (merge == "eager") + codec_of(config).needs_feedback, 2
+    return held + work + (0 if config.ckpt.path is None else held + inner)
 
 
 def _tcp() -> Iterator[Finding]:
