@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,12 @@ import redis
 
 from zeroband.cluster import RedisServer
 from zeroband.elastic.store import Store
+
+
+def pytest_configure() -> None:
+    """Have interrupts interrupt, also where a shell that started the tests beside itself had them ignored."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
