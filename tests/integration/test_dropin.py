@@ -165,7 +165,7 @@ def test_peer_of_which_one_rank_is_asked_to_leave_hands_over_and_leaves_nothing(
 
 @pytest.mark.soak
 def test_llama_of_transformers_is_trained_by_two_peers(redis_server: RedisServer, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    pytest.importorskip("transformers", reason="needs the extra hf")
     arguments = ("--inner-steps", "4", "--batch-size", "2", "--total-steps", "100000")
     story = Peers(tmp_path, redis_server.url, EXAMPLES / "hugging_face.py", arguments)
     try:

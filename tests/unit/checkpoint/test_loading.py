@@ -222,7 +222,7 @@ def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) 
         own(LocalStorage(tmp_path / "run", "a"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a folder that forbids it")
 def test_folder_of_another_user_is_a_configuration_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="permission denied"):

@@ -32,7 +32,8 @@ NESTEROV, PLAIN = OuterStep(0.7, 0.9, is_nesterov=True), OuterStep(0.7, 0.9, is_
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed; it comes with torch's CUDA wheels")
 runs_kernels = pytest.mark.skipif(
-    not HAS_TRITON or not (HAS_GPU or IS_INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1 with triton"
+    not HAS_TRITON or not (HAS_GPU or IS_INTERPRETED),
+    reason="no GPU; with triton, test_all_kernels_under_the_interpreter runs it",
 )
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -109,7 +110,7 @@ def test_numbers_of_values_and_scales_must_fit(kernels: Passes) -> None:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="this process runs them itself")
+@pytest.mark.skipif(HAS_GPU or IS_INTERPRETED, reason="the tests above run in this process")
 def test_all_kernels_under_the_interpreter(tmp_path: Path) -> None:
     files = [__file__, str(Path(__file__).with_name("test_waves_gpu.py"))]
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "--no-cov", "-p", "no:cacheprovider", *files]
@@ -151,7 +152,7 @@ def ptx_of(kernel: Any, inner: str) -> str:
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.skipif(IS_INTERPRETED, reason="needs kernels that are compiled")
+@pytest.mark.skipif(IS_INTERPRETED, reason="Triton's interpreter compiles nothing")
 @pytest.mark.parametrize("inner", ["*fp32", "*bf16"])
 def test_compiled_kernels_round_as_the_reference_does_and_move_16_bytes_at_a_time(
     kernels: Any, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,7 @@ NUMBERS = dict.fromkeys(("rows", "columns", "k"), "i32")
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.skipif(IS_INTERPRETED, reason="needs kernels that are compiled")
+@pytest.mark.skipif(IS_INTERPRETED, reason="Triton's interpreter compiles nothing")
 def test_compiled_kernels_multiply_in_float32(kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFloat-32 would keep 11 of 24 bits. What a chunk of 64 x 64 takes fits into any GPU's shared memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
