@@ -29,6 +29,9 @@ inline float load_scale(const uint8_t* at) {
     return scale;
 }
 
+// Of n values whose blocks have one each.
+inline size_t scale_bytes(size_t n, size_t block) { return (n + block - 1) / block * 4; }
+
 // So far ahead of what is encoded, values are asked for from memory.
 constexpr size_t PREFETCHED = 512;
 
@@ -68,18 +71,12 @@ int64_t encode_fp32(const float* x, size_t n, uint8_t* out) {
     return -1;
 }
 
-void decode_fp32(const uint8_t* in, size_t n, float* x) { __builtin_memcpy(x, in, 4 * n); }
-
-void decode_fp32_away(const uint8_t* in, size_t n, float* x) {
-    const size_t whole = n / FP32_BLOCK * FP32_BLOCK;
-    float block[FP32_BLOCK];
-    for (size_t start = 0; start < whole; start += FP32_BLOCK) {
-        __builtin_memcpy(block, in + 4 * start, sizeof block);
-        store_away(block, FP32_BLOCK, x + start);
-    }
-    __builtin_memcpy(x + whole, in + 4 * whole, 4 * (n - whole));
-    stored_away();
-}
+struct Fp32Values {
+    static constexpr size_t BLOCK = FP32_BLOCK;
+    Fp32Values(const uint8_t* in, size_t) : values(in) {}
+    void decode(size_t start, size_t n, float* x) const { __builtin_memcpy(x, values + 4 * start, 4 * n); }
+    const uint8_t* values;
+};
 
 void add_fp32(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_scale(in + 4 * i);
@@ -106,9 +103,14 @@ inline float load_bf16(const uint8_t* in) {
     return float_of(static_cast<int32_t>(static_cast<uint32_t>(word) << 16));
 }
 
-void decode_bf16(const uint8_t* in, size_t n, float* x) {
-    for (size_t i = 0; i < n; ++i) x[i] = load_bf16(in + 2 * i);
-}
+struct Bf16Values {
+    static constexpr size_t BLOCK = FP32_BLOCK;
+    Bf16Values(const uint8_t* in, size_t) : values(in) {}
+    void decode(size_t start, size_t n, float* x) const {
+        for (size_t i = 0; i < n; ++i) x[i] = load_bf16(values + 2 * (start + i));
+    }
+    const uint8_t* values;
+};
 
 void add_bf16(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_bf16(in + 2 * i);
@@ -164,15 +166,15 @@ inline float load_fp16(const uint8_t* in) {
     return half_value(word);
 }
 
-void decode_fp16(const uint8_t* in, size_t n, float* x) {
-    const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
-    const uint8_t* words = in + 4 * blocks;
-    for (size_t block = 0; block < blocks; ++block) {
-        const float scale = load_scale(in + 4 * block);
-        const size_t stop = n < (block + 1) * FP16_BLOCK ? n : (block + 1) * FP16_BLOCK;
-        for (size_t i = block * FP16_BLOCK; i < stop; ++i) x[i] = scale * load_fp16(words + 2 * i);
+struct Fp16Values {
+    static constexpr size_t BLOCK = FP16_BLOCK;
+    Fp16Values(const uint8_t* in, size_t n) : scales(in), words(in + scale_bytes(n, BLOCK)) {}
+    void decode(size_t start, size_t n, float* x) const {
+        const float scale = load_scale(scales + start / BLOCK * 4);
+        for (size_t i = 0; i < n; ++i) x[i] = scale * load_fp16(words + 2 * (start + i));
     }
-}
+    const uint8_t *scales, *words;
+};
 
 void add_fp16(const uint8_t* in, size_t n, float weight, float* sum) {
     const size_t blocks = (n + FP16_BLOCK - 1) / FP16_BLOCK;
@@ -222,30 +224,17 @@ int64_t encode_int8(const float* x, size_t n, uint8_t* out) {
     return -1;
 }
 
-inline void decode_int8_block(const int8_t* q, size_t n, float scale, float* x) {
-    for (size_t i = 0; i < n; ++i) x[i] = scale * static_cast<float>(q[i]);
-}
-
-void decode_int8(const uint8_t* in, size_t n, float* x) {
-    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
-    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
-    for (size_t start = 0; start < n; start += INT8_BLOCK) {
-        const size_t size = n - start < INT8_BLOCK ? n - start : INT8_BLOCK;
-        decode_int8_block(q + start, size, load_scale(in + start / INT8_BLOCK * 4), x + start);
+struct Int8Values {
+    static constexpr size_t BLOCK = INT8_BLOCK;
+    Int8Values(const uint8_t* in, size_t n)
+        : scales(in), q(reinterpret_cast<const int8_t*>(in + scale_bytes(n, BLOCK))) {}
+    void decode(size_t start, size_t n, float* x) const {
+        const float scale = load_scale(scales + start / BLOCK * 4);
+        for (size_t i = 0; i < n; ++i) x[i] = scale * static_cast<float>(q[start + i]);
     }
-}
-
-void decode_int8_away(const uint8_t* in, size_t n, float* x) {
-    const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK, whole = n / INT8_BLOCK * INT8_BLOCK;
-    const int8_t* q = reinterpret_cast<const int8_t*>(in + 4 * blocks);
-    float block[INT8_BLOCK];
-    for (size_t start = 0; start < whole; start += INT8_BLOCK) {
-        decode_int8_block(q + start, INT8_BLOCK, load_scale(in + start / INT8_BLOCK * 4), block);
-        store_away(block, INT8_BLOCK, x + start);
-    }
-    if (whole < n) decode_int8_block(q + whole, n - whole, load_scale(in + 4 * (blocks - 1)), x + whole);
-    stored_away();
-}
+    const uint8_t* scales;
+    const int8_t* q;
+};
 
 void add_int8(const uint8_t* in, size_t n, float weight, float* sum) {
     const size_t blocks = (n + INT8_BLOCK - 1) / INT8_BLOCK;
@@ -287,32 +276,18 @@ int64_t encode_int4(const float* x, size_t n, uint8_t* out) {
     return -1;
 }
 
-inline void decode_int4_block(const uint8_t* packed, size_t n, float scale, float* x) {
-    const size_t half = (n + 1) / 2, pairs = n / 2;
-    for (size_t j = 0; j < half; ++j) x[j] = scale * static_cast<float>((packed[j] & 15) - 8);
-    for (size_t j = 0; j < pairs; ++j) x[half + j] = scale * static_cast<float>((packed[j] >> 4) - 8);
-}
-
-void decode_int4(const uint8_t* in, size_t n, float* x) {
-    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
-    const uint8_t* bytes = in + 4 * blocks;
-    for (size_t start = 0; start < n; start += INT4_BLOCK) {
-        const size_t size = n - start < INT4_BLOCK ? n - start : INT4_BLOCK;
-        decode_int4_block(bytes + start / 2, size, load_scale(in + start / INT4_BLOCK * 4), x + start);
+struct Int4Values {
+    static constexpr size_t BLOCK = INT4_BLOCK;
+    Int4Values(const uint8_t* in, size_t n) : scales(in), bytes(in + scale_bytes(n, BLOCK)) {}
+    void decode(size_t start, size_t n, float* x) const {
+        const float scale = load_scale(scales + start / BLOCK * 4);
+        const size_t half = (n + 1) / 2, pairs = n / 2;
+        const uint8_t* packed = bytes + start / 2;
+        for (size_t j = 0; j < half; ++j) x[j] = scale * static_cast<float>((packed[j] & 15) - 8);
+        for (size_t j = 0; j < pairs; ++j) x[half + j] = scale * static_cast<float>((packed[j] >> 4) - 8);
     }
-}
-
-void decode_int4_away(const uint8_t* in, size_t n, float* x) {
-    const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK, whole = n / INT4_BLOCK * INT4_BLOCK;
-    const uint8_t* bytes = in + 4 * blocks;
-    float block[INT4_BLOCK];
-    for (size_t start = 0; start < whole; start += INT4_BLOCK) {
-        decode_int4_block(bytes + start / 2, INT4_BLOCK, load_scale(in + start / INT4_BLOCK * 4), block);
-        store_away(block, INT4_BLOCK, x + start);
-    }
-    if (whole < n) decode_int4_block(bytes + whole / 2, n - whole, load_scale(in + 4 * (blocks - 1)), x + whole);
-    stored_away();
-}
+    const uint8_t *scales, *bytes;
+};
 
 void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
     const size_t blocks = (n + INT4_BLOCK - 1) / INT4_BLOCK;
@@ -328,10 +303,34 @@ void add_int4(const uint8_t* in, size_t n, float weight, float* sum) {
     }
 }
 
+// -- every codec ---------------------------------------------------------------------------------------------------
+
+// `Values` finds the blocks of an encoding and decodes them.
+template <class Values>
+void decode(const uint8_t* in, size_t n, float* x) {
+    const Values values(in, n);
+    const size_t whole = n / Values::BLOCK * Values::BLOCK;
+    for (size_t start = 0; start < whole; start += Values::BLOCK) values.decode(start, Values::BLOCK, x + start);
+    if (whole < n) values.decode(whole, n - whole, x + whole);
+}
+
+template <class Values>
+void decode_away(const uint8_t* in, size_t n, float* x) {
+    const Values values(in, n);
+    const size_t whole = n / Values::BLOCK * Values::BLOCK;
+    float block[Values::BLOCK];
+    for (size_t start = 0; start < whole; start += Values::BLOCK) {
+        values.decode(start, Values::BLOCK, block);
+        store_away(block, Values::BLOCK, x + start);
+    }
+    if (whole < n) values.decode(whole, n - whole, x + whole);
+    stored_away();
+}
+
 const Codec CODECS[CODEC_COUNT] = {
-    {encode_fp32, decode_fp32, decode_fp32_away, add_fp32},
-    {encode_bf16, decode_bf16, decode_bf16, add_bf16},
-    {encode_fp16, decode_fp16, decode_fp16, add_fp16},
-    {encode_int8, decode_int8, decode_int8_away, add_int8},
-    {encode_int4, decode_int4, decode_int4_away, add_int4},
+    {encode_fp32, decode<Fp32Values>, decode_away<Fp32Values>, add_fp32},
+    {encode_bf16, decode<Bf16Values>, decode_away<Bf16Values>, add_bf16},
+    {encode_fp16, decode<Fp16Values>, decode_away<Fp16Values>, add_fp16},
+    {encode_int8, decode<Int8Values>, decode_away<Int8Values>, add_int8},
+    {encode_int4, decode<Int4Values>, decode_away<Int4Values>, add_int4},
 };
