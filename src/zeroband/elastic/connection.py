@@ -33,8 +33,8 @@ from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
 from zeroband.errors import ConfigError
 
 COMMANDS = (
-    *("del", "evalsha", "exec", "exists", "expire", "get", "hdel", "hget", "hgetall", "hkeys", "hset", "hsetnx"),
-    *("incrby", "lpush", "lrange", "ltrim", "mget", "multi", "ping", "script|load", "select", "set", "time"),
+    *("del", "evalsha", "exists", "expire", "get", "hdel", "hget", "hgetall", "hkeys", "hset", "hsetnx"),
+    *("incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set", "time"),
     *("zadd", "zrangebyscore", "zrem", "zscore"),
 )
 """What a run says to Redis, inside its scripts and outside."""

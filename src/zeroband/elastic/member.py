@@ -100,6 +100,8 @@ class Member:
         self._on_event = run.on_event
         self._recording = threading.Lock()
         self._memory = Memory(self.member_id, run.shared)
+        self._first_look: tuple[int, View] | None = None
+        """What the store showed for a round when this member last said something; whoever waits for it begins there."""
         board.set_fenced(False)
         order = GuardianOrder(
             store_url=run.store_url,
@@ -122,8 +124,9 @@ class Member:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def announce_ready(self, ready: Ready) -> None:
+        """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`."""
         self._memory.announced(ready)
-        self.store.announce_ready(self.member_id, ready)
+        self._first_look = ready.round, self._checked(self.store.announce_ready(self.member_id, ready), ready.round)
 
     def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
         """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
@@ -160,8 +163,9 @@ class Member:
         return decision
 
     def vote(self, opening: Opening, digest: str) -> None:
+        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`."""
         self._memory.voted(opening, digest)
-        self.store.vote(opening, self.member_id, digest)
+        self._first_look = opening.round, self._checked(self.store.vote(opening, self.member_id, digest), opening.round)
 
     def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `payload` is what this member would write into the verdict.
@@ -180,8 +184,9 @@ class Member:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")
             if isinstance(decision, Verdict):
-                self.store.propose_verdict(decision)
-                return Wait("the verdict is being written")
+                if not self.store.propose_verdict(decision):
+                    return Wait("the round was settled by another member")
+                self._memory.committed(decision)
             return decision
 
         return self._poll(opening.round, decide)
@@ -207,7 +212,7 @@ class Member:
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
             self._board.advance()
-            decision = decide(self.look(round))
+            decision = decide(self._take_first_look(round) or self.look(round))
             if not isinstance(decision, Wait):
                 return decision
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
@@ -218,9 +223,15 @@ class Member:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
 
+    def _take_first_look(self, round: int) -> View | None:
+        seen, self._first_look = self._first_look, None
+        return seen[1] if seen is not None and seen[0] == round else None
+
     def look(self, round: int) -> View:
         """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
-        view = self.store.view(round)
+        return self._checked(self.store.view(round), round)
+
+    def _checked(self, view: View, round: int) -> View:
         if self._memory.is_more_than(view, round):
             if self.store.restore(self._memory.known):
                 _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})

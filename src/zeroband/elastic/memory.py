@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zeroband.elastic.epoch import Opening, Ready, View
+from zeroband.elastic.epoch import Opening, Ready, Verdict, View
 from zeroband.elastic.store import Recollection
 
 
@@ -30,6 +30,11 @@ class Memory:
     def voted(self, opening: Opening, digest: str) -> None:
         with self._lock:
             self._known = replace(self._known, opening=opening, vote=(opening, digest))
+
+    def committed(self, verdict: Verdict) -> None:
+        """This member wrote the verdict."""
+        with self._lock:
+            self._known = replace(self._known, committed=verdict)
 
     def failed(self, opening: Opening, reason: str) -> None:
         """This member has left the groups of an opening: it must not be finished."""

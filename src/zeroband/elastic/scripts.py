@@ -41,7 +41,12 @@ end
 VIEW = (
     _CLOCK
     + """
--- KEYS: opening committed leases clock peers run ready orders beginning   ARGV: prefix silence_ms
+-- KEYS: opening committed leases clock peers run ready orders beginning [said]
+-- ARGV: prefix silence_ms [member word ttl]   what a member says is written first; its first word counts
+if KEYS[10] then
+  redis.call('HSETNX', KEYS[10], ARGV[3], ARGV[4])
+  redis.call('EXPIRE', KEYS[10], ARGV[5])
+end
 local opening, votes, failed = redis.call('GET', KEYS[1]), {}, false
 if opening then
   local id = redis.call('HGET', KEYS[4], 'opening')

@@ -260,11 +260,27 @@ class Store:
 
     def view(self, round: int) -> View:
         """All that the rules need for `round`, read at one instant."""
+        return self._look(round)
+
+    def announce_ready(self, member_id: str, ready: Ready) -> View:
+        """Say that a member stands at the boundary of a round, and look; the first word counts."""
+        return self._look(ready.round, (self.keys.ready(ready.round), member_id, to_json(ready)))
+
+    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+        """Say which result a member holds for an opening, and look; the first word counts."""
+        return self._look(opening.round, (self.keys.votes(opening), member_id, digest))
+
+    def _look(self, round: int, said: tuple[str, str, str] | None = None) -> View:
+        """`said`: key, member and word of what is written first, in the same round trip."""
         keys = self.keys
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
         names += [keys.orders, keys.beginning]
+        args: list[str | int] = [keys.prefix, self._silence_ms]
+        if said is not None:
+            names.append(said[0])
+            args += [*said[1:], ROUND_TTL_S]
         opening, committed, alive, ready, votes, failed, peers, is_known, is_settling, orders, beginning = self._call(
-            lambda: self._view(keys=names, args=[keys.prefix, self._silence_ms])
+            lambda: self._view(keys=names, args=args)
         )
         return View(
             opening=opening_from(json.loads(opening)) if opening else None,
@@ -279,23 +295,6 @@ class Store:
             orders=Orders.from_fields(_pairs(orders)),
             beginning=beginning_from(json.loads(beginning)) if beginning else None,
         )
-
-    def announce_ready(self, member_id: str, ready: Ready) -> None:
-        """Say that a member stands at the boundary of a round; the first word counts."""
-        self._say_once(self.keys.ready(ready.round), member_id, to_json(ready))
-
-    def vote(self, opening: Opening, member_id: str, digest: str) -> None:
-        """Say which result a member holds for an opening; the first word counts."""
-        self._say_once(self.keys.votes(opening), member_id, digest)
-
-    def _say_once(self, key: str, member_id: str, word: str) -> None:
-        def write() -> None:
-            pipe = self._redis.pipeline()
-            pipe.hsetnx(key, member_id, word)
-            pipe.expire(key, ROUND_TTL_S)
-            pipe.execute()
-
-        self._call(write)
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
         """Make this the opening that follows the current one. False: another proposal was first."""

@@ -29,9 +29,9 @@ from zeroband.outer.sparseloco import error_rule
 from zeroband.plane.shape import MESSAGE_S, all_to_all_s
 from zeroband.plane.topology import Network
 
-STORE_TRIPS = 7
-"""Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready,
-looks, opens; votes, looks, writes the verdict, and looks."""
+STORE_TRIPS = 4
+"""Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready
+and looks, opens; votes and looks, writes the verdict."""
 
 Relay = Literal["none", "store", "aggregator"]
 """How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up

@@ -20,6 +20,7 @@ from zeroband.elastic.member import Member, NodeIdentity, RunAccess, new_member_
 from zeroband.elastic.orders import drain, go_on, pause
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost
+from zeroband.plan.forecast import STORE_TRIPS
 from zeroband.plane.handover import Inbox
 
 RULES = Rules()
@@ -85,7 +86,7 @@ def found(*members: Member) -> Opening:
     """Open round 0 to these members."""
     for member in members:
         member.announce_ready(Ready(0, 0, "s"))
-    openings = [turn_of(member, 0) for member in members]
+    openings = [turn_of(member, 0, Rules(start_nodes=len(members))) for member in members]
     assert all(isinstance(o, Opening) and set(o.members) == {m.member_id for m in members} for o in openings)
     assert len(set(openings)) == 1 and isinstance(openings[0], Opening)
     return openings[0]
@@ -127,6 +128,33 @@ def test_members_open_and_commit_a_round(make_member: MakeMember) -> None:
     assert commit(opening, a, b) == [Verdict(opening, "d", {"n": 1})] * 2
 
 
+def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a long way to the store, each of them is a round trip for which per-step methods stand still."""
+    a, b = make_member("a"), make_member("b")
+    commit(found(a, b), a, b)
+    a.announce_ready(Ready(1, 5, "s"))
+    trips: list[bool] = []
+    call = Store._call
+
+    def counted(*asked: Any) -> Any:
+        trips.append(threading.current_thread() is threading.main_thread())  # and not a watcher
+        return call(*asked)
+
+    def last(*acts: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_call", counted)
+            return [act() for act in acts][-1]
+
+    opening = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
+    assert turn_of(a, 1) == opening
+    a.vote(opening, "d")
+    verdict = last(lambda: b.vote(opening, "d"), lambda: b.await_verdict(opening, {}))
+    assert a.await_verdict(opening, {}) == verdict
+    assert trips.count(True) == STORE_TRIPS
+
+
 @pytest.mark.parametrize("proposer", ["a", "b", "c"])
 @pytest.mark.defect(3)
 def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: MakeMember, proposer: str) -> None:
@@ -134,7 +162,7 @@ def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: Ma
     members = {name: make_member(name) for name in "abc"}
     for member in members.values():
         member.announce_ready(Ready(0, 0, "s"))
-    opening = turn_of(members[proposer], 0)
+    opening = turn_of(members[proposer], 0, Rules(start_nodes=3))
     assert isinstance(opening, Opening)
     for member in members.values():
         member.vote(opening, "d")
