@@ -16,8 +16,9 @@ COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
 COPY scripts/setup.sh scripts/check_lock.py scripts/
 COPY wheelhouse wheelhouse
 COPY src src
-# The second step takes uv and the simulator's Redis out again.
-RUN ./scripts/setup.sh --torch "$TORCH" \
+# Who runs a node may not write here, so bytecode is made now. The second step takes uv and the simulator's Redis out again.
+RUN export UV_COMPILE_BYTECODE=1 \
+    && ./scripts/setup.sh --torch "$TORCH" \
     && .venv/bin/uv sync --quiet --frozen --no-default-groups \
     && rm -rf /root/.cache wheelhouse
 

@@ -131,8 +131,11 @@ python=$(find_python)
 find_uv
 honour_pip_settings
 choose_torch
+# Bytecode that Python may not keep is made here, once: else each process of a node compiles torch anew, 2 s of a core.
+if [[ -n ${PYTHONDONTWRITEBYTECODE-} ]]; then export UV_COMPILE_BYTECODE=1; fi
 works .venv/bin/python || "$uv" venv --quiet --clear --python "$python" .venv
 lock .venv/bin/python
 "$uv" sync --locked --inexact "${quiet[@]}" --python .venv/bin/python "${dev[@]}"
+if [[ -n ${UV_COMPILE_BYTECODE-} ]]; then .venv/bin/python -m compileall -q src; fi
 say ".venv is ready: $(.venv/bin/python --version), torch $(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')"
 if [[ $had_uv == false ]]; then say "uv came with it; once per shell: source .venv/bin/activate"; fi

@@ -8,7 +8,7 @@ import torch
 
 from zeroband.checkpoint.hub_files import start_from
 from zeroband.config.load import shared_items
-from zeroband.config.outer import DdpConfig, DemoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
@@ -22,6 +22,7 @@ from zeroband.model.transformer import Transformer
 from zeroband.node import NodeParts, node_dir_of, node_id_of
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer, StepRule
+from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import LocalMesh, make_room, parallelize
 
@@ -61,14 +62,15 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     make_room(model, local)
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
-    is_ddp = isinstance(config.outer, DdpConfig)  # its state must be equal on nodes with other numbers of ranks
+    custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
+    is_exact = isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
     rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
-    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_ddp, rule=rule)
+    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule)
     return TrainerParts(
         config=config,
         node_id=node_id_of(config),
         node_dir=node_dir_of(config),
-        shared=_shared(config, model, data=tokens.fingerprint, weights=weights),
+        shared=_shared(config, model, custom, data=tokens.fingerprint, weights=weights),
         local=local,
         tokenizer=tokenizer,
         loader=loader,
@@ -80,13 +82,16 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     )
 
 
-def _shared(config: RunConfig, model: Transformer, *, data: str, weights: str) -> dict[str, str]:
+def _shared(
+    config: RunConfig, model: Transformer, custom: CustomAlgorithm | None, *, data: str, weights: str
+) -> dict[str, str]:
     """`data`, `weights`: fingerprints of the tokens, and of the files that the weights came from."""
     return {
         **{key: str(value) for key, value in shared_items(config).items()},
         "model (names and shapes)": FlatLayout.of(model).digest(),
         "data (tokens)": data,
         "train.init_from (weights)": weights,
+        **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
     }
 
 

@@ -1,4 +1,7 @@
-"""DeMo and SparseLoCo in the trainer: checkpoints hold what a node keeps to itself; nodes differ, die and join."""
+"""DeMo and SparseLoCo in the trainer: checkpoints hold what a node keeps to itself; nodes differ, die and join.
+
+An algorithm from a file of its own goes on from its checkpoints, too.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,12 @@ TINY = {
     "elastic.start_nodes": 1,
     "node.id": "n0",
 }
+FED_ADAM = Path(__file__).resolve().parents[2] / "examples" / "fed_adam.py"
 ALGORITHMS = {
     "demo": ("--outer.type=demo", "--outer.decay=0.9"),
     "demo-overlapped": ("--outer.type=demo", "--outer.decay=0.9", "--outer.overlap=1"),
     "sparseloco": ("--outer.type=sparseloco", "--outer.inner_steps=2"),
+    "custom": ("--outer.type=custom", f"--outer.algorithm={FED_ADAM}", "--outer.inner_steps=2"),
 }
 
 
@@ -65,8 +70,8 @@ def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
-    """It would not with another momentum or error buffer."""
-    steps, every = "--train.total_steps=8", 2 if name == "sparseloco" else 4
+    """It would not with another momentum, error buffer or outer state."""
+    steps, every = "--train.total_steps=8", 2 if "--outer.inner_steps=2" in ALGORITHMS[name] else 4
     first, checkpoints = train_alone(name, *ALGORITHMS[name], steps, f"--ckpt.every_rounds={every}")
     resumed = f"--resume.path={checkpoints}/step_00000004"
     again, _ = train_alone(f"{name}-again", *ALGORITHMS[name], steps, resumed)

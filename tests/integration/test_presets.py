@@ -74,8 +74,10 @@ def trained(
     if outer and outer["type"] == "diloco":
         flags.append(f"--outer.inner_steps={outer.get('fragments', 1)}")
         flags += ["--outer.overlap=1"] if outer.get("overlap") else []
-    if outer and outer["type"] == "sparseloco":
+    if outer and outer["type"] in ("sparseloco", "custom"):
         flags.append("--outer.inner_steps=1")
+    if outer and outer["type"] == "custom":  # from the root of the clone
+        flags.append(f"--outer.algorithm={CONFIGS.parent / outer['algorithm']}")
     environ = {"ZERO_BAND_STORE__URL": redis_server.url} if outer else {}
     config = load_config([f"@{preset}", *flags], environ)
     with ExitStack() as stack:

@@ -13,9 +13,11 @@ from typing import Any, Literal, cast
 
 from zeroband.config.cautions import method_of
 from zeroband.config.load import load_config
+from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.stability import safe_lr
 from zeroband.errors import ConfigError
+from zeroband.outer.custom import load_algorithm
 
 Way = Literal["none", "all_reduce", "all_gather"]
 """How bytes travel: it decides what a counted byte is worth and how long a transfer takes."""
@@ -76,6 +78,7 @@ PRESETS: Mapping[str, Preset] = {
         "all_gather",
         has_rounds=True,
     ),
+    "custom": Preset("an algorithm from a file of its own", {"type": "custom"}, "all_reduce", has_rounds=True),
 }
 
 
@@ -110,7 +113,7 @@ def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
 def _parse_arm(text: str) -> Arm:
     preset, *settings = text.split(":")
     if preset not in PRESETS:
-        raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {', '.join(known_presets())}")
+        raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {_known()}")
     if settings and PRESETS[preset].outer is None:
         raise ConfigError(f"--methods: {text!r}: a node alone has no settings of its own")
     return Arm(text, preset, tuple(_parse_setting(part, text) for part in settings))
@@ -158,28 +161,28 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def known_presets() -> tuple[str, ...]:
     """Those that the installed schema has all settings for."""
-    return tuple(name for name in PRESETS if not objection(name))
+    return tuple(name for name in PRESETS if not objection(Arm(name, name)))
 
 
-def objection(preset: str) -> str:
-    """Why the installed schema refuses a preset; empty where it does not."""
+def _known() -> str:
+    return f"{', '.join(known_presets())}, and custom:algorithm=FILE"
+
+
+def objection(arm: Arm) -> str:
+    """Why the installed schema refuses a method; empty where it does not."""
     try:
-        load_config(flags_of(Arm(preset, preset), nodes=2, inner_steps=20), {} if is_alone(preset) else NO_STORE)
+        config = load_config(flags_of(arm, nodes=2, inner_steps=20), {} if arm.is_alone else NO_STORE)
+        if isinstance(config.outer, CustomConfig):
+            load_algorithm(config.outer)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def is_alone(preset: str) -> bool:
-    """Whether it is one node without others."""
-    return PRESETS[preset].outer is None
-
-
 def require_known(arms: Sequence[Arm]) -> None:
     """Raise ConfigError for methods that this version does not have."""
     for arm in arms:
-        if why := objection(arm.preset):
+        if why := objection(arm):
             raise ConfigError(
-                f"--methods: {arm.preset!r} is not in this version ({why.splitlines()[0]}); "
-                f"it knows {', '.join(known_presets())}"
+                f"--methods: {arm.name!r} is not in this version ({why.splitlines()[0]}); it knows {_known()}"
             )

@@ -150,4 +150,15 @@ class SparseLocoConfig(RoundsConfig):
     """Of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
 
 
-Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig, Field(discriminator="type")]
+class CustomConfig(RoundsConfig):
+    """An algorithm of one's own, from a file that is not part of the package."""
+
+    type: Literal["custom"]
+    algorithm: str = Field(json_schema_extra=NODE_LOCAL)
+    """The file, whose `ALGORITHM` is the class; examples/fed_adam.py is one. Its content must be the same on all
+    nodes."""
+    settings: tuple[str, ...] = ()
+    """KEY=VALUE for each of the algorithm's own knobs that is not to keep its default; values as in JSON."""
+
+
+Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig | CustomConfig, Field(discriminator="type")]

@@ -15,12 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import zeroband
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.model.size import parameter_count
+from zeroband.outer.custom import load_algorithm
 from zeroband.plane_parts import codec_of
 
 _IPV4 = Path("/proc/sys/net/ipv4")
@@ -102,6 +103,8 @@ def _buffers(config: RunConfig) -> int:
             held, work, inner = 2, 1, 0  # parameters and momentum; steps by signs have no moments
         case SparseLocoConfig():
             held, work, inner = 2, 2, 2  # parameters and errors
+        case CustomConfig() as outer:
+            held, work, inner = len(load_algorithm(outer).sections), 2 + codec_of(config).needs_feedback, 2
         case DilocoConfig(merge=merge):
             held, work, inner = 2, 2 + 2 * (merge == "eager") + codec_of(config).needs_feedback, 2
     return held + work + (0 if config.ckpt.path is None else held + inner)

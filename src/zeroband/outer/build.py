@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.custom import load_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.demo import Demo
 from zeroband.outer.diloco import DiLoCo
@@ -21,3 +22,6 @@ def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None
             return Ddp(parts, clip_norm=clip_norm)
         case DemoConfig():
             return Demo(parts, config, clip_norm=clip_norm)
+        case CustomConfig():
+            custom = load_algorithm(config)
+            return custom.build(parts, config, custom.settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from zeroband.compare.methods import (
     Preset,
     flags_of,
     known_presets,
-    objection,
     parse_arms,
     require_known,
 )
 from zeroband.config import load_config
 from zeroband.config.cautions import cautions_of, method_of
 from zeroband.errors import ConfigError
+
+FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 
 
 def outer_of(text: str, *, nodes: int = 2) -> dict[str, Any]:
@@ -32,12 +34,12 @@ def outer_of(text: str, *, nodes: int = 2) -> dict[str, Any]:
 
 def test_every_entry_is_one_that_the_rules_of_stability_know() -> None:
     methods_of = {name: method_of(preset.outer) for name, preset in PRESETS.items() if preset.outer is not None}
-    assert None not in methods_of.values()
+    assert [name for name, method in methods_of.items() if method is None] == ["custom"]
     named = ("ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco")
     assert {name: methods_of[name] for name in named} == {name: name for name in named}
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if not objection(name)])
+@pytest.mark.parametrize("preset", known_presets())
 def test_known_entry_loads_and_is_stable(preset: str) -> None:
     arm = Arm(preset, preset)
     config = load_config(flags_of(arm, nodes=4, inner_steps=20), {} if arm.is_alone else NO_STORE)
@@ -91,3 +93,23 @@ def test_method_that_the_schema_does_not_know_is_refused_with_those_it_knows(mon
     ):
         require_known(parse_arms(["ddp", "gossip"]))
     require_known(parse_arms(["ddp", "single"]))
+
+
+def test_algorithm_from_a_file_is_a_method() -> None:
+    arms = parse_arms([f'custom:algorithm={FED_ADAM}:settings=["lr=0.01"]'])
+    require_known(arms)
+    outer = outer_of(arms[0].name)
+    assert (outer["algorithm"], outer["settings"], outer["inner_steps"]) == (str(FED_ADAM), ["lr=0.01"], 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("custom", r"outer\.algorithm"),
+        ("custom:algorithm=absent.py", r"'absent\.py' cannot be read"),
+        (f'custom:algorithm={FED_ADAM}:settings=["rate=1"]', r"rate: Extra inputs"),
+    ],
+)
+def test_algorithm_that_cannot_be_had_is_refused_before_anything_starts(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}.*and custom:algorithm=FILE"):
+        require_known(parse_arms([text]))

@@ -34,6 +34,8 @@ type = "diloco"
 inner_steps = 8
 """
 
+FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
@@ -64,6 +66,15 @@ def test_run_has_the_method_the_learning_rate_and_the_seed(file: str) -> None:
     assert made.run_id.startswith("diloco-comm.codec-fp32-0.002-7-")
     alone = one(read_options([file, "--methods=single"]), arm=0)
     assert (alone.nodes, alone.config.outer, alone.config.ckpt.every_rounds) == (1, None, 20)
+
+
+def test_digest_follows_the_content_of_an_algorithms_file(file: str, tmp_path: Path) -> None:
+    path = tmp_path / "algorithm.py"
+    digests: list[str] = []
+    for source in (FED_ADAM.read_text(), f"{FED_ADAM.read_text()}# another\n", FED_ADAM.read_text()):
+        path.write_text(source)
+        digests.append(one(read_options([file, f"--methods=custom:algorithm={path}"]), arm=0).digest)
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_digest_follows_what_the_outcome_depends_on_and_nothing_else(file: str) -> None:
@@ -131,7 +142,7 @@ def test_experiment_is_complete_and_its_claims_are_about_its_methods(path: Path)
     for claim in options.claims:
         assert {claim.of, *filter(None, (claim.over, claim.to))} <= names, claim
     for arm in options.methods:
-        if not objection(arm.preset):
+        if not objection(arm):
             assert trial(options, arm, options.lrs[0], 0, start="").config.model.d_model <= 128
     assert path.read_text().startswith("# ")
     assert len(EXPERIMENTS) >= 4

@@ -37,6 +37,7 @@ def test_shared_memory_that_is_too_small_is_fatal_and_named(tmp_path: Path, monk
     assert found.is_fatal and "1 KB free" in found.seen and "--shm-size" in found.advice
 
 
+FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 EAGER = ("--outer.overlap", "full", "--outer.merge", "eager", "--outer.optimizer.lr", "0.4")
 
 
@@ -50,6 +51,7 @@ EAGER = ("--outer.overlap", "full", "--outer.merge", "eager", "--outer.optimizer
         ((*STORE, "--outer.type", "ddp"), 20),
         ((*STORE, "--outer.type", "demo"), 12),
         ((*STORE, "--outer.type", "sparseloco", "--outer.inner-steps", "10"), 16),
+        ((*STORE, "--outer.type", "custom", "--outer.algorithm", str(FED_ADAM), "--outer.inner-steps", "10"), 20),
     ],
 )
 def test_shared_memory_is_what_the_algorithm_and_checkpoints_hold(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.unit.plane.oracle import averaged
 from torch import Tensor, nn
 
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.rollback import RollbackConfig
 from zeroband.config.schema import AdamWConfig, OptimConfig
 from zeroband.elastic.beginning import Beginning
@@ -57,9 +57,9 @@ from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
 from zeroband.outer.journal import Journal
 from zeroband.outer.losses import StepLoss
+from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
-from zeroband.outer.sparseloco import SparseLoCo
 from zeroband.parallel import LocalMesh, init_local_mesh
 from zeroband.plane.engine import Encoded
 
@@ -68,7 +68,7 @@ BATCH = 4
 CLIP_NORM = 1.0
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
 
-Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig
+Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig | CustomConfig
 
 _T = TypeVar("_T")
 
@@ -496,13 +496,13 @@ class FakeNode:
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
         """A round of one step of whichever algorithm this is."""
-        has_inner_steps = isinstance(self.outer, DiLoCo | SparseLoCo)
+        has_inner_steps = isinstance(self.outer, DiLoCo | ManySteps)
         report = self.diloco_step(update, tokens, ends_round=True) if has_inner_steps else self.ddp_step(update, tokens)
         assert report is not None
         return report
 
     def take_steps(self, updates: Sequence[Tensor], tokens: int) -> RoundReport:
-        """A round of DiLoCo or SparseLoCo with these inner steps."""
+        """A round of an algorithm that has many inner steps, with these."""
         reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
         assert reports[-1] is not None
         return reports[-1]

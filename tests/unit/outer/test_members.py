@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.outer.flat import digest_of
 
@@ -23,11 +24,13 @@ def diloco(inner_steps: int = 1) -> DilocoConfig:
 
 
 SPARSELOCO = SparseLocoConfig(type="sparseloco", inner_steps=1)
-Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig
+FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
+CUSTOM = CustomConfig(type="custom", algorithm=str(FED_ADAM), inner_steps=1)
+Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig | CustomConfig
 ALGORITHMS = pytest.mark.parametrize(
     "algorithm",
-    [diloco(), DDP, DemoConfig(type="demo"), SPARSELOCO],
-    ids=["diloco", "ddp", "demo", "sparseloco"],
+    [diloco(), DDP, DemoConfig(type="demo"), SPARSELOCO, CUSTOM],
+    ids=["diloco", "ddp", "demo", "sparseloco", "custom"],
 )
 
 

@@ -1,0 +1,100 @@
+"""An outer algorithm from a file of its own: `outer.type = "custom"`.
+
+The file says `ALGORITHM = CLASS`: an `OuterAlgorithm` that is called with `OuterParts`, the [outer] section and the
+settings, validated as its `Settings`. `ManySteps` is the base of those whose rounds are many inner steps, `EveryStep`
+of those that synchronise at each one; of the latter outer.inner_steps is 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroband.config.outer import CustomConfig
+from zeroband.config.section import Section
+from zeroband.errors import ConfigError
+from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.outer.every_step import EveryStep
+
+_NAME = "ALGORITHM"
+_NEEDED = ("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state")
+
+
+@dataclass(frozen=True)
+class CustomAlgorithm:
+    """What a file holds."""
+
+    build: Callable[[OuterParts, CustomConfig, Section], OuterAlgorithm]
+    settings: Section
+    digest: str
+    """Of the file, which all nodes must have alike."""
+    sections: tuple[str, ...]
+    """Of its outer state."""
+    is_every_step: bool
+    """All nodes hold one model and the inner optimizer's state at every step, whatever the number of their ranks."""
+
+
+def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
+    """The algorithm that a section names. Raises ConfigError where the file has none, or refuses the settings."""
+    path = Path(config.algorithm)
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"outer.algorithm={config.algorithm!r} cannot be read: {error.strerror}") from error
+    found = getattr(_module(path, digest), _NAME, None)
+    missing = [name for name in _NEEDED if not hasattr(found, name)]
+    if not isinstance(found, type) or missing:
+        what = f"has no {', '.join(missing)}" if isinstance(found, type) else "is no class"
+        raise ConfigError(
+            f"outer.algorithm={config.algorithm!r}: its {_NAME} {what}; "
+            f"end the file with {_NAME} = CLASS, such as a ManySteps (zeroband/outer/many_steps.py)"
+        )
+    algorithm: Any = found
+    settings = _settings(config, getattr(algorithm, "Settings", Section))
+    return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), issubclass(found, EveryStep))
+
+
+def _module(path: Path, digest: str) -> ModuleType:
+    """The file as a module, once for each content."""
+    name = f"zeroband_algorithm_{digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"outer.algorithm={str(path)!r} is no Python file; its name must end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"outer.algorithm={str(path)!r} cannot be imported: {error!r}") from error
+    return module
+
+
+def _settings(config: CustomConfig, kind: type[Section]) -> Section:
+    values = dict(_setting(text) for text in config.settings)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        given, known = json.dumps(config.settings), ", ".join(kind.model_fields) or "none"
+        said = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+        raise ConfigError(f"outer.settings={given}: {said}; {config.algorithm} has {known}") from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(f"outer.settings: {text!r} is no KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
