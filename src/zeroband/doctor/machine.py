@@ -83,7 +83,10 @@ def _shared_memory(config: RunConfig) -> Finding:
         values = parameter_count(config.model, open_tokenizer(config.data.tokenizer).padded_vocab_size)
     except (ConfigError, OSError) as error:
         return Finding(what, f"{_size(free)} free in {folder}", f"the tokenizer cannot be opened: {error}")
-    needed = 4 * _buffers(config) * values
+    try:
+        needed = 4 * _buffers(config) * values
+    except ConfigError as error:
+        return Finding("outer algorithm", "cannot be had", str(error), is_fatal=True)
     seen = f"{_size(free)} free in {folder}, this model needs {_size(needed)}"
     if free >= needed:
         return Finding(what, seen)

@@ -72,6 +72,12 @@ def test_shared_memory_is_what_the_algorithm_and_checkpoints_hold(
     assert is_fatal() == (bytes_each > 0)
 
 
+def test_algorithm_whose_file_is_not_there_is_fatal(tmp_path: Path) -> None:
+    outer = ("--outer.type", "custom", "--outer.algorithm", "absent.py", "--node.shm-dir", str(tmp_path))
+    found = seen(list(look_at_machine(config_with(*STORE, *outer))), "outer algorithm")
+    assert found.is_fatal and "outer.algorithm='absent.py' cannot be read" in found.advice
+
+
 def test_folder_that_is_not_there_is_fatal(tmp_path: Path) -> None:
     found = seen(list(look_at_machine(config_with("--node.shm-dir", str(tmp_path / "none")))), "shared memory")
     assert found.is_fatal and "node.shm_dir" in found.advice
