@@ -133,6 +133,7 @@ class RunParts:
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
+            stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.fetcher = Fetcher(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroband.kernels import native, reference
+from zeroband.kernels.scan import all_finite
 
 _log = logging.getLogger(__name__)
 
@@ -140,9 +141,8 @@ def _is_native() -> bool:
 
 
 def _require_finite(x: Tensor) -> None:
-    bad = (~torch.isfinite(x)).nonzero()
-    if len(bad):
-        raise _not_finite(x, int(bad[0]))
+    if not all_finite(x):
+        raise _not_finite(x, int((~torch.isfinite(x)).nonzero()[0]))
 
 
 def _not_finite(x: Tensor, index: int) -> ValueError:

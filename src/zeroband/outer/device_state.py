@@ -18,6 +18,7 @@ from zeroband.copying import pin
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
+from zeroband.kernels.scan import all_finite
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.optimizer import OuterSGD
 from zeroband.outer.transaction import CONTRIBUTION
@@ -148,7 +149,7 @@ class DeviceState:
             if stop > start:
                 part, out = slice(start - place.start, stop - place.start), self._contribution[start:stop]
                 out.copy_(place.params[part] - inner[part].to(torch.float32))
-                is_finite = is_finite and bool(torch.isfinite(out).all())
+                is_finite = is_finite and all_finite(out)
         return is_finite
 
     def encode_borders(self) -> None:

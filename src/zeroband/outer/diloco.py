@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
+from zeroband.kernels.scan import norm
 from zeroband.outer.base import OuterParts, RoundReport, open_buffers
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.flat import digest_of, parameter_shards
@@ -186,7 +186,7 @@ class DiLoCo(KeptRounds):
         """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
         if not self._clips or self._local.rank != 0:
             return 0.0
-        return float(torch.linalg.vector_norm(self._buffers[CONTRIBUTION][self._bounds[turn]], dtype=torch.float64))
+        return norm(self._buffers[CONTRIBUTION][self._bounds[turn]])
 
     def _shards_of(self, turn: int) -> dict[str, Tensor]:
         shards = parameter_shards(self._parts.model)

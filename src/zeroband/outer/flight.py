@@ -1,4 +1,4 @@
-"""A round beside training: one thread on each local rank that brings it to its verdict while inner steps go on."""
+"""Work beside training: a round on its way to its verdict, on each local rank; a copy for the journal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _T = TypeVar("_T")
 class Flight(Generic[_T]):
     """Starts `work` in a thread at once. The thread is a daemon: a trainer that crashes does not wait for it."""
 
-    def __init__(self, work: Callable[[], _T]) -> None:
+    def __init__(self, work: Callable[[], _T], *, name: str = "outer-step") -> None:
         self._work = work
         self._outcome: list[_T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="outer-step", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+
+from zeroband.outer.flight import Flight
 
 AWAITED_S = 20.0
 """Longest wait for an entry; below the time-out of the joiners' requests."""
@@ -36,6 +38,21 @@ class Journal:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._newest = -1
+        self._copying: Flight[None] | None = None
+
+    def copy(self, entry: JournalEntry) -> None:
+        """Keep a copy of an entry, made beside what follows; its result may be written to after `settle`.
+
+        A copy of many values touches as much new memory, which takes longer than the copying.
+        """
+        self.settle()
+        self._copying = Flight(lambda: self.add(replace(entry, result=entry.result.clone())), name="journal")
+
+    def settle(self) -> None:
+        """Wait until what was to be copied is. The thread that copies, or that follows it."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.wait()
 
     def add(self, entry: JournalEntry) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
@@ -49,17 +66,14 @@ class Journal:
 
     def cut(self, round: int) -> None:
         """This round did not change the state by an update: nobody can catch up from before it."""
+        self.settle()
         with self._changed:
             self._entries.clear()
             self._newest = round
             self._changed.notify_all()
 
-    def get(self, round: int) -> JournalEntry | None:
-        with self._changed:
-            return self._entries.get(round)
-
     def await_entry(self, round: int, *, patience_s: float = AWAITED_S) -> JournalEntry | None:
-        """The same, but a round that is newer than all entries is awaited. Any thread but the main one.
+        """The entry of a round; one that is newer than all entries is awaited. Any thread but the main one.
 
         Joiners learn of a verdict from the store, often before their donor has applied it.
         """

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from zeroband.kernels.scan import all_finite
 from zeroband.outer.base import OuterParts
 from zeroband.outer.sparse.codec import Part
 from zeroband.outer.sparse.feedback import ErrorFeedback
@@ -36,7 +37,7 @@ class LocalMemory:
         is_finite = True
         for name, part in self._shards.parts(self.buffer, shards):
             self._feedback.accumulate(part, shards[name].detach().to("cpu").reshape(-1), scale=scale)
-            is_finite &= bool(part.isfinite().all())
+            is_finite &= all_finite(part)
         if all_ok(is_finite, self._local):  # also: all ranks have added theirs
             return True
         self.forget()

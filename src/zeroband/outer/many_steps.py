@@ -18,6 +18,7 @@ from zeroband.config.outer import RoundsConfig
 from zeroband.config.section import Section
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
+from zeroband.kernels.scan import norm
 from zeroband.outer.base import OuterParts, RoundReport, open_buffers
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.journal import JournalEntry
@@ -75,7 +76,7 @@ class ManySteps(KeptRounds, ABC):
         """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
         if not self._clips or self._local.rank != 0:
             return 0.0
-        return float(torch.linalg.vector_norm(self._buffers[CONTRIBUTION], dtype=torch.float64))
+        return norm(self._buffers[CONTRIBUTION])
 
     # -- the round ----------------------------------------------------------------------------------------------
 

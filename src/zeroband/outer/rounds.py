@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.progress import Progress
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
+from zeroband.kernels.scan import all_finite
 from zeroband.observe.log import get_logger
 from zeroband.outer.base import OuterParts, RoundReport, verify
 from zeroband.outer.flight import Flight
@@ -278,6 +278,7 @@ class RoundKeeper:
             round = self.round + 1
             if parts.going_back is not None and not offer.is_joining:
                 parts.going_back.answer(self.round, LossRecord.of(self.payload))
+            parts.journal.settle()  # the result's memory is the next one's
             self._announce(round, offer)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
             try:
@@ -305,7 +306,7 @@ class RoundKeeper:
         `names`: of the parameters that this rank has shards of.
         """
         written = self.parts.sent.parts(self.parts.buffers[CONTRIBUTION], names)
-        return self.is_finite_everywhere([name for name, part in written if not torch.isfinite(part).all()])
+        return self.is_finite_everywhere([name for name, part in written if not all_finite(part)])
 
     def is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
         """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
@@ -372,8 +373,8 @@ class RoundKeeper:
     def record(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
         if self.parts.mesh.local.rank == 0:
-            entry = JournalEntry(self.round, committed.result.clone(), committed.verdict.payload, self.state)
-            self.parts.journal.add(entry)
+            entry = JournalEntry(self.round, committed.result, committed.verdict.payload, self.state)
+            self.parts.journal.copy(entry)
 
     def report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening = committed.verdict.opening

@@ -55,7 +55,7 @@ from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.fragments import arranged, fragments_of, whole
-from zeroband.outer.journal import Journal
+from zeroband.outer.journal import Journal, JournalEntry
 from zeroband.outer.losses import StepLoss
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.pace import Pace
@@ -506,6 +506,11 @@ class FakeNode:
         reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
         assert reports[-1] is not None
         return reports[-1]
+
+    def entry(self, round: int) -> JournalEntry | None:
+        """What its journal keeps of a round."""
+        self.journal.settle()
+        return self.journal.await_entry(round, patience_s=0.0)
 
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""

@@ -10,7 +10,7 @@ def entry(round: int, numel: int = 10) -> JournalEntry:
 
 
 def kept(journal: Journal) -> list[int]:
-    return [round for round in range(20) if journal.get(round) is not None]
+    return [round for round in range(20) if journal.await_entry(round, patience_s=0.0) is not None]
 
 
 def filled(*, max_rounds: int, max_bytes: int) -> Journal:
@@ -24,8 +24,8 @@ def test_journal_returns_what_was_added() -> None:
     added = entry(3)
     journal = Journal(max_rounds=2, max_bytes=1000)
     journal.add(added)
-    assert journal.get(3) is added
-    assert journal.get(2) is None
+    assert journal.await_entry(3) is added
+    assert journal.await_entry(2) is None
 
 
 def test_journal_keeps_the_newest_rounds() -> None:
@@ -52,3 +52,22 @@ def test_journal_entry_that_is_forgotten_or_does_not_come_is_none() -> None:
     journal = filled(max_rounds=3, max_bytes=10_000)
     assert journal.await_entry(7, patience_s=10.0) is None
     assert journal.await_entry(11, patience_s=0.01) is None
+
+
+def test_copy_is_of_the_values_that_were_there_until_settled() -> None:
+    journal, result = Journal(max_rounds=2, max_bytes=1 << 30), torch.ones(1 << 20)
+    journal.copy(JournalEntry(1, result, {}, "digest"))
+    journal.settle()
+    result.zero_()
+    copied = journal.await_entry(1)
+    assert copied is not None and copied.result.eq(1).all()
+
+
+def test_copies_are_kept_in_their_order_and_a_cut_comes_after_them() -> None:
+    journal = Journal(max_rounds=8, max_bytes=1 << 30)
+    for round in range(1, 4):
+        journal.copy(entry(round, numel=1 << 20))
+    assert journal.await_entry(3) is not None and kept(journal) == [1, 2, 3]
+    journal.copy(entry(4, numel=1 << 20))
+    journal.cut(5)
+    assert kept(journal) == []

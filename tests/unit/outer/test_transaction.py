@@ -125,7 +125,7 @@ def test_result_that_a_lost_transfer_may_write_to_is_renewed(
         for part in node.lanes.abandoned:
             part.fill_(float("nan"))
         assert torch.equal(node.buffers[RESULT], kept)
-        assert torch.equal(node.journal.get(1).result, kept)
+        assert torch.equal(node.entry(1).result, kept)
         assert node.outer.state == reports[name].state
     assert run.round(a=noise(4), b=noise(5))["a"].state == run["b"].outer.state
 
@@ -195,7 +195,7 @@ def test_member_that_was_away_is_fenced_and_keeps_its_state(
     assert isinstance(outcome, Fenced)
     assert (run["b"].outer.round, run["b"].outer.state) == (0, state)
     assert all(torch.equal(run["b"].buffers[n], kept) for n, kept in zip(run["b"].outer.sections, outer, strict=True))
-    assert run["b"].journal.get(1) is None
+    assert run["b"].entry(1) is None
 
 
 @ALGORITHMS
@@ -323,7 +323,7 @@ def test_journal_replayed_gives_the_state_of_those_who_were_there(
     for seed in range(50, 54):
         run.round(a=noise(seed, scale=3.0))  # large enough that gradients are clipped
     for round in range(fetched + 1, run["a"].outer.round + 1):
-        entry = run["a"].journal.get(round)
+        entry = run["a"].entry(round)
         assert joiner.outer.replay(entry) == entry.state
     assert joiner.outer.state == run["a"].outer.state
     assert joiner.outer.progress == run["a"].outer.progress
@@ -341,7 +341,7 @@ def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(
     joiner.receive(run["a"])
     for update in (noise(1) * float("nan"), noise(2)):
         run.round(a=update)
-        assert joiner.outer.replay(run["a"].journal.get(run["a"].outer.round)) == run["a"].outer.state
+        assert joiner.outer.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
 
 
 @ALGORITHMS
@@ -354,7 +354,7 @@ def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(
     joiner = run.add("b")
     joiner.receive(run["a"])
     run.round(a=noise(3))
-    assert joiner.outer.replay(run["a"].journal.get(run["a"].outer.round)) == run["a"].outer.state
+    assert joiner.outer.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
 
 
 @ALGORITHMS

@@ -19,6 +19,7 @@ from torch import Tensor
 from zeroband.config.outer import ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
+from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
 from zeroband.kernels.waves import Waves, waves_on
 from zeroband.outer.flat import FlatLayout
@@ -178,7 +179,7 @@ class SparseCodec:
         """The largest coefficients of a range of chunks, or the largest values where there is no transform."""
         group, k = section.group, section.record.k
         chunks = group.read(buffer, first, stop).to(self._device or buffer.device)
-        if not chunks.isfinite().all():
+        if not all_finite(chunks):
             bad = first + int((~chunks.isfinite()).flatten(1).any(dim=1).nonzero()[0])
             raise ValueError(f"{group.name_of(bad)} has a value that is not finite, which has no encoding")
         if self.rule.transform:
@@ -233,7 +234,7 @@ class SparseCodec:
 
     def write(self, section: Section, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
         """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
-        if not coefficients.isfinite().all():
+        if not all_finite(coefficients):
             raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
         chunks = coefficients.view(-1, section.group.chunk_rows, section.group.chunk_columns)
         restored = dct.inverse(chunks) if self.rule.transform else chunks

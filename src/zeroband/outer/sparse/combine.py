@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroband.errors import MalformedPayload
 from zeroband.kernels import reference
+from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import place
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
 from zeroband.outer.sparse.codec import HEADER, Divisor, Payload, Section, SparseCodec, mean_over_senders
@@ -67,7 +68,7 @@ def combine(
         for first, stop in section.blocks(0, 1):
             total, weight = codec.sums_of(section, first, stop, payloads, weights)
             result = mean_over_senders(total, weight) if kind == _VALUES and divisor == "senders" else total
-            if not result.isfinite().all():
+            if not all_finite(result):
                 raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
             row, at = result.nonzero(as_tuple=True)
             counts = torch.bincount(row, minlength=stop - first)
@@ -193,7 +194,7 @@ def _check_union(union: Union, numel: int, kind: int, sources: int) -> None:
         raise MalformedPayload(f"combined payload: place {int(union.places.max())} in chunks of {numel}")
     if (rows * numel + union.places).diff().le(0).any():
         raise MalformedPayload("combined payload: places that do not ascend")
-    if not union.values.isfinite().all() or (union.values == 0).any():
+    if not all_finite(union.values) or (union.values == 0).any():
         raise MalformedPayload("combined payload: a value that is 0 or not finite")
     if kind != _VALUES and (union.values.abs() > sources).any():
         raise MalformedPayload(f"combined payload: a sum of more than {sources} signs")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroband.config.outer import ValueCodingName
 from zeroband.kernels import reference
+from zeroband.kernels.scan import all_finite
 from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
 
 
@@ -171,4 +172,4 @@ def _aligned(data: Tensor) -> Tensor:
 
 
 def _not_finite(values: Tensor) -> str | None:
-    return None if values.isfinite().all() else "a value that is not finite"
+    return None if all_finite(values) else "a value that is not finite"
