@@ -100,25 +100,30 @@ class Job:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """Processor time of one core for each value of the model (docs/algorithms.md says how it was measured)."""
+    """Processor time of one core, for each value of the model where nothing else is said.
+
+    How it was measured: docs/algorithms.md.
+    """
 
     packing_s: float
     """While training stands still: contribution and encoding, outer step, digest and copies of the state."""
+    round_s: float
+    """The same for each synchronisation, whatever the model's size; more cores do not shorten it."""
     unpacking_s: float = 0.0
     """Before a round can be applied."""
     payload_s: float = 0.0
     """The same, for each node's payload."""
 
 
-_DENSE = OwnWork(14e-9)
+_DENSE = OwnWork(7e-9, 0.009)
 
 OWN_WORK: Mapping[Method, OwnWork] = {
-    "ddp": _DENSE,
+    "ddp": OwnWork(9e-9, 0.009),
     "diloco": _DENSE,
     "streaming": _DENSE,
     "eager": _DENSE,
-    "demo": OwnWork(80e-9, 28e-9, 2.5e-9),
-    "sparseloco": OwnWork(45e-9, 9e-9, 2e-9),
+    "demo": OwnWork(60e-9, 0.021, 22e-9, 2.5e-9),
+    "sparseloco": OwnWork(27e-9, 0.02, 8e-9, 2e-9),
 }
 """By method, on a CPU."""
 
@@ -256,6 +261,7 @@ def _forecast(
 ) -> Forecast:
     """Of a round that synchronises so many times. `moved`: bytes sent, received and at a time; all of it each time."""
     work, a_value_s, others = OWN_WORK[method], job.params / job.cores, job.nodes - 1
+    own_s = work.packing_s * a_value_s + times * work.round_s / min(1.0, job.cores)
     unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
     beside_s = link.agreement_s + unpacking_s if others else 0.0
     sent, received, peak = moved
@@ -271,7 +277,7 @@ def _forecast(
         beside_s=times * beside_s,
         overlap_s=min(times * overlap_s, steps * job.step_s),
         waits_s=times * max(0.0, transfer_s + beside_s - overlap_s),
-        own_s=work.packing_s * a_value_s if others else 0.0,
+        own_s=own_s if others else 0.0,
         step_s=job.step_s,
     )
 

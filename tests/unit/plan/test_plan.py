@@ -31,7 +31,7 @@ UNPACKS_S = (28e-9 + 4 * 2.5e-9) * 4096e3 / 4
 
 
 def own_s(method: Method) -> float:
-    return OWN_WORK[method].packing_s * JOB.params / JOB.cores
+    return OWN_WORK[method].packing_s * JOB.params / JOB.cores + OWN_WORK[method].round_s
 
 
 def of(method: str, values: str, job: Job = JOB, link: Link = LINK) -> Forecast:
@@ -154,7 +154,7 @@ def test_overlapped_step_hides_demos_payload() -> None:
 def test_more_cores_shorten_a_nodes_own_work_and_a_store_nearby_the_agreement() -> None:
     job = Job(4096e3, 4, 0.5, fragments=5, cores=2 * JOB.cores)
     found = of("demo", "sign", job, Link(1e6, 2e6, 0.05, store_rtt_s=0.001))
-    assert found.own_s == pytest.approx(own_s("demo") / 2)
+    assert found.own_s == pytest.approx((own_s("demo") + OWN_WORK["demo"].round_s) / 2)
     assert found.beside_s == pytest.approx(STORE_TRIPS * 0.001 + UNPACKS_S / 2)
 
 
