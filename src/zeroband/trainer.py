@@ -63,6 +63,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
+    # at every step the inner state is the nodes' common one, whatever the number of their ranks
     is_exact = isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
     rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
     inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule)
