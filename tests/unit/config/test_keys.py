@@ -50,6 +50,7 @@ def test_kinds_of_keys_follow_their_types() -> None:
         "data.source.paths",
         "optim.adamw.betas",
         "fault.inject",
+        "outer.settings",
     }
     assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable
     assert keys["train.compile"].is_flag and not keys["train.micro_bs"].is_flag

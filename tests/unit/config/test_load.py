@@ -221,7 +221,8 @@ def test_file_that_is_no_toml_is_refused_by_name(refusal: Refusal, tmp_path: Pat
 
 def test_key_of_another_type_is_refused_with_the_type_it_belongs_to(refusal: Refusal) -> None:
     message = refusal("--outer.type", "ddp", "--outer.inner_steps", "5", "--outer.optimizer.lr", "1", **STORE)
-    homes = ('outer.type="diloco" or outer.type="sparseloco"', 'outer.type="diloco"')
+    rounds = ("diloco", "sparseloco", "custom")
+    homes = (" or ".join(f'outer.type="{name}"' for name in rounds), 'outer.type="diloco"')
     keys = ("outer.inner_steps", "outer.optimizer.lr")
     assert message.splitlines() == [
         f'{key} (from --{key}) belongs to {home}; chosen is outer.type="ddp"'

@@ -26,7 +26,7 @@ SENDS_S = 24.576 * CROWDED * HEADERS + 3 * 0.065536
 
 
 AGREES_S = STORE_TRIPS * 0.05
-UNPACKS_S = (28e-9 + 4 * 2.5e-9) * 4096e3 / 4
+UNPACKS_S = (OWN_WORK["demo"].unpacking_s + 4 * OWN_WORK["demo"].payload_s) * 4096e3 / 4
 """DeMo's of four payloads, on four cores."""
 
 
