@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from zeroband.config.cautions import method_of
+from zeroband.config.key_value import key_value
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
@@ -120,15 +121,12 @@ def _parse_arm(text: str) -> Arm:
 
 
 def _parse_setting(part: str, text: str) -> tuple[str, Any]:
-    key, equals, value = part.partition("=")
-    if not (key and equals and value):
-        raise ConfigError(f"--methods: {part!r} in {text!r} is no KEY=VALUE")
     try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
-        parsed = value
+        key, value = key_value(part)
+    except ValueError as error:
+        raise ConfigError(f"--methods: {part!r} in {text!r} is no KEY=VALUE") from error
     is_named = key.split(".")[0] in RunConfig.model_fields
-    return (key if is_named else f"outer.{key}").replace("-", "_"), parsed
+    return (key if is_named else f"outer.{key}").replace("-", "_"), value
 
 
 def flags_of(arm: Arm, *, nodes: int, inner_steps: int) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zeroband.config.key_value import key_value
 from zeroband.config.outer import CustomConfig
 from zeroband.config.section import Section
 from zeroband.errors import ConfigError
@@ -81,20 +82,13 @@ def _module(path: Path, digest: str) -> ModuleType:
 
 
 def _settings(config: CustomConfig, kind: type[Section]) -> Section:
-    values = dict(_setting(text) for text in config.settings)
+    try:
+        values = dict(key_value(text) for text in config.settings)
+    except ValueError as error:
+        raise ConfigError(f"outer.settings: {error}") from error
     try:
         return kind(**values)
     except ValidationError as error:
         given, known = json.dumps(config.settings), ", ".join(kind.model_fields) or "none"
         said = "; ".join(f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
         raise ConfigError(f"outer.settings={given}: {said}; {config.algorithm} has {known}") from error
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise ConfigError(f"outer.settings: {text!r} is no KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
