@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "loop.h"
 
@@ -93,12 +94,13 @@ LinkState Engine::link_state(uint32_t link) {
     return state;
 }
 
-void Engine::set_congestion(uint32_t link, const std::string& name) {
+void Engine::drive_link(uint32_t link, const std::string& congestion, uint32_t senders) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
     if (found == links_.end()) return;
+    found->second.senders = senders;
     for (const int fd : found->second.streams)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion.data(), static_cast<socklen_t>(congestion.size()));
 }
 
 RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
@@ -186,7 +188,17 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     awaken(*running, awakened);
 }
 
-PacketPtr Engine::pick(uint32_t link, RunningPtr& running) {
+bool Engine::is_sender(uint32_t link, int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return false;
+    const auto& streams = found->second.streams;
+    return std::distance(streams.begin(), streams.find(fd)) < static_cast<int64_t>(found->second.senders);
+}
+
+// The next frame for a stream.
+PacketPtr Engine::pick(uint32_t link, int fd, RunningPtr& running) {
+    if (!is_sender(link, fd)) return nullptr;
     for (const RunningPtr& candidate : all_running()) {
         const uint32_t member = candidate->member_of(link);
         if (member >= candidate->link_of.size()) continue;
