@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from zeroband.compare.methods import Way
@@ -74,12 +75,25 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> Measure
         step_s=statistics.median(_own_s(record) for records in records_of_nodes for record in records),
         blocked_s=sum(_blocked_s(record) for records in records_of_nodes for record in records) / count,
         wall_s=statistics.mean(sum(record["train/step_s"] for record in records) for records in records_of_nodes),
-        rounds=max(len({record["outer/round"] for record in of_node}) for of_node in rounds),
+        rounds=max(sum(_rounds_of_lines(of_node)) for of_node in rounds),
         sent_bytes=total("outer/sent_bytes") / count,
         received_bytes=total("outer/received_bytes") / count,
-        peak_bytes=max((record.get("outer/sent_bytes", 0) for of_node in rounds for record in of_node), default=0),
+        peak_bytes=max(
+            (
+                record.get("outer/sent_bytes", 0) / count
+                for of_node in rounds
+                for record, count in zip(of_node, _rounds_of_lines(of_node), strict=True)
+            ),
+            default=0,
+        ),
         apply_s=total("outer/apply_s") / count,
     )
+
+
+def _rounds_of_lines(records: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many rounds each of a node's lines is about: a flush of updates that overlap brings several at once."""
+    numbers = [int(record["outer/round"]) for record in records]
+    return [max(1, number - before) for before, number in pairwise([numbers[0] - 1, *numbers])] if numbers else []
 
 
 def _own_s(record: Mapping[str, Any]) -> float:

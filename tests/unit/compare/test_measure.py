@@ -35,6 +35,12 @@ def test_counters_are_folded_over_nodes_and_rounds() -> None:
     assert found.sent_per_token == 55 / 200
 
 
+def test_line_of_a_flush_is_about_several_rounds() -> None:
+    numbers = [(1, 30), (2, 30), (4, 60), (5, 30)]
+    found = measured([[line(step, 1.0, round=number, sent_bytes=sent) for step, (number, sent) in enumerate(numbers)]])
+    assert (found.rounds, found.sent_bytes, found.peak_bytes) == (5, 150, 30)
+
+
 def test_steps_that_all_end_rounds_are_counted_without_what_they_were_blocked() -> None:
     """Though the rounds took longer, beside training."""
     ends_round = {"round": 1, "wait_s": 0.3, "transfer_s": 0.4, "blocked_s": 0.35}
