@@ -138,7 +138,7 @@ class Worker:
         links = Links(engine, RunKey(b""), sealing == "sealed")
         self._connect(way, engine, links, int(streams), sealing == "sealed")
         for peer in range(job.world):
-            engine.drive(peer, congestion, int(streams))
+            engine.set_congestion(peer, congestion)
         shape = replace(shape_of(job.numel, CODECS[codec], [1 / job.world] * job.world), is_ring=form == "ring")
         numbers = itertools.count(1)
 

@@ -124,11 +124,9 @@ class NativePlane:
     ) -> tuple[int, int]:
         """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
         self._connect(reach, opening, member_id)
+        for member in opening.members:
+            reach.links.set_congestion(member, self._tuning(member).congestion)
         links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
-        for number, member in enumerate(opening.members):
-            tuning, mbit = self._tuning(member), opening.network.rate_between(at, number)
-            senders = tuning.senders(mbit, opening.network.rtt_ms, len(opening.members) - 1)
-            reach.links.drive(member, tuning.congestion, senders)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:

@@ -118,10 +118,9 @@ class Engine:
         self._library.zb_link_state(self._handle, link, ctypes.byref(record))
         return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
 
-    def drive(self, link: int, congestion: str, senders: int) -> None:
-        """Have this congestion control of TCP on all streams of a link, where the machine has and allows it, and send
-        over so many of them."""
-        self._library.zb_link_drive(self._handle, link, congestion.encode(), senders)
+    def set_congestion(self, link: int, name: str) -> None:
+        """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
+        self._library.zb_link_congestion(self._handle, link, name.encode())
 
     def start(
         self,

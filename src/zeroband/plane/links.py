@@ -70,9 +70,9 @@ class Links:
     def state(self, member: str) -> LinkState:
         return self.engine.state(self.number(member))
 
-    def drive(self, member: str, congestion: str, senders: int) -> None:
-        """How TCP finds the rate of the streams to a member that are there now, and how many of them send."""
-        self.engine.drive(self.number(member), congestion, senders)
+    def set_congestion(self, member: str, name: str) -> None:
+        """How TCP finds the rate of the streams to a member that are there now."""
+        self.engine.set_congestion(self.number(member), name)
 
     def has(self, member: str, streams: int, *, own: str) -> bool:
         """Whether the link is as it should be: up, with enough streams where this end dials."""

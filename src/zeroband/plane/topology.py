@@ -46,10 +46,6 @@ class Network:
     rtt_ms: int = UNKNOWN
     """Between the two that are farthest from one another."""
 
-    def rate_between(self, a: int, b: int) -> int:
-        """Of the slower one of two members' access links, by their places."""
-        return min(self.rates[a], self.rates[b]) if self.rates else UNKNOWN
-
 
 def plan(members: Sequence[str], seen: Sequence[Seen], before: Network) -> Network:
     """What to plan with: what was planned with before, but for what has really changed.

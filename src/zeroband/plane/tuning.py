@@ -17,12 +17,6 @@ _WORTH = 1.1
 _LEAST_BYTES = 4 << 20
 """Less than this is over before TCP has found the rate of the link."""
 
-_QUEUE_MS = 50
-"""What the queue of an access link usually holds at least."""
-
-_FIRST_WINDOW_BYTES = 10 * 1448
-"""Of a stream that has been idle (RFC 6928)."""
-
 _TRIALS = 2
 """Transfers with each setting; the faster one counts, since others may use the link too."""
 
@@ -48,17 +42,6 @@ class LinkTuning:
     def fixed(streams: int) -> LinkTuning:
         """For a number of streams that the user chose."""
         return LinkTuning(streams, may_grow=False)
-
-    def senders(self, mbit: int, rtt_ms: int, links: int) -> int:
-        """How many of the streams should send, over each of so many links that share an access link of this rate.
-
-        All of them, but on a slow link no more than it and its queue can hold the first windows of: what is lost there
-        is sent again, and later. `mbit`: 0 where it is not known.
-        """
-        if mbit == 0 or not self.may_grow:
-            return self.streams
-        held_bytes = mbit * 1e6 / 8 * (rtt_ms + _QUEUE_MS) / 1e3
-        return min(self.streams, max(1, int(held_bytes / (_FIRST_WINDOW_BYTES * links))))
 
     def after(self, sent_bytes: int, took_s: float) -> LinkTuning:
         """What is known after another transfer over the link."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from zeroband.plane.tuning import BBR, CUBIC, LinkTuning
 
 MB = 1 << 20
@@ -69,18 +67,3 @@ def test_short_transfers_teach_nothing() -> None:
 def test_number_that_the_user_chose_stays() -> None:
     settled = after(lambda streams, congestion: 9e6 if congestion == BBR else 1e6, LinkTuning.fixed(3))
     assert settled.streams == 3 and settled.congestion == BBR and settled.is_settled
-
-
-@pytest.mark.parametrize(("mbit", "senders"), [(3, 1), (10, 2), (30, 6), (100, 8)])
-def test_slow_link_is_not_flooded_with_first_windows(mbit: int, senders: int) -> None:
-    """With 50 ms of queue and 20 ms on the way, 3 Mbit/s hold 18 packets; three streams begin with 30."""
-    assert LinkTuning().senders(mbit, rtt_ms=20, links=3) == senders
-
-
-def test_access_link_is_shared_by_all_others() -> None:
-    assert [LinkTuning().senders(30, rtt_ms=20, links=links) for links in (1, 2, 4, 9)] == [8, 8, 4, 2]
-
-
-@pytest.mark.parametrize(("tuning", "mbit"), [(LinkTuning(), 0), (LinkTuning.fixed(8), 1)], ids=["unknown", "chosen"])
-def test_all_streams_send_where_nothing_is_known_and_where_the_user_chose(tuning: LinkTuning, mbit: int) -> None:
-    assert tuning.senders(mbit, rtt_ms=20, links=3) == 8

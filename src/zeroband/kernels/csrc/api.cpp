@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 8; }
+int zb_abi() { return 7; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -108,9 +108,7 @@ void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
     *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.received_bytes};
 }
 
-void zb_link_drive(Engine* engine, uint32_t link, const char* congestion, uint32_t senders) {
-    engine->drive_link(link, congestion, senders);
-}
+void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }
 
 uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }
 void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }

@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "loop.h"
 
@@ -94,13 +93,12 @@ LinkState Engine::link_state(uint32_t link) {
     return state;
 }
 
-void Engine::drive_link(uint32_t link, const std::string& congestion, uint32_t senders) {
+void Engine::set_congestion(uint32_t link, const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
     if (found == links_.end()) return;
-    found->second.senders = senders;
     for (const int fd : found->second.streams)
-        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion.data(), static_cast<socklen_t>(congestion.size()));
+        setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
 }
 
 RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
@@ -188,17 +186,7 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     awaken(*running, awakened);
 }
 
-bool Engine::is_sender(uint32_t link, int fd) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = links_.find(link);
-    if (found == links_.end()) return false;
-    const auto& streams = found->second.streams;
-    return std::distance(streams.begin(), streams.find(fd)) < static_cast<int64_t>(found->second.senders);
-}
-
-// The next frame for a stream.
-PacketPtr Engine::pick(uint32_t link, int fd, RunningPtr& running) {
-    if (!is_sender(link, fd)) return nullptr;
+PacketPtr Engine::pick(uint32_t link, RunningPtr& running) {
     for (const RunningPtr& candidate : all_running()) {
         const uint32_t member = candidate->member_of(link);
         if (member >= candidate->link_of.size()) continue;

@@ -55,8 +55,8 @@ class Engine {
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
     LinkState link_state(uint32_t link);
-    // Which congestion control its streams have, where the machine has and allows it, and how many of them send.
-    void drive_link(uint32_t link, const std::string& congestion, uint32_t senders);
+    // Of all its streams; one that the machine lacks or does not allow changes nothing.
+    void set_congestion(uint32_t link, const std::string& name);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
     RunningPtr start(GatherSpec spec, std::vector<uint32_t> links);
@@ -73,15 +73,13 @@ class Engine {
     struct Link {
         bool is_up = true;
         std::set<int> streams;  // their descriptors
-        uint32_t senders = UINT32_MAX;  // the first so many of them send; all receive
         std::atomic<uint64_t> received_bytes{0};
     };
 
     RunningPtr start(std::unique_ptr<Transfer> transfer, std::vector<uint32_t> links);
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
-    bool is_sender(uint32_t link, int fd);
-    PacketPtr pick(uint32_t link, int fd, RunningPtr& running);
+    PacketPtr pick(uint32_t link, RunningPtr& running);
     void lose_stream(uint32_t link, int fd);
     void end_what_needs(uint32_t link);
     void awaken(const Running& running, const std::vector<uint32_t>& members);
