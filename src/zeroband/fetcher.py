@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
 from zeroband.checkpoint.donors import Donor
-from zeroband.checkpoint.recovery import FetchedState, StateFetch, fetch_entry
+from zeroband.checkpoint.recovery import FetchedEntry, FetchedState, StateFetch, fetch_entry
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.progress import Progress
@@ -55,11 +55,10 @@ class Fetcher:
         assert self._state is not None, "begin comes first"
         return self._state
 
-    def fetch_entry(self, round: int, out: Tensor) -> dict[str, Any]:
-        """Fetch what a round did; its payload and state. `out`: (n,) float32. Raises RecoveryFailed, RunOver."""
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
+        """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._board, self._faults)
-        entry = fetch_entry(self._donors(), self._dialler, round, out=out, on_chunk=meter.count)
-        return {"payload": entry.payload, "state": entry.state}
+        return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)
 
     def _donors(self) -> list[Donor]:
         """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver."""

@@ -57,7 +57,7 @@ from zeroband.plane.handover import HandedOver
 from zeroband.plane_parts import PlaneParts, codec_of
 from zeroband.restorer import Restorer, SavedState, source_of
 
-_JOURNAL_ROUNDS = 64
+_JOURNAL_ROUNDS = 1024
 _JOURNAL_BYTES = 4 << 30
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Nothing would be better after another start."""
@@ -257,8 +257,15 @@ class RunParts:
             return None
         return GoingBack(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
 
-    def _fetch_entry(self, round: int, out: Tensor) -> FetchedRound:
-        return FetchedRound(**on_first_rank(self.mesh.local, lambda: self.fetcher.fetch_entry(round, out)))
+    def _fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedRound:
+        updates: list[Tensor] = []
+
+        def fetch() -> dict[str, Any]:
+            entry = self.fetcher.fetch_entry(round, room)
+            updates.append(entry.update)
+            return {"payload": entry.payload, "state": entry.state}
+
+        return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

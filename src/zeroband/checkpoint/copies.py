@@ -47,12 +47,12 @@ class ServedState(Protocol):
 
 
 class ServedEntry(Protocol):
-    """The averaged update of one committed round."""
+    """What one committed round did."""
 
     @property
     def round(self) -> int: ...
     @property
-    def result(self) -> Tensor: ...
+    def update(self) -> Tensor: ...
     @property
     def payload(self) -> Mapping[str, Any]: ...
     @property
@@ -239,12 +239,12 @@ class Entries:
             return None
         with self._lock:
             if round not in self._promises:
-                self._promises[round] = self._hasher.start(entry, {"result": entry.result})
+                self._promises[round] = self._hasher.start(entry, {"update": entry.update})
             while len(self._promises) > _MAX_ENTRIES:
                 self._promises.popitem(last=False)
             return self._promises.get(round)
 
-    def result(self, round: int) -> Mapping[str, Tensor]:
+    def sections(self, round: int) -> Mapping[str, Tensor]:
         """The sections of an entry; none where the journal does not hold it."""
         entry = self._journal_entry(round)
-        return {} if entry is None else {"result": entry.result}
+        return {} if entry is None else {"update": entry.update}

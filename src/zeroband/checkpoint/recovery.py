@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zeroband.checkpoint.chunk_queue import STRAGGLER_S, ChunkQueue
@@ -24,9 +23,7 @@ from zeroband.plane.sealed import Dialler
 
 __all__ = ["Donor", "FetchLimits", "FetchedEntry", "FetchedState", "StateFetch", "fetch_entry"]
 
-_RESULT = "result"
-_MAX_ENTRY_BYTES = 16 << 30
-"""Of an entry for which the caller has no tensor."""
+_UPDATE = "update"
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,8 @@ class FetchedEntry:
     """One round of the journal."""
 
     round: int
-    result: Tensor
+    update: Tensor
+    """(nbytes,) uint8, as the donors packed it."""
     payload: Mapping[str, Any]
     state: str
 
@@ -157,29 +155,23 @@ def fetch_entry(
     donors: Sequence[Donor],
     dialler: Dialler,
     round: int,
+    room: Callable[[int], Tensor],
     *,
-    out: Tensor | None = None,
     on_chunk: Callable[[int, int], None] = _ignore,
     limits: FetchLimits = _LIMITS,
 ) -> FetchedEntry:
     """Fetch what a committed round did, as most of its donors claim.
 
-    `out`: (n,) float32 on CPU for the result, half written where this fails; without it, another tensor is made.
-    Raises RecoveryFailed when no donor is left, or none has an entry of the length of `out`.
+    `room`: gives (nbytes,) uint8 on CPU for an update of so many bytes, half written where this fails, or raises
+    RecoveryFailed where no update has so many. Raises RecoveryFailed when no donor is left.
     """
-    lengths = None if out is None else {_RESULT: 4 * out.numel()}
-    inquiry = Inquiry("journal", dialler, lengths, limits.patience, limits.connections)
+    inquiry = Inquiry("journal", dialler, None, limits.patience, limits.connections)
     believed = believe_round(donors, limits.donors_at_once, inquiry, round)
     manifest = believed.manifest
-    result = _room_for(manifest) if out is None else out
+    if set(manifest.lengths) != {_UPDATE}:
+        raise RecoveryFailed(f"the journal of round {round} has sections {dict(manifest.lengths)!r:.100}")
+    update = room(manifest.lengths[_UPDATE])
     chunks = ChunkQueue(manifest.chunks(), straggler_s=limits.straggler_s)
-    transfer = Transfer(manifest, inquiry, {_RESULT: bytes_of(result)}, chunks, Tally())
+    transfer = Transfer(manifest, inquiry, {_UPDATE: bytes_of(update)}, chunks, Tally())
     transfer.run(believed.supporters, believed.spare(donors), on_chunk, donors_at_once=limits.donors_at_once)
-    return FetchedEntry(round, result, manifest.payload, manifest.state)
-
-
-def _room_for(entry: Manifest) -> Tensor:
-    length = entry.lengths.get(_RESULT, -1)
-    if len(entry.lengths) != 1 or length % 4 or not 0 <= length <= _MAX_ENTRY_BYTES:
-        raise RecoveryFailed(f"the journal of round {entry.round} has sections {dict(entry.lengths)!r:.100}")
-    return torch.empty(length // 4)
+    return FetchedEntry(round, update, manifest.payload, manifest.state)

@@ -125,7 +125,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /state[/ROUND], /state/ROUND/SECTION/INDEX, /journal/ROUND, /journal/ROUND/result/INDEX."""
+    """GET /state[/ROUND], /state/ROUND/SECTION/INDEX, /journal/ROUND, /journal/ROUND/update/INDEX."""
 
     protocol_version = "HTTP/1.1"
     timeout = 30
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
                 with library.copies.sending(round) as copy:
                     self._send_chunk(library, None if copy is None else copy.sections.get(section), index)
             case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(library, library.entries.result(round).get(section), index)
+                self._send_chunk(library, library.entries.sections(round).get(section), index)
             case _:
                 self._refuse(HTTPStatus.NOT_FOUND)
 

@@ -19,7 +19,7 @@ from zeroband.errors import MalformedPayload
 from zeroband.observe.log import get_logger
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.outer.sparse.codec import Payload
-from zeroband.outer.sparse.combine import check_combined, combine, combined_bytes, decode_combined
+from zeroband.outer.sparse.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
 from zeroband.parallel import all_ok, broadcast_json
 
 _LENGTH_BYTES = 8
@@ -37,9 +37,13 @@ def aggregator_of(opening: Opening) -> str:
 class AggregatedExchange(PayloadExchange):
     """Payloads to one member, their sum to all."""
 
+    _told: Tensor
+    """What the last result was decoded from; empty: nothing moved."""
+
     def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
         aggregator = aggregator_of(opening)
         moved, gathered = self.gather(opening, aggregator, on_progress, stops)
+        self._told = torch.empty(0, dtype=torch.uint8)
         if not any(opening.weights):
             self.zero_result()
             return moved
@@ -54,7 +58,7 @@ class AggregatedExchange(PayloadExchange):
         else:
             sent, data = self._send(opening, aggregator, combined, 2, length)
             parts.append(sent)
-            self._decode_combined(aggregator, data)
+            self._take(aggregator, data)
         return Transfer(
             sum(part.took_s for part in parts),
             sum(part.sent_bytes for part in parts),
@@ -85,17 +89,35 @@ class AggregatedExchange(PayloadExchange):
         self.add_up(opening, self.checked(gathered), is_combined)
         return found[0]
 
-    def _decode_combined(self, aggregator: str, data: Tensor) -> None:
+    def _take(self, aggregator: str, data: Tensor) -> None:
         """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
-        local, problem = self._mesh.local, "" if len(data) else "no payload was any good"
+        problem = "" if len(data) else "no payload was any good"
         if len(data):
             try:
-                combined = check_combined(self._codec, data)
-                decode_combined(self._codec, combined, self.result, rank=local.rank, world_size=local.world_size)
+                self._write_combined(data)
             except MalformedPayload as error:
                 problem = str(error)
-        if not all_ok(not problem, local):
+        if all_ok(not problem, self._mesh.local):
+            self._told = data
+        else:
             self._give_up(aggregator, problem)
+
+    def _write_combined(self, data: Tensor) -> None:
+        local, combined = self._mesh.local, check_combined(self._codec, data)
+        decode_combined(self._codec, combined, self.result, rank=local.rank, world_size=local.world_size)
+
+    def pack(self, result: Tensor) -> Tensor:
+        return self._told.clone()
+
+    @property
+    def _most_packed_bytes(self) -> int:
+        return combined_bytes(self._codec, MOST_SOURCES, divisor=self._divisor)
+
+    def _write_unpacked(self, data: Tensor) -> None:
+        if len(data):
+            self._write_combined(data)
+        else:
+            self.zero_result()
 
     def _give_up(self, aggregator: str, why: str) -> None:
         """The round moves nothing."""

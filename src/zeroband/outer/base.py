@@ -20,7 +20,7 @@ from zeroband.optim import InnerOptimizer
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import ShardMap, SharedBuffers
 from zeroband.outer.fragments import Fragment
-from zeroband.outer.journal import Journal, JournalEntry
+from zeroband.outer.journal import Journal
 from zeroband.outer.losses import LossRecord, StepLoss
 from zeroband.outer.memory import NodeMemory
 from zeroband.outer.pace import Pace
@@ -84,10 +84,24 @@ class StateCopy:
 
 @dataclass(frozen=True)
 class FetchedRound:
-    """A journal entry whose result lies in the result buffer."""
+    """A journal entry that came from the others."""
 
     payload: Mapping[str, Any]
     state: str
+    update: Tensor | None
+    """(nbytes,) uint8, on local rank 0."""
+
+
+@dataclass(frozen=True)
+class MissedRound:
+    """A committed round that this node was not in."""
+
+    round: int
+    result: Tensor
+    """(n,) float32 on CPU, shared by the local ranks."""
+    payload: Mapping[str, Any]
+    state: str
+    """Digest of the outer state after it."""
 
 
 class Inner(Protocol):
@@ -122,8 +136,8 @@ class OuterParts:
     pace: Pace
     departure: Departure
     faults: FaultPoints
-    fetch_entry: Callable[[int, Tensor], FetchedRound]
-    """Has the journal's entry of a round fetched from the others, its result written to this part of its buffer."""
+    fetch_entry: Callable[[int, Callable[[int], Tensor]], FetchedRound]
+    """Has the journal's entry of a round fetched from the others, into the room that local rank 0 has for its bytes."""
     stage: Callable[[int], StagedState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     flush_every: int | None = None
@@ -236,7 +250,7 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
-    def replay(self, entry: JournalEntry) -> str:
+    def replay(self, missed: MissedRound) -> str:
         """Catch up by one committed round; returns the digest of the state after it."""
         ...
 

@@ -17,11 +17,10 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.kernels.scan import norm
-from zeroband.outer.base import OuterParts, RoundReport, open_buffers
+from zeroband.outer.base import MissedRound, OuterParts, RoundReport, open_buffers
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.flat import digest_of, parameter_shards
 from zeroband.outer.fragments import Fragment, bounds_of
-from zeroband.outer.journal import JournalEntry
 from zeroband.outer.kept import KeptRounds
 from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.replica import Replica, build_replica
@@ -252,11 +251,11 @@ class DiLoCo(KeptRounds):
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
 
-    def replay(self, entry: JournalEntry) -> str:
+    def replay(self, missed: MissedRound) -> str:
         turn = self._turn()
         with self._keeper.changing_state():
-            self._apply(turn, entry.result, entry.payload)
-            self._keeper.settle(entry.round, entry.payload, self._digest())
+            self._apply(turn, missed.result, missed.payload)
+            self._keeper.settle(missed.round, missed.payload, self._digest())
         self._replica.restart(turn)
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state

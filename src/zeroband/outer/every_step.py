@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.progress import Progress
-from zeroband.outer.base import OuterParts, RoundReport
+from zeroband.outer.base import MissedRound, OuterParts, RoundReport
 from zeroband.outer.flat import digest_of, gradient_shards
-from zeroband.outer.journal import JournalEntry
 from zeroband.outer.kept import KeptRounds
 from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import RESULT, Committed, Exchange
@@ -124,9 +123,9 @@ class EveryStep(KeptRounds, ABC):
             self._parts.shards.load(shards, self._buffers[section])
         barrier(self._local)  # all have read before anybody writes
 
-    def replay(self, entry: JournalEntry) -> str:
+    def replay(self, missed: MissedRound) -> str:
         barrier(self._local)
-        self._step(entry.result, entry.payload)
+        self._step(missed.result, missed.payload)
         with self._keeper.changing_state():
-            self._keeper.settle(entry.round, entry.payload, self._store_state())
+            self._keeper.settle(missed.round, missed.payload, self._store_state())
         return self._keeper.state

@@ -1,4 +1,4 @@
-"""Work beside training: a round on its way to its verdict, on each local rank; a copy for the journal."""
+"""Work beside training: a round on its way to its verdict, on each local rank; an entry for the journal."""
 
 from __future__ import annotations
 

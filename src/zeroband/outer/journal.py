@@ -1,11 +1,11 @@
-"""The journal: the averaged updates of recent rounds, with which a late or joining node catches up."""
+"""The journal: what recent rounds did, as it travelled, with which a late or joining node catches up."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,8 @@ class JournalEntry:
     """What a committed round did to the state."""
 
     round: int
-    result: Tensor
-    """Mean of the contributions, (n,) float32 on CPU; nobody writes to it any more."""
+    update: Tensor
+    """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; nobody writes to it any more."""
     payload: Mapping[str, Any]
     """The verdict's payload."""
     state: str
@@ -38,37 +38,43 @@ class Journal:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._newest = -1
-        self._copying: Flight[None] | None = None
+        self._packing: Flight[None] | None = None
+        self._bytes = 0
 
-    def copy(self, entry: JournalEntry) -> None:
-        """Keep a copy of an entry, made beside what follows; its result may be written to after `settle`.
+    def record(self, round: int, pack: Callable[[], Tensor], payload: Mapping[str, Any], state: str) -> None:
+        """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
 
-        A copy of many values touches as much new memory, which takes longer than the copying.
+        Packing many values touches as much new memory, which takes longer than the packing.
         """
         self.settle()
-        self._copying = Flight(lambda: self.add(replace(entry, result=entry.result.clone())), name="journal")
+        self._packing = Flight(lambda: self.add(JournalEntry(round, pack(), payload, state)), name="journal")
 
     def settle(self) -> None:
-        """Wait until what was to be copied is. The thread that copies, or that follows it."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.wait()
+        """Wait until what was to be packed is. The thread that records, or that follows it."""
+        packing, self._packing = self._packing, None
+        if packing is not None:
+            packing.wait()
 
     def add(self, entry: JournalEntry) -> None:
         """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
-        entry_bytes = 4 * entry.result.numel()
-        rounds = max(1, min(self._max_rounds, self._max_bytes // max(entry_bytes, 1)))
         with self._changed:
+            self._forget(entry.round)
             self._entries[entry.round], self._newest = entry, entry.round
-            while len(self._entries) > rounds:
-                self._entries.popitem(last=False)
+            self._bytes += entry.update.numel()
+            while len(self._entries) > 1 and (len(self._entries) > self._max_rounds or self._bytes > self._max_bytes):
+                self._forget(next(iter(self._entries)))
             self._changed.notify_all()
+
+    def _forget(self, round: int) -> None:
+        entry = self._entries.pop(round, None)
+        self._bytes -= 0 if entry is None else entry.update.numel()
 
     def cut(self, round: int) -> None:
         """This round did not change the state by an update: nobody can catch up from before it."""
         self.settle()
         with self._changed:
             self._entries.clear()
+            self._bytes = 0
             self._newest = round
             self._changed.notify_all()
 

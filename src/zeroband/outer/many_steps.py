@@ -19,9 +19,8 @@ from zeroband.config.section import Section
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.kernels.scan import norm
-from zeroband.outer.base import OuterParts, RoundReport, open_buffers
+from zeroband.outer.base import MissedRound, OuterParts, RoundReport, open_buffers
 from zeroband.outer.flat import digest_of, parameter_shards
-from zeroband.outer.journal import JournalEntry
 from zeroband.outer.kept import KeptRounds
 from zeroband.outer.rounds import Offer, RoundKeeper
 from zeroband.outer.transaction import CONTRIBUTION, Committed, Exchange
@@ -146,9 +145,9 @@ class ManySteps(KeptRounds, ABC):
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state
 
-    def replay(self, entry: JournalEntry) -> str:
+    def replay(self, missed: MissedRound) -> str:
         with self._keeper.changing_state():
-            self._apply(entry.result, entry.payload)
-            self._keeper.settle(entry.round, entry.payload, self._digest())
+            self._apply(missed.result, missed.payload)
+            self._keeper.settle(missed.round, missed.payload, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
         return self._keeper.state

@@ -6,19 +6,22 @@ bytes, and what is looked at does not depend on the node.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.mesh import ElasticDeviceMesh, Gathering, Transfer
-from zeroband.errors import MalformedPayload
+from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.outer.flat import SharedBuffers
 from zeroband.outer.sparse.codec import Divisor, Payload, SparseCodec
+from zeroband.outer.sparse.combine import MOST_SOURCES
 from zeroband.outer.sparse.norms import norm_of
 from zeroband.outer.transaction import RESULT
-from zeroband.parallel import all_ok, barrier, each_ok
+from zeroband.parallel import all_ok, barrier, broadcast_json, each_ok
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 
@@ -55,6 +58,8 @@ class PayloadExchange:
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._gathered: Tensor | None = None
+        self._decoded: tuple[Sequence[Payload], Sequence[float] | None] = (), None
+        """Payloads and weights that the last result was decoded from."""
 
     @property
     def result(self) -> Tensor:
@@ -128,28 +133,94 @@ class PayloadExchange:
 
     def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""
+        weights = shares_of(opening, list(payloads)) if payloads and self._counts_tokens else None
+        return self._decode(list(payloads.values()), weights)
+
+    def _decode(self, payloads: Sequence[Payload], weights: Sequence[float] | None) -> bool:
+        """Whether their update was written; as `_is_decoded`."""
         local, is_finite = self._mesh.local, True
+        self._decoded = payloads, weights
         if payloads:
+            place = {"rank": local.rank, "world_size": local.world_size}
             try:
-                self._codec.decode(
-                    list(payloads.values()),
-                    self.result,
-                    weights=shares_of(opening, list(payloads)) if self._counts_tokens else None,
-                    divisor=self._divisor,
-                    rank=local.rank,
-                    world_size=local.world_size,
-                )
+                self._codec.decode(payloads, self.result, weights=weights, divisor=self._divisor, **place)
             except MalformedPayload:
                 is_finite = False
         else:
             self.zero_result()
         return all_ok(is_finite, local)
 
+    # -- for the journal ----------------------------------------------------------------------------------------
+
+    def pack(self, result: Tensor) -> Tensor:
+        payloads, weights = self._decoded
+        return pack_payloads([payload.data for payload in payloads], weights)
+
+    def room(self, nbytes: int) -> Tensor:
+        if nbytes > self._most_packed_bytes:
+            raise RecoveryFailed(f"no round of payloads of {self._codec.nbytes} bytes takes {nbytes}")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @property
+    def _most_packed_bytes(self) -> int:
+        return packed_bytes(MOST_SOURCES, self._codec.nbytes)
+
+    def unpack(self, update: Tensor | None) -> None:
+        data, problem = self._shared_by_ranks(update), ""
+        try:
+            self._write_unpacked(data)
+        except MalformedPayload as error:
+            problem = str(error)
+        if not all_ok(not problem, self._mesh.local):
+            raise RecoveryFailed(f"what the journal keeps is no round of payloads: {problem or 'says another rank'}")
+
+    def _write_unpacked(self, data: Tensor) -> None:
+        """Write the result that a packed round stands for. Raises MalformedPayload."""
+        parts, weights = unpack_payloads(data, self._codec.nbytes)
+        if not self._decode([self._codec.check(part) for part in parts], weights):
+            raise MalformedPayload("payloads: a sum that is not finite")
+
+    def _shared_by_ranks(self, update: Tensor | None) -> Tensor:
+        """Bytes of local rank 0, for all of them."""
+        local = self._mesh.local
+        room = self.room_for(broadcast_json(0 if update is None else len(update), local))
+        if update is not None:
+            room.copy_(update)
+        barrier(local)
+        return room
+
     def zero_result(self) -> None:
         """Nobody sent anything."""
         if self._mesh.local.rank == 0:
             self.result.zero_()
         barrier(self._mesh.local)
+
+
+_COUNTS = struct.Struct("<II")
+"""Payloads, and weights: as many or none."""
+_WEIGHT = struct.Struct("<d")
+
+
+def packed_bytes(payloads: int, nbytes: int) -> int:
+    """The most that so many payloads of one length take."""
+    return _COUNTS.size + payloads * (_WEIGHT.size + nbytes)
+
+
+def pack_payloads(payloads: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
+    """Payloads and their weights in one new tensor, (nbytes,) uint8."""
+    head = _COUNTS.pack(len(payloads), len(weights or ())) + b"".join(map(_WEIGHT.pack, weights or ()))
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *payloads])
+
+
+def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Sequence[float] | None]:
+    """What `pack_payloads` was given, as views; the payloads have `nbytes` each. Raises MalformedPayload."""
+    counts = bytes(data[: _COUNTS.size].tolist())
+    count, weighted = _COUNTS.unpack(counts) if len(counts) == _COUNTS.size else (0, 1)
+    begin = _COUNTS.size + weighted * _WEIGHT.size
+    if weighted not in (0, count) or len(data) != begin + count * nbytes:
+        raise MalformedPayload(f"{len(data)} bytes are not {count} payloads of {nbytes} with {weighted} weights")
+    weights = [weight for (weight,) in _WEIGHT.iter_unpack(bytes(data[_COUNTS.size : begin].tolist()))]
+    return data[begin:].split(nbytes) if count else (), weights if weighted else None
 
 
 def shares_of(opening: Opening, members: Sequence[str]) -> tuple[float, ...]:

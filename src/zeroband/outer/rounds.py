@@ -20,9 +20,8 @@ from zeroband.elastic.progress import Progress
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.observe.log import get_logger
-from zeroband.outer.base import OuterParts, RoundReport, verify
+from zeroband.outer.base import MissedRound, OuterParts, RoundReport, verify
 from zeroband.outer.flight import Flight
-from zeroband.outer.journal import JournalEntry
 from zeroband.outer.losses import RECORD, LossRecord
 from zeroband.outer.rollback import RolledBack, describe_return
 from zeroband.outer.transaction import (
@@ -79,7 +78,7 @@ class RoundKeeper:
         self,
         parts: OuterParts,
         sections: tuple[str, ...],
-        replay: Callable[[JournalEntry], str],
+        replay: Callable[[MissedRound], str],
         exchange: Exchange | None = None,
     ) -> None:
         self.parts = parts
@@ -342,10 +341,11 @@ class RoundKeeper:
         Raises RunOver when that was the last, and where nobody keeps them RecoveryFailed, or Fenced for a member.
         """
         try:
-            for missed in range(self.round + 1, round + 1):
-                fetched = self.parts.fetch_entry(missed, self._exchange.result)
-                entry = JournalEntry(missed, self._exchange.result, fetched.payload, fetched.state)
-                verify(self._replay(entry), fetched.state, f"the state after round {missed}", self.parts.mesh.local)
+            for number in range(self.round + 1, round + 1):
+                fetched = self.parts.fetch_entry(number, self._exchange.room)
+                self._exchange.unpack(fetched.update)
+                missed = MissedRound(number, self._exchange.result, fetched.payload, fetched.state)
+                verify(self._replay(missed), fetched.state, f"the state after round {number}", self.parts.mesh.local)
         except RecoveryFailed as error:
             if is_joining:
                 raise
@@ -373,8 +373,8 @@ class RoundKeeper:
     def record(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
         if self.parts.mesh.local.rank == 0:
-            entry = JournalEntry(self.round, committed.result, committed.verdict.payload, self.state)
-            self.parts.journal.copy(entry)
+            pack = partial(self._exchange.pack, committed.result)
+            self.parts.journal.record(self.round, pack, committed.verdict.payload, self.state)
 
     def report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening = committed.verdict.opening

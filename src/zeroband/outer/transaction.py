@@ -22,6 +22,8 @@ from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import SharedBuffers, digest_of
+from zeroband.outer.packing import pack, packed_sizes, unpack
+from zeroband.parallel import barrier
 from zeroband.plane.engine import Encoded
 
 CONTRIBUTION, RESULT = "contribution", "result"
@@ -49,12 +51,34 @@ class Exchange(Protocol):
         """After PeerLost: make the result's memory this node's alone again."""
         ...
 
+    def pack(self, result: Tensor) -> Tensor:
+        """What the last round's result was made from: (nbytes,) uint8, the same on all members.
+
+        On local rank 0, in any thread, before the next `run`.
+        """
+        ...
+
+    def room(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 for what a round that this node missed was made from. Local rank 0.
+
+        Raises RecoveryFailed where that never has so many bytes.
+        """
+        ...
+
+    def unpack(self, update: Tensor | None) -> None:
+        """Write the result that another member packed. `update`: in `room`, on local rank 0.
+
+        Raises RecoveryFailed on all local ranks where it is none.
+        """
+        ...
+
 
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
     `feedback`: gets what encoding took from the contribution in the attempt that is committed. `part`: of the buffers,
     that the next round is about. `encoded`: holds a contribution of all of it, and gets the mean, as they travel.
+    Means are packed as outer/packing.py says.
     """
 
     def __init__(
@@ -84,6 +108,20 @@ class MeanExchange:
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
             self._buffers.renew(RESULT)
+
+    def pack(self, result: Tensor) -> Tensor:
+        return pack(result, self._feedback.codec)
+
+    def room(self, nbytes: int) -> Tensor:
+        numel = self.result.numel()
+        if nbytes not in packed_sizes(numel, self._feedback.codec):
+            raise RecoveryFailed(f"no mean of {numel} values takes {nbytes} bytes")
+        return self.result.view(torch.uint8) if nbytes == 4 * numel else torch.empty(nbytes, dtype=torch.uint8)
+
+    def unpack(self, update: Tensor | None) -> None:
+        if update is not None and update.data_ptr() != self.result.data_ptr():
+            unpack(update, self._feedback.codec, self.result)
+        barrier(self._mesh.local)
 
 
 _log = get_logger(__name__)

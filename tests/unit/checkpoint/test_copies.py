@@ -198,7 +198,7 @@ def test_manifest_is_of_the_copy(copies: Copies) -> None:
 
 def entry_of(round: int) -> Any:
     return (
-        None if round > 5 else type("Entry", (), {"round": round, "result": torch.ones(2), "payload": {}, "state": "s"})
+        None if round > 5 else type("Entry", (), {"round": round, "update": torch.ones(2), "payload": {}, "state": "s"})
     )
 
 
@@ -209,7 +209,7 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     assert entries.at(6) is None
     journal = lambda round: None  # noqa: E731
     assert entries.at(5) is None
-    assert entries.result(5) == {}
+    assert entries.sections(5) == {}
 
 
 def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher) -> None:

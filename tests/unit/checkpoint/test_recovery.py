@@ -46,13 +46,21 @@ class Copy:
 @dataclass(frozen=True)
 class Entry:
     round: int
-    result: Tensor
+    update: Tensor
     payload: dict[str, Any]
     state: str
 
 
+def update_of(round: int) -> Tensor:
+    return values(round).view(torch.uint8)
+
+
+def room(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def entry_of(round: int) -> Entry | None:
-    return Entry(round, values(round), {"weight": round}, f"digest of {round}") if 3 <= round <= 7 else None
+    return Entry(round, update_of(round), {"weight": round}, f"digest of {round}") if 3 <= round <= 7 else None
 
 
 class Relay:
@@ -671,7 +679,7 @@ def test_donor_that_talks_nonsense_is_passed_over(serve: Serve, interpose: Inter
     with pytest.raises(RecoveryFailed, match="liar at "):
         fetch(liar.donor)
     require_honest(*fetch(liar.donor, serve()))
-    assert fetch_entry([liar.donor, serve()], DIALLER, 5, limits=LIMITS).state == "digest of 5"
+    assert fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).state == "digest of 5"
 
 
 @pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/", "/state/7/momentum/"])
@@ -722,69 +730,72 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 
 def test_fetched_entry_is_the_donors(serve: Serve) -> None:
     arrived: list[tuple[int, int]] = []
-    entry = fetch_entry([serve()], DIALLER, 5, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
+    entry = fetch_entry([serve()], DIALLER, 5, room, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
     assert (entry.round, entry.payload, entry.state) == (5, {"weight": 5}, "digest of 5")
-    assert torch.equal(entry.result, values(5))
+    assert torch.equal(entry.update, update_of(5))
     assert sum(sent for sent, _ in arrived) == 4 * N
 
 
-def test_entry_is_written_into_the_callers_tensor(serve: Serve) -> None:
+def test_entry_is_written_into_the_callers_room(serve: Serve) -> None:
     out = torch.zeros(N)
-    assert fetch_entry([serve()], DIALLER, 5, out=out, limits=LIMITS).result is out
+    assert fetch_entry([serve()], DIALLER, 5, lambda nbytes: out.view(torch.uint8)[:nbytes], limits=LIMITS).round == 5
     assert torch.equal(out, values(5))
 
 
-def test_entry_of_another_length_than_the_callers_tensor_is_refused(serve: Serve) -> None:
-    out = torch.zeros(5)
-    with pytest.raises(RecoveryFailed, match=r"this node needs {'result': 20}"):
-        fetch_entry([serve()], DIALLER, 5, out=out, limits=LIMITS)
-    assert not out.any()
+def test_entry_that_the_caller_has_no_room_for_is_not_fetched(serve: Serve) -> None:
+    def no_room(nbytes: int) -> Tensor:
+        raise RecoveryFailed(f"no room for {nbytes}")
+
+    with pytest.raises(RecoveryFailed, match=f"no room for {4 * N}"):
+        fetch_entry([serve()], DIALLER, 5, no_room, limits=LIMITS)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(
-    "lie", [{"state": "another"}, {"result": values(9)}, {"payload": {"weight": 9}}], ids=["state", "result", "payload"]
+    "lie",
+    [{"state": "another"}, {"update": update_of(9)}, {"payload": {"weight": 9}}],
+    ids=["state", "update", "payload"],
 )
 def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], place: int) -> None:
     honest = entry_of(5)
     assert honest is not None
     donors = [serve("a"), serve("b")]
     donors.insert(place, serve("liar", journal=lambda round: replace(honest, **lie)))
-    entry = fetch_entry(donors, DIALLER, 5, limits=LIMITS)
+    entry = fetch_entry(donors, DIALLER, 5, room, limits=LIMITS)
     assert (entry.payload, entry.state) == ({"weight": 5}, "digest of 5")
-    assert torch.equal(entry.result, values(5))
+    assert torch.equal(entry.update, update_of(5))
 
 
 def test_entry_of_another_round_is_refused_and_the_next_donor_taken(serve: Serve) -> None:
     liar = serve("liar", journal=lambda round: entry_of(round - 1))
     with pytest.raises(RecoveryFailed, match="round 4 where round 5 was asked for"):
-        fetch_entry([liar], DIALLER, 5, limits=LIMITS)
-    assert torch.equal(fetch_entry([liar, serve()], DIALLER, 5, limits=LIMITS).result, values(5))
+        fetch_entry([liar], DIALLER, 5, room, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar, serve()], DIALLER, 5, room, limits=LIMITS).update, update_of(5))
 
 
 def test_flipped_bit_of_an_entry_is_noticed_and_the_next_donor_taken(serve: Serve, interpose: Interpose) -> None:
-    liar = interpose(alter=only("/journal/5/result/", flip))
-    with pytest.raises(RecoveryFailed, match=r"liar at .*/journal/5/result/\d does not match its hash"):
-        fetch_entry([liar.donor], DIALLER, 5, limits=LIMITS)
-    assert torch.equal(fetch_entry([liar.donor, serve()], DIALLER, 5, limits=LIMITS).result, values(5))
+    liar = interpose(alter=only("/journal/5/update/", flip))
+    with pytest.raises(RecoveryFailed, match=r"liar at .*/journal/5/update/\d does not match its hash"):
+        fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).update, update_of(5))
 
 
-def test_entry_that_would_need_too_much_memory_is_refused(interpose: Interpose) -> None:
-    many = {"bytes": 1 << 39, "hashes": ["h"] * (1 << 13)}
-    liar = interpose(alter=only("/journal/5", changed(sections={"result": many}, chunk_bytes=1 << 26)))
-    with pytest.raises(RecoveryFailed, match=r"the journal of round 5 has sections {'result': 549755813888}"):
-        fetch_entry([liar.donor], DIALLER, 5, limits=LIMITS)
+def test_entry_of_other_sections_is_refused(interpose: Interpose) -> None:
+    other = {"bytes": 4, "hashes": ["h"]}
+    liar = interpose(alter=only("/journal/5", changed(sections={"result": other})))
+    with pytest.raises(RecoveryFailed, match=r"the journal of round 5 has sections {'result': 4}"):
+        fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
 
 
 def test_entry_that_a_donor_no_longer_keeps_is_fetched_from_the_next(serve: Serve) -> None:
     forgetful = serve("forgetful", journal=lambda round: None)
-    assert fetch_entry([forgetful, serve()], DIALLER, 5, limits=LIMITS).round == 5
+    assert fetch_entry([forgetful, serve()], DIALLER, 5, room, limits=LIMITS).round == 5
     with pytest.raises(RecoveryFailed, match=r"forgetful at .*/journal/5 answered 404"):
-        fetch_entry([forgetful], DIALLER, 5, limits=LIMITS)
+        fetch_entry([forgetful], DIALLER, 5, room, limits=LIMITS)
 
 
 def test_failure_without_donors_says_that_nobody_is_alive() -> None:
     with pytest.raises(RecoveryFailed, match="no member is alive"):
-        fetch_entry([], DIALLER, 1)
+        fetch_entry([], DIALLER, 1, room)
     with pytest.raises(RecoveryFailed, match="no member is alive"):
         fetch()

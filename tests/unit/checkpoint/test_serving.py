@@ -32,7 +32,7 @@ class Copy:
 @dataclass(frozen=True)
 class Entry:
     round: int = 4
-    result: Tensor = field(default_factory=lambda: torch.arange(1000.0))
+    update: Tensor = field(default_factory=lambda: torch.arange(1000.0).view(torch.uint8))
     payload: dict[str, Any] = field(default_factory=dict)
     state: str = "digest"
 
@@ -83,7 +83,7 @@ def test_joiner_with_the_wrong_token_is_refused_everywhere(server: OpenServer) -
     with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
         StateFetch(WRONG_TOKEN, {"params": torch.zeros(1000)}).fetch([server.donor])
     with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
-        fetch_entry([server.donor], WRONG_TOKEN, 4)
+        fetch_entry([server.donor], WRONG_TOKEN, 4, torch.empty)
 
 
 def test_donor_that_does_not_know_the_token_gets_no_request() -> None:
@@ -123,9 +123,9 @@ def re_proven(hello: bytes) -> bytes:
         "/state/x/params/0",
         "/journal/1",
         "/journal/x",
-        "/journal/1/result/0",
+        "/journal/1/update/0",
         "/journal/4/other/0",
-        "/journal/4/result/4",
+        "/journal/4/update/4",
     ],
 )
 def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
@@ -134,7 +134,7 @@ def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "result", 4)]
+    ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "update", 4)]
 )
 def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, section: str, round: int) -> None:
     status, body = get(server, path)

@@ -49,7 +49,7 @@ from zeroband.faults import FaultPoints
 from zeroband.going_back import GoingBack
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.optim import InnerOptimizer
-from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
+from zeroband.outer.base import FetchedRound, MissedRound, OuterAlgorithm, OuterParts, RoundReport, StateCopy
 from zeroband.outer.build import build_algorithm
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.feedback import ErrorFeedback
@@ -60,6 +60,7 @@ from zeroband.outer.losses import StepLoss
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
+from zeroband.outer.transaction import Exchange
 from zeroband.parallel import LocalMesh, init_local_mesh
 from zeroband.plane.engine import Encoded
 
@@ -512,6 +513,20 @@ class FakeNode:
         self.journal.settle()
         return self.journal.await_entry(round, patience_s=0.0)
 
+    def replay(self, entry: JournalEntry | None) -> str:
+        """Catch up by a round of another node's journal; the digest that this node finds."""
+        assert entry is not None
+        exchange = self.exchange
+        room = exchange.room(entry.update.numel())
+        room.copy_(entry.update)
+        exchange.unpack(room)
+        return self.outer.replay(MissedRound(entry.round, exchange.result, entry.payload, entry.state))
+
+    @property
+    def exchange(self) -> Exchange:
+        keeper: Any = self.outer._keeper  # pyright: ignore
+        return keeper._exchange
+
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
         copy = donor.outer.copy_state()
@@ -588,7 +603,7 @@ class FakeRun:
             pace=Pace(pace or steps),
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
-            fetch_entry=lambda round, out: self._fetch_entry(round, name, out),
+            fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,
             going_back=None if self.rollback is None else self._going_back(self.rollback, local),
@@ -610,13 +625,14 @@ class FakeRun:
         copy = self.checkpoints[step][0]
         return StagedState(copy.round, copy.payload, copy.state)
 
-    def _fetch_entry(self, round: int, asker: str, out: Tensor) -> FetchedRound:
-        """What a node asks of the others: an entry of their journals, into its own result buffer."""
+    def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> FetchedRound:
+        """What a node asks of the others: an entry of their journals."""
         for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.alive):
             entry = donor.journal.await_entry(round) if donor is not self[asker] else None
             if entry is not None:
-                out.copy_(entry.result)
-                return FetchedRound(entry.payload, entry.state)
+                update = room(entry.update.numel())
+                update.copy_(entry.update)
+                return FetchedRound(entry.payload, entry.state, update)
         raise RecoveryFailed(f"nobody keeps round {round}")
 
     def replace_member(self, name: str) -> None:

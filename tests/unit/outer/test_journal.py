@@ -5,8 +5,8 @@ import torch
 from zeroband.outer.journal import Journal, JournalEntry
 
 
-def entry(round: int, numel: int = 10) -> JournalEntry:
-    return JournalEntry(round, torch.full((numel,), float(round)), {"round": round}, f"digest {round}")
+def entry(round: int, nbytes: int = 40) -> JournalEntry:
+    return JournalEntry(round, torch.full((nbytes,), round, dtype=torch.uint8), {"round": round}, f"digest {round}")
 
 
 def kept(journal: Journal) -> list[int]:
@@ -54,20 +54,32 @@ def test_journal_entry_that_is_forgotten_or_does_not_come_is_none() -> None:
     assert journal.await_entry(11, patience_s=0.01) is None
 
 
-def test_copy_is_of_the_values_that_were_there_until_settled() -> None:
-    journal, result = Journal(max_rounds=2, max_bytes=1 << 30), torch.ones(1 << 20)
-    journal.copy(JournalEntry(1, result, {}, "digest"))
+def recorded(journal: Journal, round: int, values: torch.Tensor) -> None:
+    journal.record(round, values.clone, {}, "digest")
+
+
+def test_update_is_packed_from_the_values_that_were_there_until_settled() -> None:
+    journal, values = Journal(max_rounds=2, max_bytes=1 << 30), torch.ones(1 << 22, dtype=torch.uint8)
+    recorded(journal, 1, values)
     journal.settle()
-    result.zero_()
-    copied = journal.await_entry(1)
-    assert copied is not None and copied.result.eq(1).all()
+    values.zero_()
+    packed = journal.await_entry(1)
+    assert packed is not None and packed.update.eq(1).all()
 
 
-def test_copies_are_kept_in_their_order_and_a_cut_comes_after_them() -> None:
-    journal = Journal(max_rounds=8, max_bytes=1 << 30)
+def test_rounds_are_recorded_in_their_order_and_a_cut_comes_after_them() -> None:
+    journal, values = Journal(max_rounds=8, max_bytes=1 << 30), torch.ones(1 << 22, dtype=torch.uint8)
     for round in range(1, 4):
-        journal.copy(entry(round, numel=1 << 20))
+        recorded(journal, round, values)
     assert journal.await_entry(3) is not None and kept(journal) == [1, 2, 3]
-    journal.copy(entry(4, numel=1 << 20))
+    recorded(journal, 4, values)
     journal.cut(5)
     assert kept(journal) == []
+
+
+def test_small_entries_come_after_large_ones_and_the_other_way_round() -> None:
+    """Means of a node alone travel nowhere and are kept as they are; those of several are kept encoded."""
+    journal = Journal(max_rounds=100, max_bytes=100)
+    for round, nbytes in enumerate([60, 60, 10, 10, 90, 10]):
+        journal.add(entry(round, nbytes))
+    assert kept(journal) == [4, 5]

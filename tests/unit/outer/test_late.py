@@ -170,7 +170,7 @@ def test_late_node_whose_missed_rounds_nobody_keeps_is_fenced_and_keeps_its_stat
 def test_late_node_that_catches_up_with_a_journal_of_another_state_is_fenced(start_run: StartRun, noise: Noise) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=1)
     for donor in ("a", "b"):
-        run[donor].entry(1).result[3] += 1.0
+        run[donor].entry(1).update.view(torch.float32)[3] += 1.0
     outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
     assert isinstance(outcome, Fenced) and "has digest" in str(outcome)
 

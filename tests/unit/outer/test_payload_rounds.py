@@ -18,7 +18,7 @@ from torch import Tensor
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.elastic.epoch import Opening
-from zeroband.errors import Fenced
+from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.aggregator import aggregator_of
 from zeroband.outer.base import RoundReport
 from zeroband.outer.flat import digest_of
@@ -303,3 +303,40 @@ def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a
     opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=Network(rates=(5, 20, 20)))
     assert [aggregator_of(replace(opening, disputes=n)) for n in range(4)] == ["b", "c", "a", "b"]
     assert aggregator_of(replace(opening, network=Network())) == "a"
+
+
+# -- the journal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [DEMO, SPARSELOCO, AGGREGATED], ids=["demo", "sparseloco", "aggregated"])
+def test_journal_keeps_what_was_sent_and_replays_it_bit_for_bit(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
+) -> None:
+    """Whoever sent something bad, or nothing at all."""
+    run = start_run(algorithm, "a", "b", "c")
+    joiner = run.add("d")
+    joiner.receive(run["a"])
+    run["b"].lanes.forge[0] = lambda payload: payload[32:].fill_(0xFF)
+    for round, nobody in [(1, False), (2, False), (3, True)]:
+        updates = {name: noise(10 * round + i) * (float("nan") if nobody else 1) for i, name in enumerate("abc")}
+        run.round(**updates)
+        entries = [run[name].entry(round) for name in "abc"]
+        assert entries[0] is not None
+        assert all(entry is not None and torch.equal(entry.update, entries[0].update) for entry in entries)
+        assert joiner.replay(entries[0]) == run["a"].outer.state
+    assert torch.equal(joiner.params, run["c"].params)
+
+
+@pytest.mark.parametrize("algorithm", [DEMO, AGGREGATED], ids=["demo", "aggregated"])
+@pytest.mark.parametrize("damage", [lambda u: u[:-1], lambda u: u[:5], lambda u: torch.cat([u, u]), lambda u: u ^ 0xFF])
+def test_entry_that_is_no_round_of_payloads_is_refused(
+    start_run: StartRun, noise: Noise, algorithm: DemoConfig, damage: Callable[[Tensor], Tensor]
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    joiner = run.add("c")
+    joiner.receive(run["a"])
+    run.round(a=noise(1), b=noise(2))
+    entry = run["a"].entry(1)
+    assert entry is not None
+    with pytest.raises(RecoveryFailed, match="no round of payloads"):
+        joiner.replay(replace(entry, update=damage(entry.update)))
