@@ -62,6 +62,18 @@ def test_plain_average_sends_differences_where_they_are_rounded(start_run: Start
     assert torch.equal(run["a"].buffers[CONTRIBUTION], theta - (theta + noise(1, 1e-3)))
 
 
+def test_plain_average_with_clipped_updates_moves_by_the_median_one(start_run: StartRun, noise: Noise) -> None:
+    """It is the updates that are clipped, and not the parameters, whose mean a missing share would shrink."""
+    config = diloco(lr=1.0, momentum=0.0).model_copy(update={"clip_to_median": True})
+    run, updates = start_run(config, "a", "b", "c"), {name: noise(n, 1e-3) for n, name in enumerate("abc")}
+    theta, lengths = run["a"].params, {name: float(update.norm()) for name, update in updates.items()}
+    reports = run.round(**(updates | {"c": 1000 * updates["c"]}))
+    median = max(lengths["a"], lengths["b"])
+    clipped = updates["a"] + updates["b"] + updates["c"] * median / lengths["c"]
+    torch.testing.assert_close(run["a"].params, theta + clipped / 3, rtol=0, atol=1e-6)
+    assert reports["c"].clip == pytest.approx(median / lengths["c"] / 1000, rel=1e-3)
+
+
 def test_inner_parameters_restart_from_the_outer_ones(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(), "a", "b")
     run.round(a=noise(1), b=noise(2))
