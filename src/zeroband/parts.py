@@ -220,8 +220,9 @@ class RunParts:
 
     def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
         config, local = self._node.config, self.mesh.local
+        codec = codec_of(config)
         if isinstance(config.outer, DilocoConfig):
-            require_device(config.outer, codec_of(config), local.device)
+            require_device(config.outer, codec, local.device)
         fragments = whole(layout)
         if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
@@ -235,7 +236,8 @@ class RunParts:
             shards=ShardMap.of(layout, self._node.model, local),
             fragments=fragments,
             sent=sent,
-            feedback=ErrorFeedback(self.buffers, sent, codec_of(config)),
+            codec=codec,
+            feedback=ErrorFeedback(self.buffers, sent, codec),
             journal=self.journal,
             shape=shape_of(config),
             pace=pace_of(config),

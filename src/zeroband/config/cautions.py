@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroband.config.outer import RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.stability import Caution, Method, Setting, cautions
 
-WHOLE_ROUND = "full"
-"""`outer.overlap` of a mean that travels while all of the next round is trained."""
-
-_USUAL_INNER_STEPS = 500
+UNTIL_THE_NEXT = "full"
+"""`outer.overlap` of a mean that travels until the next one is sent: a whole round where there is one fragment."""
 
 
 def method_of(outer: Mapping[str, Any]) -> Method | None:
@@ -29,12 +28,12 @@ def method_of(outer: Mapping[str, Any]) -> Method | None:
 
 
 def _of_diloco_family(outer: Mapping[str, Any]) -> Method:
-    overlap = outer.get("overlap") or 0
+    overlap, fragments = outer.get("overlap") or 0, outer.get("fragments") or 1
     if overlap and outer.get("merge") == "eager":
         return "eager"
-    if overlap == WHOLE_ROUND:
+    if fragments == 1 and overlap in (UNTIL_THE_NEXT, round_steps(outer)):
         return "delayed"
-    return "streaming" if overlap or (outer.get("fragments") or 1) > 1 else "diloco"
+    return "streaming" if overlap or fragments > 1 else "diloco"
 
 
 def round_steps(outer: Mapping[str, Any]) -> int | None:
@@ -43,13 +42,16 @@ def round_steps(outer: Mapping[str, Any]) -> int | None:
         return 1
     if outer.get("inner_steps"):
         return int(outer["inner_steps"])
-    return None if outer.get("inner_seconds") else _USUAL_INNER_STEPS
+    usual = SparseLocoConfig if outer["type"] == "sparseloco" else RoundsConfig
+    return None if outer.get("inner_seconds") else usual.usual_inner_steps
 
 
 def overlap_steps(outer: Mapping[str, Any]) -> int:
     """Inner steps during which a mean may travel."""
     overlap = outer.get("overlap") or 0
-    return (round_steps(outer) or 0) if overlap == WHOLE_ROUND else int(overlap)
+    if overlap == UNTIL_THE_NEXT:
+        return (round_steps(outer) or 0) // (outer.get("fragments") or 1)
+    return int(overlap)
 
 
 def setting_of(config: RunConfig, *, params: float | None) -> Setting | None:

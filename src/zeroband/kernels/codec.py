@@ -44,6 +44,11 @@ class Codec:
         return 32 / (self.bits + scale_bits)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether every value arrives as it was sent."""
+        return self.relative_error == self.block_error == 0
+
+    @property
     def needs_feedback(self) -> bool:
         """Whether it takes so much that a round's loss must go into the next one for training to converge."""
         return self.bits < 8

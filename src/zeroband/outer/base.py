@@ -15,6 +15,7 @@ from zeroband.elastic.mesh import ElasticDeviceMesh
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.errors import RecoveryFailed
 from zeroband.faults import FaultPoints
+from zeroband.kernels.codec import Codec
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.feedback import ErrorFeedback
@@ -130,6 +131,8 @@ class OuterParts:
     """The parts of the state that are synchronised one after the other; one: the whole."""
     sent: ShardMap
     """Where this rank's parameters lie in contributions and results, which have the fragments one after the other."""
+    codec: Codec
+    """Of contributions and their mean."""
     feedback: ErrorFeedback
     journal: Journal
     shape: RunShape

@@ -53,6 +53,7 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
         raise ConfigError(f"outer.algorithm={config.algorithm!r} cannot be read: {error.strerror}") from error
     found = getattr(_module(path, digest), _NAME, None)
     missing = [name for name in _NEEDED if not hasattr(found, name)]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
     if not isinstance(found, type) or missing:
         what = f"has no {', '.join(missing)}" if isinstance(found, type) else "is no class"
         raise ConfigError(
@@ -60,8 +61,20 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
             f"end the file with {_NAME} = CLASS, such as a ManySteps (zeroband/outer/many_steps.py)"
         )
     algorithm: Any = found
+    is_every_step = issubclass(found, EveryStep)
+    if is_every_step:
+        _require_single_steps(config)
     settings = _settings(config, getattr(algorithm, "Settings", Section))
-    return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), issubclass(found, EveryStep))
+    return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), is_every_step)
+
+
+def _require_single_steps(config: CustomConfig) -> None:
+    """Raises ConfigError where samples would be dealt out for other rounds than those of one inner step."""
+    if (config.inner_steps, config.inner_seconds, config.straggler_deadline_s) != (1, None, None):
+        raise ConfigError(
+            f"outer.algorithm={config.algorithm!r} is an EveryStep, whose rounds are one inner step; set "
+            "outer.inner_steps = 1, and neither outer.inner_seconds nor outer.straggler_deadline_s"
+        )
 
 
 def _module(path: Path, digest: str) -> ModuleType:

@@ -57,11 +57,6 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
             "outer.state_device = 'cuda' goes with rounds of the whole model that training waits for; leave "
             f"outer.fragments, overlap, merge and clip_to_median as they are, {way_out}"
         )
-    if config.optimizer.lr == 1 and config.optimizer.momentum == 0:
-        raise ConfigError(
-            "outer.state_device = 'cuda' sends differences, and outer.optimizer.lr = 1 with momentum = 0 averages the "
-            f"parameters themselves; set another lr or momentum, {way_out}"
-        )
 
 
 class DeviceState:

@@ -49,7 +49,7 @@ class DiLoCo(KeptRounds):
         self._overlap = config.overlap_steps
         self._clips = config.clip_to_median
         self._bounds = bounds_of(parts.fragments)
-        self._optimizer = build_outer_optimizer(config.optimizer, of_differences=config.merge == "eager")
+        self._optimizer = build_outer_optimizer(config, parts.codec)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
         self._device = self._open_device_state() if config.state_device == "cuda" else None

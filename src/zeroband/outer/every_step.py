@@ -109,6 +109,7 @@ class EveryStep(KeptRounds, ABC):
         self._set_gradients(result, payload)
         self._parts.stepper.step()
         self._parts.stepper.zero_grad()
+        self._seek(payload)  # a round of joiners alone is no step of the schedule
 
     def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
         with self._keeper.changing_state(sections):

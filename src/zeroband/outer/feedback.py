@@ -43,6 +43,6 @@ class ErrorFeedback:
             part.add_(taken[name])
 
     def forget(self) -> None:
-        """Begin anew: this node joins, and what it did before is not part of the run."""
+        """Begin anew: what this node did before is not part of the run that it joins, begins again or goes back in."""
         if self.residual is not None:
             self.residual.zero_()

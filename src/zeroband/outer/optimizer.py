@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.kernels.codec import Codec
 from zeroband.kernels.fused import OuterStep
 
 _CHUNK = 1 << 20
@@ -79,7 +80,7 @@ class PlainAverage:
     """The outer parameters become the mean of the nodes' parameters: outer SGD with lr 1 and momentum 0.
 
     Averaging parameters instead of pseudo-gradients keeps the last bits that outer - (outer - inner) loses, so that
-    one node alone trains exactly as without an outer algorithm.
+    one node alone trains exactly as without an outer algorithm. Needs a codec that keeps them.
     """
 
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> None:
@@ -95,7 +96,12 @@ class PlainAverage:
         outer.copy_(mean)
 
 
-def build_outer_optimizer(config: OuterSGDConfig, *, of_differences: bool = False) -> OuterOptimizer:
-    """The outer optimizer that a configuration asks for. `of_differences`: contributions are pseudo-gradients."""
-    is_average = config.lr == 1 and config.momentum == 0
-    return PlainAverage() if is_average and not of_differences else OuterSGD(config)
+def build_outer_optimizer(config: DilocoConfig, codec: Codec) -> OuterOptimizer:
+    """The outer optimizer that a configuration asks for. `codec`: of contributions.
+
+    One that rounds would round away what is small beside the parameters themselves, so it gets differences; and so do
+    clipped shares, which add up to less than 1.
+    """
+    is_average = config.optimizer.lr == 1 and config.optimizer.momentum == 0
+    takes_parameters = codec.is_exact and config.merge != "eager" and not config.clip_to_median
+    return PlainAverage() if is_average and takes_parameters else OuterSGD(config.optimizer)

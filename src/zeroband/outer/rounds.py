@@ -36,7 +36,6 @@ from zeroband.parallel import all_ok, barrier
 
 _log = get_logger(__name__)
 
-
 Extra = Callable[[Tensor], Mapping[str, Any]]
 """From a round's result: what an algorithm adds to its verdict."""
 
@@ -168,6 +167,7 @@ class RoundKeeper:
 
         `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
         """
+        self.parts.feedback.forget()
         self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
         founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
         self.advance(founded.verdict, self.state)
@@ -321,6 +321,7 @@ class RoundKeeper:
         report = replace(self.report(committed, apply_s=0.0), progress=progress, state=verdict.digest)
         self.parts.journal.cut(verdict.round)
         self._offered_steps = 0
+        self.parts.feedback.forget()
         self.begin_phase()
         return RolledBack(step, report, payload)
 

@@ -597,6 +597,7 @@ class FakeRun:
             shards=ShardMap(layout, 0, 1),
             fragments=fragments,
             sent=sent,
+            codec=self.codec,
             feedback=ErrorFeedback(buffers, sent, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=shape,

@@ -96,11 +96,29 @@ def test_one_that_synchronises_at_every_step_is_known_as_such(written: Callable[
 
 
 @pytest.mark.parametrize(
+    "rounds",
+    [{}, {"inner_steps": 4}, {"inner_seconds": 2.0}, {"inner_steps": 1, "straggler_deadline_s": 1.0}],
+    ids=["nothing set", "steps", "seconds", "deadline"],
+)
+def test_one_that_synchronises_at_every_step_needs_rounds_of_one(
+    written: Callable[[str], Path], rounds: dict[str, Any]
+) -> None:
+    """Samples are dealt out for a round: with longer ones some were trained twice, and others never."""
+    path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.py' is an EveryStep.*set outer\.inner_steps = 1, and neither"):
+        load_algorithm(CustomConfig(type="custom", algorithm=str(path), **rounds))
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("", r"ALGORITHM is no class; end the file with ALGORITHM = CLASS"),
         ("ALGORITHM = 3", r"ALGORITHM is no class"),
         ("class Empty: sections = ()\nALGORITHM = Empty", r"ALGORITHM has no sync_gradients, sync_parameters, found"),
+        (
+            "from zeroband.outer.many_steps import ManySteps\nclass Half(ManySteps): pass\nALGORITHM = Half",
+            r"ALGORITHM has no take_step; end the file",
+        ),
         ("import nowhere", r"cannot be imported: ModuleNotFoundError\(\"No module named 'nowhere'\"\)"),
         ("x = (", r"cannot be imported: SyntaxError"),
     ],

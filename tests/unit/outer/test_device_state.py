@@ -238,16 +238,10 @@ def test_update_that_is_not_finite_is_left_out(start_run: StartRun, noise: Noise
         (ON_DEVICE, "int8", "cpu", "this node trains on cpu; give it a GPU, or set outer.state_device"),
         (ON_DEVICE, "fp32", "cuda", "exchange fp32; set comm.backend = 'native' and comm.codec = 'int8'"),
         (ON_DEVICE, "int4", "cuda", "exchange int4; set comm.backend"),
-        (
-            ON_DEVICE.model_copy(update={"optimizer": OuterSGDConfig(lr=1, momentum=0)}),
-            "int8",
-            "cuda",
-            "averages the parameters themselves; set another lr or momentum",
-        ),
         (ON_DEVICE.model_copy(update={"overlap": 1}), "int8", "cuda", "leave outer.fragments, overlap, merge"),
         (ON_DEVICE.model_copy(update={"clip_to_median": True}), "int8", "cuda", "rounds of the whole model"),
     ],
-    ids=["no GPU", "gloo", "int4", "plain average", "an overlap", "clipped"],
+    ids=["no GPU", "gloo", "int4", "an overlap", "clipped"],
 )
 def test_state_that_cannot_be_on_a_gpu_is_refused_with_the_way_out(
     config: DilocoConfig, codec: str, device: str, problem: str

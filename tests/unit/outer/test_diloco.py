@@ -10,6 +10,7 @@ from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.outer.flat import digest_of
+from zeroband.outer.transaction import CONTRIBUTION
 from zeroband.parallel import barrier
 
 StartRun = Callable[..., Any]
@@ -52,6 +53,25 @@ def test_one_node_with_plain_average_keeps_every_bit_of_its_inner_steps(start_ru
         expected = expected + noise(seed, 1e-3)
         run.round(a=noise(seed, 1e-3))
         assert torch.equal(run["a"].params, expected)
+
+
+def test_plain_average_sends_differences_where_they_are_rounded(start_run: StartRun, noise: Noise) -> None:
+    run = start_run(diloco(lr=1.0, momentum=0.0), "a", "b", codec="int8")
+    theta = run["a"].params
+    run.round(a=noise(1, 1e-3), b=noise(2, 1e-3))
+    assert torch.equal(run["a"].buffers[CONTRIBUTION], theta - (theta + noise(1, 1e-3)))
+
+
+def test_plain_average_with_clipped_updates_moves_by_the_median_one(start_run: StartRun, noise: Noise) -> None:
+    """It is the updates that are clipped, and not the parameters, whose mean a missing share would shrink."""
+    config = diloco(lr=1.0, momentum=0.0).model_copy(update={"clip_to_median": True})
+    run, updates = start_run(config, "a", "b", "c"), {name: noise(n, 1e-3) for n, name in enumerate("abc")}
+    theta, lengths = run["a"].params, {name: float(update.norm()) for name, update in updates.items()}
+    reports = run.round(**(updates | {"c": 1000 * updates["c"]}))
+    median = max(lengths["a"], lengths["b"])
+    clipped = updates["a"] + updates["b"] + updates["c"] * median / lengths["c"]
+    torch.testing.assert_close(run["a"].params, theta + clipped / 3, rtol=0, atol=1e-6)
+    assert reports["c"].clip == pytest.approx(median / lengths["c"] / 1000, rel=1e-3)
 
 
 def test_inner_parameters_restart_from_the_outer_ones(start_run: StartRun, noise: Noise) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.outer.conftest import FakeRun
+from tests.unit.outer.test_rollback import go_back, order, save
 from tests.unit.plane.oracle import averaged
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.elastic.beginning import Beginning
 from zeroband.errors import Fenced
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.transaction import CONTRIBUTION, RESULT
@@ -129,6 +131,37 @@ def test_fenced_node_and_joiner_begin_without_a_residual(start_run: StartRun, no
     joiner = run.add("c")
     joiner.receive(run["a"])
     assert not residual_of(run, "c").any()
+
+
+@pytest.mark.parametrize("algorithm", [NESTEROV, DdpConfig(type="ddp")], ids=["diloco", "ddp"])
+def test_run_that_goes_back_forgets_what_the_rounds_after_the_checkpoint_left(
+    start_run: StartRun, noise: Noise, algorithm: DilocoConfig | DdpConfig
+) -> None:
+    run = start_run(algorithm, "a", "b", codec="int4")
+    run.round(a=noise(1), b=noise(2))
+    save(run, 1)
+    again: list[list[str]] = []
+    for spike in (10.0, 1000.0):
+        run.round(a=noise(3) * spike, b=noise(4) * spike)
+        order(run, 1)
+        go_back(run, a=noise(5), b=noise(6))
+        assert not residual_of(run, "a").any() and not residual_of(run, "b").any()
+        again.append([run.round(a=noise(10 + n), b=noise(20 + n))["a"].state for n in range(2)])
+    assert again[0] == again[1]
+
+
+def test_node_that_founds_the_run_again_begins_without_a_residual(start_run: StartRun, noise: Noise) -> None:
+    """As the only one that is left: its trainer, fenced, finds nobody to fetch a state from, but a checkpoint."""
+    run = start_run(NESTEROV, "a", codec="int4")
+    run.round(a=noise(1))
+    copy = run["a"].outer.copy_state()
+    run.round(a=noise(2))
+    assert residual_of(run, "a").any()
+    run.replace_member("a")
+    run.store.beginning = Beginning(9, 1, copy.state, "a-again")
+    run["a"].outer.adopt(copy.round, copy.payload, copy.sections)
+    run["a"].outer.found(9)
+    assert not residual_of(run, "a").any()
 
 
 def test_ddp_feeds_back_what_was_taken_from_gradients(start_run: StartRun, noise: Noise) -> None:

@@ -125,6 +125,28 @@ def test_round_of_joiners_alone_moves_nothing(start_run: StartRun, noise: Noise,
     assert run.round(b=noise(2))["b"].progress.inner_step == before.inner_step + 1
 
 
+@ALGORITHMS
+@pytest.mark.parametrize("replays", [False, True], ids=["fetched", "replayed"])
+def test_nodes_that_come_after_a_round_of_joiners_alone_stay(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, replays: bool
+) -> None:
+    """A step more or less at the learning rate's schedule would give them another state."""
+    run = start_run(algorithm, "a", total_steps=20)
+    run.round(a=noise(1))
+    run.add("b").receive(run["a"])
+    run.add("c").receive(run["a"])
+    run["a"].member.close()
+    run.together(b=run["b"].outer.join)
+    run.round(b=noise(2))
+    if not replays:
+        run["c"].receive(run["b"])
+    reports = run.round_with_joiner("c", b=noise(3))
+    for seed in (4, 6):
+        assert {name: report.state for name, report in reports.items()} == dict.fromkeys("bc", run["b"].outer.state)
+        assert [run[name].inner.step_count for name in "bc"] == [run["b"].outer.progress.inner_step] * 2
+        reports = run.round(b=noise(seed), c=noise(seed + 1))
+
+
 # -- leaving --------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import OuterSGDConfig
+from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.kernels.codec import CODECS, Codec
 from zeroband.outer import optimizer as module
 from zeroband.outer.optimizer import OuterOptimizer, OuterSGD, PlainAverage, build_outer_optimizer
 
@@ -16,6 +17,7 @@ CONFIGS = [
     OuterSGDConfig(lr=0.3, momentum=0.95, momentum_warmup_rounds=7),
     OuterSGDConfig(lr=0.7, momentum=0.0, nesterov=False),
 ]
+AVERAGE = DilocoConfig(type="diloco", optimizer=OuterSGDConfig(lr=1.0, momentum=0.0))
 
 
 def noise(seed: int, n: int = N) -> Tensor:
@@ -92,7 +94,7 @@ def test_outer_sgd_contributes_the_way_back_to_the_outer_parameters() -> None:
 
 def test_plain_average_of_one_node_keeps_every_bit() -> None:
     outer, inner, momentum, sent = noise(1), 1e-7 * noise(2), torch.zeros(N), torch.empty(N)
-    optimizer = build_outer_optimizer(OuterSGDConfig(lr=1.0, momentum=0.0, nesterov=False))
+    optimizer = build_outer_optimizer(AVERAGE, CODECS["fp32"])
     optimizer.contribution(outer, inner, sent)
     optimizer.apply(outer, momentum, sent, outer_step=1)
     assert torch.equal(outer, inner)
@@ -101,6 +103,18 @@ def test_plain_average_of_one_node_keeps_every_bit() -> None:
 
 
 def test_plain_average_is_taken_only_for_lr_1_without_momentum() -> None:
-    assert isinstance(build_outer_optimizer(OuterSGDConfig(lr=1.0, momentum=0.0, nesterov=False)), PlainAverage)
-    assert isinstance(build_outer_optimizer(OuterSGDConfig(lr=1.0, momentum=0.9)), OuterSGD)
-    assert isinstance(build_outer_optimizer(OuterSGDConfig(lr=0.7, momentum=0.0, nesterov=False)), OuterSGD)
+    for lr, momentum, kind in ((1.0, 0.0, PlainAverage), (1.0, 0.9, OuterSGD), (0.7, 0.0, OuterSGD)):
+        sgd = OuterSGDConfig(lr=lr, momentum=momentum)
+        assert type(build_outer_optimizer(DilocoConfig(type="diloco", optimizer=sgd), CODECS["fp32"])) is kind
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_average_learns_what_is_small_beside_the_parameters_whatever_encodes_it(codec: Codec) -> None:
+    """Less than half a quantum of a block of parameters, round after round."""
+    optimizer, start = build_outer_optimizer(AVERAGE, codec), 0.02 * noise(0)
+    outer, momentum, learned = start.clone(), torch.zeros(N), 2e-5 * noise(1).sign()
+    for round in range(1, ROUNDS + 1):
+        sent = torch.empty(N)
+        optimizer.contribution(outer, outer + learned, sent)
+        optimizer.apply(outer, momentum, codec.decode(codec.encode(sent), N), outer_step=round)
+    assert ((outer - start) / (ROUNDS * learned)).sub(1).abs().max() < 0.01
