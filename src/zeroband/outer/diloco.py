@@ -57,6 +57,7 @@ class DiLoCo(KeptRounds):
             parts.mesh,
             parts.buffers,
             parts.feedback,
+            parts.codec,
             lambda: self._bounds[self._turn()],
             None if self._device is None else self._device.encoded,
         )

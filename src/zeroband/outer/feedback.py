@@ -26,8 +26,6 @@ class ErrorFeedback:
 
     def __init__(self, buffers: SharedBuffers, shards: ShardMap, codec: Codec) -> None:
         self._shards = shards
-        self.codec = codec
-        """What contributions and their mean are encoded by."""
         self.residual: Tensor | None = None
         """(n,) float32; None: nothing is fed back."""
         if codec.needs_feedback:

@@ -24,7 +24,7 @@ def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
 
 def pack(mean: Tensor, codec: Codec) -> Tensor:
     """A new tensor, (nbytes,) uint8. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
-    if codec.bits < 32:
+    if not codec.is_exact:
         update = torch.empty(codec.encoded_size(mean.numel()), dtype=torch.uint8)
         if all(_encode_exactly(part, codec, out) for part, out in _pieces(mean, update, codec)):
             return update

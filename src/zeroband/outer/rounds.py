@@ -81,7 +81,7 @@ class RoundKeeper:
         exchange: Exchange | None = None,
     ) -> None:
         self.parts = parts
-        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback)
+        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec)
         self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()

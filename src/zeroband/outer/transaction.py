@@ -19,6 +19,7 @@ from zeroband.elastic.epoch import Opening, Verdict
 from zeroband.elastic.mesh import ElasticDeviceMesh, Transfer
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.faults import FaultPoints
+from zeroband.kernels.codec import Codec
 from zeroband.observe.log import get_logger
 from zeroband.outer.feedback import ErrorFeedback
 from zeroband.outer.flat import SharedBuffers, digest_of
@@ -76,9 +77,9 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    `feedback`: gets what encoding took from the contribution in the attempt that is committed. `part`: of the buffers,
-    that the next round is about. `encoded`: holds a contribution of all of it, and gets the mean, as they travel.
-    Means are packed as outer/packing.py says.
+    `feedback`: gets what encoding by `codec` took from the contribution in the attempt that is committed. `part`: of
+    the buffers, that the next round is about. `encoded`: holds a contribution of all of it, and gets the mean, as they
+    travel. Means are packed as outer/packing.py says.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class MeanExchange:
         mesh: ElasticDeviceMesh,
         buffers: SharedBuffers,
         feedback: ErrorFeedback,
+        codec: Codec,
         part: Callable[[], slice] = lambda: slice(None),
         encoded: Encoded | None = None,
     ) -> None:
         self._mesh = mesh
         self._buffers = buffers
         self._feedback = feedback
+        self._codec = codec
         self._part = part
         self._encoded = encoded
 
@@ -110,17 +113,17 @@ class MeanExchange:
             self._buffers.renew(RESULT)
 
     def pack(self, result: Tensor) -> Tensor:
-        return pack(result, self._feedback.codec)
+        return pack(result, self._codec)
 
     def room(self, nbytes: int) -> Tensor:
         numel = self.result.numel()
-        if nbytes not in packed_sizes(numel, self._feedback.codec):
+        if nbytes not in packed_sizes(numel, self._codec):
             raise RecoveryFailed(f"no mean of {numel} values takes {nbytes} bytes")
         return self.result.view(torch.uint8) if nbytes == 4 * numel else torch.empty(nbytes, dtype=torch.uint8)
 
     def unpack(self, update: Tensor | None) -> None:
         if update is not None and update.data_ptr() != self.result.data_ptr():
-            unpack(update, self._feedback.codec, self.result)
+            unpack(update, self._codec, self.result)
         barrier(self._mesh.local)
 
 
