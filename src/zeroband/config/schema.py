@@ -249,7 +249,8 @@ class ElasticConfig(Section):
     start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
     """Nodes to wait for before the first step; later ones join on the way."""
     start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
-    """After this, the run starts with the nodes that are there, if they are at least min_nodes."""
+    """After this, the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up when
+    for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
 
 
 class FaultConfig(Section):
