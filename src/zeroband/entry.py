@@ -133,7 +133,11 @@ class Entry:
         return None if assigned & set(staying) else "alone"
 
     def enter(self) -> RoundReport:
-        """Found the run, or join it where others did. Returns the report of the round that made this node a member."""
+        """Found the run, or join it where others did. Returns the report of the round that made this node a member.
+
+        Raises ConfigError where another machine is in the run under this node's name.
+        """
+        on_first_rank(self._local, lambda: self.run.mesh.member.outlive_namesakes())
         report = self._go_on_from_memory()
         if report is not None:
             return report

@@ -13,7 +13,7 @@ from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.recovery import FetchedState
 from zeroband.elastic.board import NodeBoard
 from zeroband.entry import Entry
-from zeroband.errors import RecoveryFailed
+from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
 from zeroband.parallel import LocalMesh, init_local_mesh
@@ -133,3 +133,13 @@ def test_joiner_that_replays_rounds_goes_on(join: Callable[..., int]) -> None:
 def test_joiner_whose_states_are_all_wrong_gives_up(join: Callable[..., int]) -> None:
     with pytest.raises(RecoveryFailed, match="has digest other here"):
         join(*2 * [fetches(9, 1000.0, then=0, digest="other")], IN)
+
+
+def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) -> None:
+    def refuse() -> None:
+        raise ConfigError("node.id='a' is in this run already")
+
+    member = SimpleNamespace(outlive_namesakes=refuse)
+    parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
+    with pytest.raises(ConfigError, match="in this run already"):
+        Entry(parts, local, None, patience_s=PATIENCE_S).enter()

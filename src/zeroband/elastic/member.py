@@ -29,6 +29,7 @@ from zeroband.elastic.epoch import (
 )
 from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.memory import Memory
+from zeroband.elastic.namesake import outlive_namesakes
 from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
@@ -96,6 +97,7 @@ class Member:
         self.store = run.store
         self._board = board
         self._departure = departure
+        self._time_outs = time_outs
         self._on_stall = run.on_stall
         self._on_event = run.on_event
         self._recording = threading.Lock()
@@ -120,6 +122,10 @@ class Member:
         )
         self._guardian = _KeptGuardian(order, run.inbox)
         self._watcher = _Watcher(self, board, departure, time_outs)
+
+    def outlive_namesakes(self) -> None:
+        """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
+        outlive_namesakes(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
