@@ -6,6 +6,7 @@ part in the next one with weight 0, which hands it the same result as everybody.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict
@@ -132,7 +133,11 @@ class Entry:
         return None if assigned & set(staying) else "alone"
 
     def enter(self) -> RoundReport:
-        """Found the run, or join it where others did. Returns the report of the round that made this node a member."""
+        """Found the run, or join it where others did. Returns the report of the round that made this node a member.
+
+        Raises ConfigError where another machine is in the run under this node's name.
+        """
+        on_first_rank(self._local, lambda: self.run.mesh.member.outlive_namesakes())
         report = self._go_on_from_memory()
         if report is not None:
             return report
@@ -273,23 +278,27 @@ class Entry:
     def join(self) -> RoundReport:
         """Become a member of a run that goes on.
 
-        Raises RunOver when it is complete, RecoveryFailed when nobody can give this node its state.
+        Raises RunOver when it is complete, RecoveryFailed when attempts have failed for `patience_s` and none of them
+        brought this node any nearer.
         """
         self._emit("recovering", round=self.run.outer.round)
         on_first_rank(self._local, lambda: self.run.fetcher.begin(self.run.outer.sections))
-        deadline_s, said = time.monotonic() + self._patience_s, ""
+        failing_since_s, said = math.inf, ""
         while True:
+            had_bytes, taken = self.run.fetcher.verified_bytes, None
             try:
-                self._recover()
+                taken = self._recover()
                 report = self.run.outer.join()
             except RecoveryFailed as error:
                 report = self._begin_again() if on_first_rank(self._local, self._way_in) == "begin" else None
                 if report is not None:
                     return report
-                if not broadcast_json(time.monotonic() < deadline_s, self._local):
+                now_s = time.monotonic()
+                failing_since_s = math.inf if self._came_nearer(had_bytes, taken) else min(failing_since_s, now_s)
+                if not broadcast_json(now_s - failing_since_s < self._patience_s, self._local):
                     raise RecoveryFailed(
-                        f"{error}; tried for {self._patience_s:g} s. If the run's nodes are gone, go on from a "
-                        "checkpoint of it with --resume, or start one with a new run.id"
+                        f"{error}; came no further for {self._patience_s:g} s. If the run's nodes are gone, go on from "
+                        "a checkpoint of it with --resume, or start one with a new run.id"
                     ) from error
                 if str(error) != said:
                     said = str(error)
@@ -299,8 +308,15 @@ class Entry:
             self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
 
-    def _recover(self) -> None:
-        """Fetch a committed state and take it over. Raises RecoveryFailed."""
+    def _came_nearer(self, had_bytes: int, taken: int | None) -> bool:
+        """Whether a failed attempt was of use: it verified more of a state, or led on from the round that was taken.
+
+        The last round that it replayed may be the one that does not verify. Local rank 0.
+        """
+        return self.run.fetcher.verified_bytes > had_bytes if taken is None else self.run.outer.round > taken + 1
+
+    def _recover(self) -> int:
+        """Fetch a committed state and take it over; its round. Raises RecoveryFailed."""
         fetched = on_first_rank(self._local, self._fetch)
         digest = self.run.outer.adopt(fetched["round"], fetched["payload"])
         try:
@@ -309,6 +325,7 @@ class Entry:
             on_first_rank(self._local, self.run.fetcher.distrust_state)
             raise
         self._emit("recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"], source="members")
+        return int(fetched["round"])
 
     def _fetch(self) -> dict[str, Any]:
         fetched = self.run.fetcher.fetch_state()

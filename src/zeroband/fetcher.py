@@ -37,6 +37,8 @@ class Fetcher:
         self._board = board
         self._faults = faults
         self._state: StateFetch | None = None
+        self.verified_bytes = 0
+        """Of the states that were begun, all in all; 0 again after one that was not what its donors said."""
 
     def begin(self, sections: tuple[str, ...]) -> None:
         """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""
@@ -44,11 +46,18 @@ class Fetcher:
 
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
-        return self._begun.fetch(self._donors(), _Meter(self._board, self._faults).count)
+        meter = _Meter(self._board, self._faults)
+
+        def count(chunk_bytes: int, total_bytes: int) -> None:
+            self.verified_bytes += chunk_bytes
+            meter.count(chunk_bytes, total_bytes)
+
+        return self._begun.fetch(self._donors(), count)
 
     def distrust_state(self) -> None:
         """The state that came is not what its donors said: ask others first."""
         self._begun.distrust()
+        self.verified_bytes = 0
 
     @property
     def _begun(self) -> StateFetch:

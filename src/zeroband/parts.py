@@ -311,7 +311,7 @@ class RunParts:
         resume = config.resume or ResumeConfig()
         source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
         targets = {name: self.buffers[name] for name in self.outer.sections}
-        return Restorer(source, node.node_id, layout, targets, node.faults)
+        return Restorer(source, node.node_id, layout, targets, node.faults, self._board.advance)
 
     @property
     def restorer(self) -> Restorer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,27 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
 
 
 class Restorer:
-    """Reads checkpoints into this node. `targets`: the sections of the outer state, (n,) float32 each, on CPU."""
+    """Reads checkpoints into this node.
+
+    `targets`: the sections of the outer state, (n,) float32 each, on CPU. `on_piece`: called after every few megabytes
+    that were read, in any thread.
+    """
 
     def __init__(
-        self, source: Source, node_id: str, layout: FlatLayout, targets: Mapping[str, Tensor], faults: FaultPoints
+        self,
+        source: Source,
+        node_id: str,
+        layout: FlatLayout,
+        targets: Mapping[str, Tensor],
+        faults: FaultPoints,
+        on_piece: Callable[[], object] = lambda: None,
     ) -> None:
         self._source = source
         self._node_id = node_id
         self._layout = layout
         self._targets = dict(targets)
         self._faults = faults
+        self._on_piece = on_piece
         self._storage = source.own
         self.staged: Mapping[str, Tensor] | None = None
         """What `stage` read, (n,) float32 each."""
@@ -110,7 +121,7 @@ class Restorer:
         if source.other is not None and (source.step is not None or not self.steps()):
             self._storage = source.other
         self._faults.at("restoring", 0)
-        restored = restore(self._storage, self._layout.slots, self._targets, step=wanted)
+        restored = restore(self._storage, self._layout.slots, self._targets, step=wanted, on_piece=self._on_piece)
         self._faults.at("restored", 0)
         if restored is None and (source.other is not None or wanted is not None):
             raise ConfigError(f"there is no checkpoint in {self._storage.url}")
@@ -124,7 +135,7 @@ class Restorer:
         self._storage = self._source.own
         self._faults.at("restoring", 0)
         targets = {name: torch.empty_like(target) for name, target in self._targets.items()}
-        restored = restore(self._storage, self._layout.slots, targets, step=step)
+        restored = restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece)
         assert restored is not None, "of a step there is one, or an error"
         self.staged = targets
         self._faults.at("restored", 0)
@@ -142,7 +153,7 @@ class Restorer:
 
         wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
-            checkpoint = open_checkpoint(self._storage, step)
+            checkpoint = open_checkpoint(self._storage, step, self._on_piece)
             counters = checkpoint.node_state(self._node_id)
             if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
                 inner.seek(inner.step_count, update_count=int(counters["update_count"]))

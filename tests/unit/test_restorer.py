@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.unit.checkpoint.saves import SECTIONS, buffers_of, layout, saved
 
+from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.errors import ConfigError, RecoveryFailed
@@ -21,10 +25,16 @@ def storage(folder: Path, run_id: str) -> LocalStorage:
     return LocalStorage(folder / run_id, "a")
 
 
-def restorer(folder: Path, *, other: str | None = None, step: int | None = None) -> tuple[Restorer, Buffers]:
+def restorer(
+    folder: Path,
+    *,
+    other: str | None = None,
+    step: int | None = None,
+    on_piece: Callable[[], object] = lambda: None,
+) -> tuple[Restorer, Buffers]:
     buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
     source = source_of(str(folder), "run", "a", other=other, step=step)
-    return Restorer(source, "a", layout(), buffers, FaultPoints(())), buffers
+    return Restorer(source, "a", layout(), buffers, FaultPoints(()), on_piece), buffers
 
 
 def holds(buffers: Buffers, step: int) -> bool:
@@ -88,6 +98,21 @@ def test_what_is_staged_changes_the_state_only_when_it_is_taken(tmp_path: Path) 
     assert not any(buffer.any() for buffer in buffers.values())
     assert all(torch.equal(restore.take_staged()[name], buffers_of(10)[name]) for name in SECTIONS[:1])
     assert restore.staged is None
+
+
+def test_every_read_shows_that_it_goes_on(tmp_path: Path) -> None:
+    """The guardian takes the lease from a trainer that shows nothing for a while."""
+    saved(storage(tmp_path, "run"), 10)
+    file = tmp_path / "run/step_00000010/nodes/a/inner.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    moments = {name: torch.zeros(layout().numel) for name in ("exp_avg", "exp_avg_sq")}
+    views = views_of(layout().slots, moments)
+    inner: Any = SimpleNamespace(named_moments=lambda: views, forget_moments=lambda: None)
+    shown: list[None] = []
+    restore, _ = restorer(tmp_path, on_piece=lambda: shown.append(None))
+    counts = [(read(10), len(shown))[1] for read in (restore.restore, restore.stage)]
+    assert not restore.load_inner(10, inner, inner), "damaged, which the end of the file shows"
+    assert 0 < counts[0] < counts[1] < len(shown)
 
 
 def test_damaged_checkpoint_is_not_staged(tmp_path: Path) -> None:

@@ -47,15 +47,20 @@ def views_of(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> dict[str, 
     }
 
 
-def load_inner(tensors: Mapping[str, Tensor], open_file: Callable[[], BinaryIO], expected: StoredFile) -> None:
+def load_inner(
+    tensors: Mapping[str, Tensor],
+    open_file: Callable[[], BinaryIO],
+    expected: StoredFile,
+    on_piece: Callable[[], object] = lambda: None,
+) -> None:
     """Fill tensors by name in place, each rank its own shards of DTensors, whatever wrote them.
 
-    Raises OSError where it cannot be read, CheckpointDamaged where it is not the expected one, or lacks a tensor, or
-    has another shape of it.
+    `on_piece`: called after every few megabytes that were read. Raises OSError where it cannot be read,
+    CheckpointDamaged where it is not the expected one, or lacks a tensor, or has another shape of it.
     """
     try:
         with open_file() as file, _quietly():
-            reader = _Reader(file, expected)
+            reader = _Reader(file, expected, on_piece)
             load(dict(tensors), storage_reader=reader, no_dist=True)
     except (EOFError, RuntimeError, ValueError) as error:
         raise CheckpointDamaged(f"it does not fit: {error!s:.300}") from error
@@ -78,8 +83,9 @@ class _Reader(StorageReader):
     Raises CheckpointDamaged, EOFError, when its header is: torch swallows what goes wrong later in `read_metadata`.
     """
 
-    def __init__(self, file: BinaryIO, expected: StoredFile) -> None:
+    def __init__(self, file: BinaryIO, expected: StoredFile, on_piece: Callable[[], object]) -> None:
         self._file = file
+        self._on_piece = on_piece
         self._expected = expected
         self._seen = xxhash.xxh3_128()
         self._tensors: list[StoredTensor] = read_header(file, expected.size, self._seen)
@@ -119,6 +125,7 @@ class _Reader(StorageReader):
             for piece in whole.split(_PIECE_ELEMENTS):
                 read_exactly(self._file, [bytes_of(piece)])
                 self._seen.update(bytes_of(piece))
+                self._on_piece()
             for item in wanted.get(tensor.name, []):
                 _take(whole.view(tensor.shape), item, planner)
         if self._file.read(1) or self._seen.hexdigest() != self._expected.hash:

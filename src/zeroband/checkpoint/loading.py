@@ -51,6 +51,8 @@ class Checkpoint:
 
     storage: Storage
     manifest: Manifest
+    on_piece: Callable[[], object] = lambda: None
+    """Called after every few megabytes that were read, in the thread that read them."""
 
     @property
     def folder(self) -> str:
@@ -122,6 +124,7 @@ class Checkpoint:
                 for piece in _pieces(bytes_of(buffer[start:stop])):
                     read_exactly(opened, [piece])
                     seen.update(piece)
+                    self.on_piece()
         _require_hash(seen, file)
         return found
 
@@ -143,7 +146,7 @@ class Checkpoint:
         from zeroband.checkpoint.inner_state import load_inner  # the writer, which verifies, does without torch
 
         opened = partial(self.storage.open, f"{self.folder}/{path}")
-        self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path]))
+        self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path], self.on_piece))
         return True
 
     def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
@@ -160,6 +163,7 @@ class Checkpoint:
                 read_exactly(opened, [part])
                 seen.update(part)
                 left -= len(part)
+                self.on_piece()
             if opened.read(1):
                 raise CheckpointDamaged(f"it has more than {file.size} bytes")
         _require_hash(seen, file)
@@ -212,7 +216,7 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
         yield view[start : start + _PIECE_BYTES]
 
 
-def open_checkpoint(storage: Storage, step: int) -> Checkpoint:
+def open_checkpoint(storage: Storage, step: int, on_piece: Callable[[], object] = lambda: None) -> Checkpoint:
     """A committed checkpoint by its step. Raises CheckpointDamaged, which is also what a half-written one is."""
     path = f"{folder_of(step)}/{MANIFEST}"
     try:
@@ -224,7 +228,7 @@ def open_checkpoint(storage: Storage, step: int) -> Checkpoint:
         raise CheckpointDamaged(f"{path}: {why}") from error
     if manifest.stamp.inner_step != step:
         raise CheckpointDamaged(f"{path} is of step {manifest.stamp.inner_step}")
-    return Checkpoint(storage, manifest)
+    return Checkpoint(storage, manifest, on_piece)
 
 
 def steps_in_order(storage: Storage) -> list[int]:
@@ -259,6 +263,7 @@ def restore(
     *,
     step: int | None = None,
     also: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    on_piece: Callable[[], object] = lambda: None,
 ) -> Restored | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
@@ -273,7 +278,7 @@ def restore(
     rejected: list[Rejected] = []
     for candidate in steps:
         try:
-            checkpoint = open_checkpoint(storage, candidate)
+            checkpoint = open_checkpoint(storage, candidate, on_piece)
             checkpoint.require_sizes()
             checkpoint.read_outer(slots, buffers)
             _require_digest(checkpoint, buffers)

@@ -30,7 +30,7 @@ class RunSection(Section):
 
 class NodeSection(Section):
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
-    """Name of this machine for the life of the run. None: host name."""
+    """Name of this machine for the life of the run, of which a second one is refused. None: host name."""
     advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
     advertise_port: PositiveInt | None = Field(default=None, le=65535, json_schema_extra=NODE_LOCAL)
@@ -249,7 +249,8 @@ class ElasticConfig(Section):
     start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
     """Nodes to wait for before the first step; later ones join on the way."""
     start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
-    """After this, the run starts with the nodes that are there, if they are at least min_nodes."""
+    """After this, the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up when
+    for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
 
 
 class FaultConfig(Section):

@@ -99,8 +99,7 @@ class Guardian:
         else:
             inbox.attach(ours)
         self._send((json.dumps(asdict(order)) + "\n").encode())
-        ready, _, _ = select.select([self._output], [], [], _START_DEADLINE_S)
-        if not ready or self._output.readline() != b"holding\n":
+        if not speaks(self._output, _START_DEADLINE_S) or self._output.readline() != b"holding\n":
             self.close()
             raise StoreLost(f"the guardian of {order.member_id} took no lease within {_START_DEADLINE_S:g} s")
 
@@ -136,6 +135,13 @@ class Guardian:
         self._output.close()
 
 
+def speaks(pipe: IO[bytes], within_s: float) -> bool:
+    """Whether a pipe has something to read, or ends, within this time."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
 class Vigil:
     """Decides at each tick whether the trainer still deserves its lease. Time is an argument."""
 
@@ -169,11 +175,11 @@ def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls:
     watch = _Watch(order, store, board, calls)
     try:
         while not watch.takes_lease():
-            if select.select([trainer], [], [], 0)[0]:
+            if speaks(trainer, 0):
                 return
         say.write(b"holding\n")
         say.flush()
-        while not select.select([trainer], [], [], _TICK_S)[0]:
+        while not speaks(trainer, _TICK_S):
             with contextlib.suppress(ZerobandError):  # the lease runs out; the trainer finds out at its boundary
                 watch.tick(time.monotonic())
         with contextlib.suppress(StoreLost):

@@ -29,6 +29,7 @@ from zeroband.elastic.epoch import (
 )
 from zeroband.elastic.lease import Door, Guardian, GuardianOrder
 from zeroband.elastic.memory import Memory
+from zeroband.elastic.namesake import outlive_namesakes
 from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.store import Store
 from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
@@ -96,6 +97,7 @@ class Member:
         self.store = run.store
         self._board = board
         self._departure = departure
+        self._time_outs = time_outs
         self._on_stall = run.on_stall
         self._on_event = run.on_event
         self._recording = threading.Lock()
@@ -120,6 +122,10 @@ class Member:
         )
         self._guardian = _KeptGuardian(order, run.inbox)
         self._watcher = _Watcher(self, board, departure, time_outs)
+
+    def outlive_namesakes(self) -> None:
+        """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
+        outlive_namesakes(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -346,6 +352,7 @@ class _Watcher:
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
+        self._looked_at_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
         self._thread.start()
@@ -354,19 +361,21 @@ class _Watcher:
         self._opening = opening
 
     def _run(self) -> None:
-        looked_at_s = time.monotonic()
         while not self._stop.wait(self._time_outs.watch_s):
-            try:
-                self._member.keep_guardian()
-                opening, now_s = self._opening, time.monotonic()
-                if opening is None:
-                    if now_s - looked_at_s > self._time_outs.renew_s:
-                        self._member.look(0)
-                        looked_at_s = now_s
-                elif not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
-                    self._board.abort(opening.version)
-            except ZerobandError as error:  # the trainer meets the same at its boundary, and decides
-                _log.warning("cannot look at the members", extra={"fields": {"error": str(error)}})
+            for watch in (self._member.keep_guardian, self._look):
+                try:
+                    watch()
+                except Exception as error:  # noqa: BLE001 - without this thread nobody would do either any more
+                    _log.warning("cannot look after the membership", extra={"fields": {"error": repr(error)}})
+
+    def _look(self) -> None:
+        opening, now_s = self._opening, time.monotonic()
+        if opening is not None:
+            if not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
+                self._board.abort(opening.version)
+        elif now_s - self._looked_at_s > self._time_outs.renew_s:
+            self._member.look(0)
+            self._looked_at_s = now_s
 
     def close(self) -> None:
         self._stop.set()

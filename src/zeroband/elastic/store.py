@@ -250,6 +250,18 @@ class Store:
         """Have a member's lease run out now: its guardian is known to be gone."""
         self._call(lambda: self._end_lease(keys=[self.keys.leases, self.keys.peers], args=[member_id, 0]))
 
+    def lease_ends_ms(self) -> dict[str, int]:
+        """When the members' leases end, by the store's clock; also of those that ran out."""
+        leases = self._call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
+        return {_text(member): int(end) for member, end in leases}
+
+    def is_renewed(self, before_ms: int, end_ms: int) -> bool:
+        """Whether a lease that ended at the first time, and ends at the second one now, was renewed by its holder.
+
+        The store by itself prolongs leases only after a silence, and so by more than that.
+        """
+        return 0 < end_ms - before_ms < self._silence_ms
+
     def say_leaving(self, member_id: str) -> frozenset[str]:
         """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
         keys = [self.keys.leases, self.keys.clock, self.keys.leaving]

@@ -182,6 +182,17 @@ def test_storage_that_stumbles_while_reading_is_tried_again(good: Path, monkeypa
     assert tries["left"] == 0
 
 
+def test_reading_is_counted_piece_by_piece(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroband.checkpoint.loading._PIECE_BYTES", 16)
+    monkeypatch.setattr("zeroband.checkpoint.inner_state._PIECE_ELEMENTS", 4)
+    pieces: list[None] = []
+    checkpoint = open_checkpoint(LocalStorage(good, "a"), 10, lambda: pieces.append(None))
+    checkpoint.read_outer(layout().slots, buffers_of(0))
+    outer = len(pieces)
+    assert checkpoint.read_inner("a", views_of(layout().slots, buffers_of(0, ("exp_avg", "exp_avg_sq"))))
+    assert min(outer, len(pieces) - outer) >= 2 * layout().numel // 4
+
+
 def test_manifest_survives_its_own_text() -> None:
     manifest = Manifest(stamp_of(10), {"outer/model.safetensors": StoredFile(3, "aa")})
     assert parse_manifest(manifest.to_json()) == manifest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import redis
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Peer
-from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, stand_guard
+from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, speaks, stand_guard
 from zeroband.elastic.links import LinkMonitor
 from zeroband.elastic.store import Store
 from zeroband.plane.handover import HandedOver, channel
@@ -90,6 +92,25 @@ def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> No
         assert process_state(process.pid) in "RSD"
     finally:
         process.communicate(b"\n")
+
+
+# -- its pipes --------------------------------------------------------------------------------------------------------
+
+
+def test_pipe_is_listened_to_whatever_its_number() -> None:
+    """A trainer of many files has descriptors above those that `select` takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    low, writer = os.pipe()
+    try:
+        with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
+            assert not speaks(reader, 0)
+            os.write(writer, b"holding\n")
+            assert speaks(reader, 10)
+    finally:
+        os.close(low)
+        os.close(writer)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # -- the guardian's life ----------------------------------------------------------------------------------------------

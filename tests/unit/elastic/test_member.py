@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -441,6 +442,25 @@ def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
     _until(lambda: len(guardians) == 2)
     assert [order.is_first for order in guardians] == [True, False]
     assert guardians[0].member_id == guardians[1].member_id
+
+
+def test_watcher_goes_on_while_no_guardian_can_be_started(
+    make_member: MakeMember, guardians: list[GuardianOrder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without memory for another process: transfers are aborted all the same, and later it starts."""
+    a, b = make_member("a"), make_member("b")
+    opening, kept = found(a, b), vars(a)["_guardian"]
+
+    def refuse(order: GuardianOrder, inbox: Inbox | None) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroband.elastic.member.Guardian", refuse)
+        kept._guardian.is_dead = True
+        a.watch(opening)
+        expire(b)
+        _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    _until(lambda: [order.is_first for order in guardians] == [True, True, False])
 
 
 def _until(condition: Callable[[], bool]) -> None:
