@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -142,8 +143,13 @@ def _threads() -> int:
 
 
 def _address_to_listen_on(host: str) -> str:
-    """The address itself where this machine has it, else all addresses."""
+    """The address itself where this machine has it, else all addresses.
+
+    A name that means loopback here alone (Debian's /etc/hosts has `127.0.1.1 HOST`) is another address to the others.
+    """
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        if _is_loopback(str(address[0])) and not _is_loopback(host):
+            continue
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(address)
@@ -151,6 +157,13 @@ def _address_to_listen_on(host: str) -> str:
                 continue
             return str(address[0])
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_towards(store_url: str) -> str:

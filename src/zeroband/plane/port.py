@@ -39,9 +39,10 @@ class Port:
         self._listener: socket.socket | None = None
 
     def open(self, host: str, port: int) -> int:
-        """Listen; 0 takes a free port. Gives the port. Raises OSError."""
+        """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=256)
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=is_dual)
         self._listener.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._accept(self._listener))
         self._keep(task)

@@ -113,6 +113,18 @@ def test_connection_goes_to_who_answers_its_first_four_bytes_and_they_are_left_i
     assert seen == [("a", b"aaaa1234"), ("b", b"bbbb5678")]
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_port_on_all_addresses_takes_ipv4_too() -> None:
+    async def scene() -> None:
+        port = Port({})
+        number = port.open("::", 0)
+        (await call(number)).close()
+        port.close()
+        await until(lambda: not port._busy)
+
+    asyncio.run(scene())
+
+
 def test_call_may_come_byte_by_byte() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
