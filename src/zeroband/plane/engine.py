@@ -105,7 +105,10 @@ class Engine:
         weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
-        """Make a connected socket one of the link's streams, and the engine's own; a closed engine hangs up."""
+        """Make a connected socket one of the link's streams, and the engine's own.
+
+        A closed engine hangs up, and so does a link that was lost.
+        """
         self._library.zb_stream_add(self._handle, link, connection.detach(), keys.seal, keys.open)
 
     def drop(self, link: int) -> None:

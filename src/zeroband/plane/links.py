@@ -17,7 +17,7 @@ from zeroband.errors import HandshakeFailed
 from zeroband.plane.calling import Address, call
 from zeroband.plane.engine import Engine, LinkState
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import Introduction, RunKey, StreamKeys, new_session
+from zeroband.plane.handshake import Introduction, RunKey, new_session
 
 _DIAL_AGAIN_S = 0.1
 _POLL_S = 0.002
@@ -130,19 +130,18 @@ class Links:
             await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
 
     async def _dial(self, own: str, member: str, address: Address, streams: int) -> None:
-        """Call so many times at once; whatever comes of it is added to the link."""
+        """Call so many times at once; whatever comes of it is added to the link, also when this is cancelled."""
         session = self._links[member].session
         calls = [self._call(own, member, session, address) for _ in range(streams)]
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, OSError | HandshakeFailed | TimeoutError | EOFError):
-                    raise answer
-                continue
-            with self._lock:
-                self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
+                raise outcome
 
-    async def _call(self, own: str, member: str, session: str, address: Address) -> tuple[socket.socket, StreamKeys]:
-        return await call(self.key, Introduction(own, member, session, self.is_sealed), address, self.prepare)
+    async def _call(self, own: str, member: str, session: str, address: Address) -> None:
+        introduction = Introduction(own, member, session, self.is_sealed)
+        connection, keys = await call(self.key, introduction, address, self.prepare)
+        with self._lock:
+            self.engine.add_stream(self._of_session(member, session), connection, keys)
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""

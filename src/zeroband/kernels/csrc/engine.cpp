@@ -59,14 +59,10 @@ void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const ui
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     pace_if_long(fd);
     auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
-    Loop* loop;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (is_closed_) return;
-        loop = loops_[next_loop_++ % loops_.size()].get();
-        links_[link].streams.insert(fd);
-    }
-    loop->add(std::move(stream));
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_ || !links_[link].is_up) return;
+    links_[link].streams.insert(fd);
+    loops_[next_loop_++ % loops_.size()]->add(std::move(stream));
 }
 
 void Engine::drop_link(uint32_t link) {
@@ -203,15 +199,16 @@ void Engine::awaken(const Running& running, const std::vector<uint32_t>& members
         for (const auto& loop : loops_) loop->awaken(running.link_of[member]);
 }
 
-// A connection that ended takes down its link.
-void Engine::lose_stream(uint32_t link, int fd) {
+// A connection that ended takes down its link, and its other connections too: they tell the other end.
+void Engine::lose_stream(uint32_t link) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto found = links_.find(link);
         if (found == links_.end()) return;
         found->second.is_up = false;
-        found->second.streams.erase(fd);
+        found->second.streams.clear();
     }
+    for (const auto& loop : loops_) loop->drop(link);
     end_what_needs(link);
 }
 

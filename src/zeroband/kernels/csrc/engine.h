@@ -51,7 +51,8 @@ class Engine {
     // Ends what runs, the threads and the connections. From then on every link is down; anything may still be called.
     void close();
 
-    // Takes over a connected socket as one of the link's streams. Keys may be null: nothing is sealed.
+    // Takes over a connected socket as one of the link's streams; a link that was lost takes none. Keys may be null: nothing is
+    // sealed.
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
     LinkState link_state(uint32_t link);
@@ -80,7 +81,7 @@ class Engine {
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
     PacketPtr pick(uint32_t link, RunningPtr& running);
-    void lose_stream(uint32_t link, int fd);
+    void lose_stream(uint32_t link);
     void end_what_needs(uint32_t link);
     void awaken(const Running& running, const std::vector<uint32_t>& members);
     RunningPtr running_of(const Operation& operation);
