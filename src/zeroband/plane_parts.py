@@ -26,7 +26,7 @@ from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
 from zeroband.plane.handshake import Purpose, RunKey
-from zeroband.plane.links import Links
+from zeroband.plane.links import SILENT_S, Links
 from zeroband.plane.sealed import Dialler
 
 _log = get_logger(__name__)
@@ -86,6 +86,7 @@ class PlaneParts:
                 reach,
                 streams=comm.streams,
                 connect_s=time_outs.transfer_s,
+                silent_s=max(SILENT_S, 6 * time_outs.detect_s),
             )
         return LaneGroups(
             self._store,

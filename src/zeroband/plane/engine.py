@@ -89,6 +89,9 @@ class LinkState:
     is_up: bool
     streams: int
     rtt_s: float
+    unanswered_s: float
+    """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
+    where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
     received_bytes: int
 
 
@@ -119,7 +122,8 @@ class Engine:
         """A link that never had a stream is down."""
         record = native.LinkRecord()
         self._library.zb_link_state(self._handle, link, ctypes.byref(record))
-        return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
+        rtt_s, unanswered_s = record.rtt_us / 1e6, record.unanswered_ms / 1e3
+        return LinkState(bool(record.is_up), record.streams, rtt_s, unanswered_s, record.received_bytes)
 
     def set_congestion(self, link: int, name: str) -> None:
         """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""

@@ -22,6 +22,12 @@ from zeroband.plane.handshake import Introduction, RunKey, new_session
 _DIAL_AGAIN_S = 0.1
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
+_KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
+"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
+
+SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
+"""For so long nothing may come over a stream whose other end should answer."""
+
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
@@ -87,6 +93,13 @@ class Links:
         self._forget_all_but(others)
         return asyncio.run(self._connect(own, others, is_aborted))
 
+    def drop(self, member: str) -> None:
+        """Hang up on a member; whoever of the two dials begins anew when both want a link again."""
+        with self._lock:
+            link = self._links.pop(member, None)
+        if link is not None:
+            self.engine.drop(link.number)
+
     def close(self) -> None:
         """Drop all links; what is dialled from now on is hung up on."""
         with self._lock:
@@ -149,6 +162,9 @@ class Links:
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
         ]
         for level, option, value in wanted:
             with contextlib.suppress(OSError):

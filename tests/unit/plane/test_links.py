@@ -356,10 +356,11 @@ def test_stream_of_another_session_replaces_the_link(make_node: MakeNode) -> Non
         end.close()
 
 
-def test_stream_sends_at_once(make_node: MakeNode) -> None:
+def test_stream_sends_at_once_and_shows_itself_while_it_is_idle(make_node: MakeNode) -> None:
     node, (ours, theirs) = make_node("m"), tcp_pair()
     ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
     with ours.dup() as seen, theirs:
         node.links.accept(ours, HandedOver("data", "a", "session", OPEN))
         assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60

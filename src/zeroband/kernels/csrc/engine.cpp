@@ -22,6 +22,12 @@ tcp_info info_of(int fd) {
     return info;
 }
 
+// A machine that is there acknowledges data, and answers when it is asked whether it has room again, whatever its processes do.
+uint32_t unanswered_ms(const tcp_info& info) {
+    const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+    return waits ? info.tcpi_last_ack_recv : 0;
+}
+
 // A transfer fills both directions of a link, so on a long one the ACKs of one direction wait in the queue of the other, come
 // together and let the next window go as one burst, with silence after it. Below a limit, whatever it is, Linux spaces a window
 // evenly for CUBIC too. What refuses the option goes on as it is.
@@ -83,8 +89,10 @@ LinkState Engine::link_state(uint32_t link) {
     state.streams = static_cast<uint32_t>(found->second.streams.size());
     state.received_bytes = found->second.received_bytes.load();
     for (const int fd : found->second.streams) {
-        const uint32_t rtt_us = info_of(fd).tcpi_rtt;
+        const tcp_info info = info_of(fd);
+        const uint32_t rtt_us = info.tcpi_rtt;
         if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
+        state.unanswered_ms = std::max(state.unanswered_ms, unanswered_ms(info));
     }
     return state;
 }

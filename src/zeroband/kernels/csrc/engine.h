@@ -38,7 +38,8 @@ struct LinkState {
     bool is_up = false;
     uint32_t streams = 0;
     uint64_t received_bytes = 0;
-    uint32_t rtt_us = 0;  // of the fastest stream
+    uint32_t rtt_us = 0;         // of the fastest stream
+    uint32_t unanswered_ms = 0;  // of the stream on which what was sent waits longest for any packet; 0: nothing waits
 };
 
 class Engine {
