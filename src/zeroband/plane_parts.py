@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
 from zeroband.plane.handshake import Purpose, RunKey
-from zeroband.plane.links import Links
+from zeroband.plane.links import SILENT_S, Links
 from zeroband.plane.sealed import Dialler
 
 _log = get_logger(__name__)
@@ -85,6 +86,7 @@ class PlaneParts:
                 reach,
                 streams=comm.streams,
                 connect_s=time_outs.transfer_s,
+                silent_s=max(SILENT_S, 6 * time_outs.detect_s),
             )
         return LaneGroups(
             self._store,
@@ -142,8 +144,13 @@ def _threads() -> int:
 
 
 def _address_to_listen_on(host: str) -> str:
-    """The address itself where this machine has it, else all addresses."""
+    """The address itself where this machine has it, else all addresses.
+
+    A name that means loopback here alone (Debian's /etc/hosts has `127.0.1.1 HOST`) is another address to the others.
+    """
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        if _is_loopback(str(address[0])) and not _is_loopback(host):
+            continue
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(address)
@@ -151,6 +158,13 @@ def _address_to_listen_on(host: str) -> str:
                 continue
             return str(address[0])
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_towards(store_url: str) -> str:

@@ -26,6 +26,7 @@ from zeroband.plane.tuning import LinkTuning
 
 _POLL_S = 0.0005
 _LOOK_S = 0.005
+_ASK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,23 @@ class Reach:
 
 
 class NativePlane:
-    """Reductions and gatherings by the engine. `reach`: on local rank 0 only."""
+    """Reductions and gatherings by the engine. `reach`: on local rank 0 only.
+
+    `silent_s`: a link over which nothing that was sent is acknowledged for so long is dropped during a transfer.
+    """
 
     keeps_buffers = True
 
     def __init__(
-        self, run_id: str, board: NodeBoard, codec: Codec, reach: Reach | None, *, streams: int | None, connect_s: float
+        self,
+        run_id: str,
+        board: NodeBoard,
+        codec: Codec,
+        reach: Reach | None,
+        *,
+        streams: int | None,
+        connect_s: float,
+        silent_s: float,
     ) -> None:
         self._run = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8], "big")
         self._board = board
@@ -53,6 +65,7 @@ class NativePlane:
         self._tunings: dict[str, LinkTuning] = {}
         """By member."""
         self._connect_s = connect_s
+        self._silent_s = silent_s
         self._learned = Learned()
 
     def reduce_mean(
@@ -131,7 +144,7 @@ class NativePlane:
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
             meter = Meter()
-            self._await(_Run(running, opening, at, on_progress, list(stops)), meter)
+            self._await(_Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops)), meter)
             traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
             self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
@@ -182,6 +195,7 @@ class NativePlane:
             if self._is_aborted(opening):
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
+            run.require_answers()
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[running.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
@@ -222,9 +236,12 @@ class _Run:
     opening: Opening
     at: int
     """This node's place among the members."""
+    links: Links
+    silent_s: float
     on_progress: Callable[[float], None]
     stops: list[float]
     looked_at_s: float = 0.0
+    asked_at_s: float = 0.0
     done: float = 0.0
 
     def traffic(self) -> dict[str, Traffic]:
@@ -245,6 +262,27 @@ class _Run:
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)
             self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
+
+    def require_answers(self) -> None:
+        """Drop the links to machines that acknowledge nothing any more; raises PeerLost, naming their members.
+
+        A router on the way forgets a connection without a word, and TCP repeats itself for a quarter of an hour; the
+        guardians, with connections of their own, see nothing of it. Who is late, slow, stopped or holds what it is sent
+        is acknowledged by its machine, and left to the leases.
+        """
+        now_s = time.monotonic()
+        if now_s - self.asked_at_s < _ASK_S:
+            return
+        self.asked_at_s = now_s
+        others = [m for i, m in enumerate(self.opening.members) if i != self.at]
+        silent = tuple(m for m in others if self.links.state(m).unanswered_s > self.silent_s)
+        for member in silent:
+            self.links.drop(member)
+        if silent:
+            what = f"nothing that was sent was acknowledged for {self.silent_s:g} s"
+            raise PeerLost(
+                f"the transfer of round {self.opening.round} with {', '.join(silent)} failed: {what}", silent
+            )
 
     def suspect(self) -> str:
         """The member of whom most is missing, and where it stopped."""

@@ -78,7 +78,13 @@ class TrafficRecord(ctypes.Structure):
 class LinkRecord(ctypes.Structure):
     """A link as it is now."""
 
-    _fields_ = (("is_up", c_uint32), ("streams", c_uint32), ("rtt_us", c_uint32), ("received_bytes", c_uint64))
+    _fields_ = (
+        ("is_up", c_uint32),
+        ("streams", c_uint32),
+        ("rtt_us", c_uint32),
+        ("unanswered_ms", c_uint32),
+        ("received_bytes", c_uint64),
+    )
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {

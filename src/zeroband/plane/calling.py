@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, RunKey, StreamKeys
 from zeroband.plane.port import read_exactly
@@ -26,12 +27,8 @@ async def call(
     """
     loop, caller = asyncio.get_running_loop(), Caller(key, introduction)
     async with asyncio.timeout(_ANSWER_S):
-        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        connection = socket.socket(found[0][0], socket.SOCK_STREAM)
+        connection = await _connect(address, prepare)
         try:
-            connection.setblocking(False)
-            prepare(connection)
-            await loop.sock_connect(connection, found[0][4])
             await loop.sock_sendall(connection, caller.hello)
             proof, keys = caller.take(await read_exactly(connection, ANSWER_BYTES))
             await loop.sock_sendall(connection, proof)
@@ -39,3 +36,31 @@ async def call(
             connection.close()
             raise
     return connection, keys
+
+
+async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -> socket.socket:
+    """To the first of the host's addresses that takes it; a silent one leaves the others their part of the time.
+
+    Raises OSError, of the last one.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
+    problem = OSError(f"{address[0]} has no address")
+    for family, _, _, _, at in found:
+        try:
+            async with asyncio.timeout(_ANSWER_S / len(found)):
+                return await _connect_to(family, at, prepare)
+        except OSError as error:  # also where this machine has no IPv6
+            problem = error
+    raise problem
+
+
+async def _connect_to(family: int, at: Any, prepare: Callable[[socket.socket], None]) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        prepare(connection)
+        await asyncio.get_running_loop().sock_connect(connection, at)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -89,6 +89,9 @@ class LinkState:
     is_up: bool
     streams: int
     rtt_s: float
+    unanswered_s: float
+    """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
+    where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
     received_bytes: int
 
 
@@ -105,7 +108,10 @@ class Engine:
         weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
-        """Make a connected socket one of the link's streams, and the engine's own; a closed engine hangs up."""
+        """Make a connected socket one of the link's streams, and the engine's own.
+
+        A closed engine hangs up, and so does a link that was lost.
+        """
         self._library.zb_stream_add(self._handle, link, connection.detach(), keys.seal, keys.open)
 
     def drop(self, link: int) -> None:
@@ -116,7 +122,8 @@ class Engine:
         """A link that never had a stream is down."""
         record = native.LinkRecord()
         self._library.zb_link_state(self._handle, link, ctypes.byref(record))
-        return LinkState(bool(record.is_up), record.streams, record.rtt_us / 1e6, record.received_bytes)
+        rtt_s, unanswered_s = record.rtt_us / 1e6, record.unanswered_ms / 1e3
+        return LinkState(bool(record.is_up), record.streams, rtt_s, unanswered_s, record.received_bytes)
 
     def set_congestion(self, link: int, name: str) -> None:
         """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""

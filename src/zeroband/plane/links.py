@@ -17,11 +17,17 @@ from zeroband.errors import HandshakeFailed
 from zeroband.plane.calling import Address, call
 from zeroband.plane.engine import Engine, LinkState
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import Introduction, RunKey, StreamKeys, new_session
+from zeroband.plane.handshake import Introduction, RunKey, new_session
 
 _DIAL_AGAIN_S = 0.1
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
+_KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
+"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
+
+SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
+"""For so long nothing may come over a stream whose other end should answer."""
+
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
 
@@ -87,6 +93,13 @@ class Links:
         self._forget_all_but(others)
         return asyncio.run(self._connect(own, others, is_aborted))
 
+    def drop(self, member: str) -> None:
+        """Hang up on a member; whoever of the two dials begins anew when both want a link again."""
+        with self._lock:
+            link = self._links.pop(member, None)
+        if link is not None:
+            self.engine.drop(link.number)
+
     def close(self) -> None:
         """Drop all links; what is dialled from now on is hung up on."""
         with self._lock:
@@ -130,19 +143,18 @@ class Links:
             await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
 
     async def _dial(self, own: str, member: str, address: Address, streams: int) -> None:
-        """Call so many times at once; whatever comes of it is added to the link."""
+        """Call so many times at once; whatever comes of it is added to the link, also when this is cancelled."""
         session = self._links[member].session
         calls = [self._call(own, member, session, address) for _ in range(streams)]
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, OSError | HandshakeFailed | TimeoutError | EOFError):
-                    raise answer
-                continue
-            with self._lock:
-                self.engine.add_stream(self._of_session(member, session), answer[0], answer[1])
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
+                raise outcome
 
-    async def _call(self, own: str, member: str, session: str, address: Address) -> tuple[socket.socket, StreamKeys]:
-        return await call(self.key, Introduction(own, member, session, self.is_sealed), address, self.prepare)
+    async def _call(self, own: str, member: str, session: str, address: Address) -> None:
+        introduction = Introduction(own, member, session, self.is_sealed)
+        connection, keys = await call(self.key, introduction, address, self.prepare)
+        with self._lock:
+            self.engine.add_stream(self._of_session(member, session), connection, keys)
 
     def prepare(self, connection: socket.socket) -> None:
         """Options that a machine may lack or refuse are left as they are."""
@@ -150,6 +162,9 @@ class Links:
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
         ]
         for level, option, value in wanted:
             with contextlib.suppress(OSError):

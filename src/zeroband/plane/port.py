@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from functools import partial
 
 from zeroband.errors import HandshakeFailed
@@ -19,11 +20,21 @@ CALL_BYTES = 4
 """So many bytes tell what a connection is for."""
 
 _MOST_STRANGERS = 64
+_MOST_CALLERS = 512
+"""They have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once. There is a
+limit since whoever recorded a call can repeat its beginning."""
 _PATIENCE_S = 5.0
 _PEEK_S = 0.02
 
 Answer = Callable[[socket.socket], Awaitable[None]]
 """Takes over a connection whose first bytes were looked at and not taken."""
+
+
+_on_known: ContextVar[Callable[[], None]] = ContextVar("on_known", default=lambda: None)
+"""In the task that answers a connection: called when its other end has shown that it is of this run."""
+
+_Crowd = dict[asyncio.Task[None], socket.socket]
+"""Who is being received, the oldest first."""
 
 
 class Port:
@@ -34,14 +45,16 @@ class Port:
 
     def __init__(self, answers: Mapping[bytes, Answer]) -> None:
         self._answers = answers
-        self._strangers: dict[asyncio.Task[None], socket.socket] = {}
+        self._strangers: _Crowd = {}
+        self._callers: _Crowd = {}
         self._busy: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
     def open(self, host: str, port: int) -> int:
-        """Listen; 0 takes a free port. Gives the port. Raises OSError."""
+        """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=256)
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=is_dual)
         self._listener.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._accept(self._listener))
         self._keep(task)
@@ -67,18 +80,22 @@ class Port:
                 await asyncio.sleep(_PEEK_S)
                 continue
             connection.setblocking(False)
-            while len(self._strangers) >= _MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                self._strangers.pop(oldest)
-                oldest.cancel()
             task = loop.create_task(self._receive(connection))
             task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
-            self._strangers[task] = connection
+            _admit(task, connection, self._strangers, _MOST_STRANGERS)
             self._keep(task)
+            await asyncio.sleep(0)  # who has said already what it wants is heard before the next one comes in
 
     def _hang_up(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
+        self._callers.pop(task, None)
         connection.close()
+
+    def _know(self, task: asyncio.Task[None]) -> None:
+        """Strangers do not push this one out any more."""
+        connection = self._strangers.pop(task, None)
+        if connection is not None:
+            _admit(task, connection, self._callers, _MOST_CALLERS)
 
     async def _receive(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
@@ -91,9 +108,19 @@ class Port:
                 return
             if call == PROBE_CALL:  # those last
                 self._strangers.pop(task)
+            _on_known.set(partial(self._know, task))
             await answer(connection)
         except (OSError, TimeoutError, EOFError, HandshakeFailed):
             pass  # nobody that this node has to tell
+
+
+def _admit(task: asyncio.Task[None], connection: socket.socket, crowd: _Crowd, most: int) -> None:
+    """The oldest goes where there are too many."""
+    while len(crowd) >= most:
+        oldest = next(iter(crowd))
+        crowd.pop(oldest)
+        oldest.cancel()
+    crowd[task] = connection
 
 
 PROBE_CALL = b"zbp1"
@@ -144,6 +171,7 @@ async def shake_hands(connection: socket.socket, key: RunKey, *, callee: str, is
     """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
     async with asyncio.timeout(_PATIENCE_S):
         called = Callee(key, await read_exactly(connection, HELLO_BYTES))
+        _on_known.get()()
         asked = called.introduction
         if asked.callee != callee:
             raise HandshakeFailed(f"a call to {asked.callee}, which this node is not any more")

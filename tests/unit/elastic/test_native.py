@@ -1,19 +1,27 @@
-"""The native data plane where a node is alone: nothing is sent, and the mean is what it contributes."""
+"""The native data plane where a node is alone, or reaches some of the others no more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from tests.unit.plane.conftest import DEADLINE_S, make_silent, tcp_pair
 
+from zeroband.elastic import native as native_module
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.native import NativePlane, Reach
+from zeroband.errors import PeerLost
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.engine import Encoded
+from zeroband.plane.engine import Encoded, Engine
+from zeroband.plane.handover import HandedOver
+from zeroband.plane.handshake import OPEN, RunKey, new_session
+from zeroband.plane.links import Links
 
 N = 700
 INT8 = CODECS["int8"]
@@ -27,7 +35,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         board = NodeBoard(tmp_path / "board", create=True)
         reach = Reach(links=cast(Any, None), addresses=lambda members: {})
-        plane = NativePlane("run", board, INT8, reach, streams=1, connect_s=1.0)
+        plane = NativePlane("run", board, INT8, reach, streams=1, connect_s=1.0, silent_s=1.0)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
         assert plane.reduce_mean(SOURCE, result, opening, "a#1", lambda share: None, **more) == (0, 0)
@@ -55,3 +63,83 @@ def test_mean_of_nobody_is_zero_and_leaves_the_errors(reduce_alone: Callable[...
     errors = torch.ones(N)
     assert not reduce_alone(0, errors=errors).any()
     assert bool(errors.all())
+
+
+# -- several nodes ----------------------------------------------------------------------------------------------------
+
+OPENING = Opening(1, 1, 1, ("a#1", "b#1", "c#1"), (1, 1, 1), (4, 4, 4), (4, 4, 4))
+
+
+class Node:
+    """A member of OPENING with a data plane of its own."""
+
+    def __init__(self, member_id: str, folder: Path) -> None:
+        self.member_id = member_id
+        self.links = Links(Engine(1), RunKey(b"k" * 32), is_sealed=False)
+        self._board = NodeBoard(folder / member_id, create=True)
+        self._main = ThreadPoolExecutor(1)
+        reach = Reach(self.links, addresses=lambda members: {})
+        self._plane = NativePlane(
+            "run", self._board, CODECS["fp32"], reach, streams=1, connect_s=DEADLINE_S, silent_s=0.1
+        )
+
+    def reduce(self, opening: Opening) -> Future[torch.Tensor]:
+        """As the trainer's main thread does it."""
+
+        def reduce() -> torch.Tensor:
+            result = torch.full((N,), 7.0)
+            self._plane.reduce_mean(SOURCE, result, opening, self.member_id, lambda share: None)
+            return result
+
+        return self._main.submit(reduce)
+
+    def close(self) -> None:
+        self._plane.close()
+        self._main.shutdown()
+        self._board.close()
+
+
+def join(one: Node, other: Node, *, is_silent: bool = False) -> None:
+    """Link two nodes by one stream. `is_silent`: nothing comes through, and neither end is told."""
+    ends, session = tcp_pair(), new_session()
+    if is_silent:
+        make_silent(*ends)
+    one.links.accept(ends[0], HandedOver("data", other.member_id, session, OPEN))
+    other.links.accept(ends[1], HandedOver("data", one.member_id, session, OPEN))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
+    """Of OPENING, without links."""
+    monkeypatch.setattr(native_module, "_ASK_S", 0.01)
+    made = [Node(member, tmp_path) for member in OPENING.members]
+    yield made
+    for node in made:
+        node.close()
+
+
+def test_link_whose_packets_vanish_is_dropped_and_the_one_to_a_late_member_is_not(nodes: list[Node]) -> None:
+    a, late, lost = nodes
+    join(a, late)
+    join(a, lost, is_silent=True)
+    with pytest.raises(PeerLost, match=r"with c#1 failed: .* acknowledged") as raised:
+        a.reduce(OPENING).result(DEADLINE_S)
+    assert raised.value.member_ids == ("c#1",)
+    assert (a.links.state("b#1").is_up, a.links.state("c#1").is_up) == (True, False)
+
+
+def test_round_that_lost_a_link_without_a_word_goes_on_over_another_one(nodes: list[Node]) -> None:
+    """Both ends see it by themselves, since neither can tell the other."""
+    a, b, c = nodes
+    join(a, b)
+    join(b, c)
+    join(a, c, is_silent=True)
+    for node, other in ((a, c), (c, a)):
+        with pytest.raises(PeerLost) as raised:
+            node.reduce(OPENING).result(DEADLINE_S)
+        assert raised.value.member_ids == (other.member_id,)
+    join(a, c)
+    again = replace(OPENING, version=2, epoch=2)
+    results = [reducing.result(DEADLINE_S) for reducing in [node.reduce(again) for node in nodes]]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.allclose(results[0], SOURCE)

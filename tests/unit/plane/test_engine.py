@@ -8,7 +8,17 @@ from functools import partial
 
 import pytest
 import torch
-from tests.unit.plane.conftest import MakeNet, Net, ends_of, has_nothing_in_transit, noise, split_into, tcp_pair, until
+from tests.unit.plane.conftest import (
+    MakeNet,
+    Net,
+    ends_of,
+    has_nothing_in_transit,
+    make_silent,
+    noise,
+    split_into,
+    tcp_pair,
+    until,
+)
 from torch import Tensor
 
 from zeroband.kernels.codec import CODECS, Codec
@@ -257,6 +267,20 @@ def test_link_is_up_while_its_streams_are(make_net: MakeNet) -> None:
     until(lambda: not engine.state(1).is_up)
     engine.drop(1)
     assert (engine.state(1).is_up, engine.state(1).streams) == (False, 0)
+
+
+def test_machine_that_does_not_acknowledge_is_told_from_one_whose_process_does_not_read(make_net: MakeNet) -> None:
+    net, far = make_net(1), [tcp_pair() for _ in range(2)]
+    (engine,) = net.engines
+    make_silent(*far[1])
+    for link, (ours, _) in enumerate(far, start=1):
+        engine.add_stream(link, ours, OPEN)
+    shape, result = split_into(300, FP32, [1, 1, 1], is_ring=False), torch.zeros(300)
+    net.started.append(engine.start(net.next_operation(), shape, 0, range(3), noise(300), result))
+    until(lambda: engine.state(2).unanswered_s > 0.1)
+    assert engine.state(1).unanswered_s == 0
+    for _, theirs in far:
+        theirs.close()
 
 
 def test_closed_engine_hangs_up() -> None:

@@ -202,6 +202,19 @@ def test_lost_stream_takes_its_link_with_it(make_net: MakeNet) -> None:
     assert net.engines[0].state(1).is_up is False
 
 
+def test_link_that_lost_a_stream_hangs_up_on_the_others_and_takes_no_more(make_net: MakeNet) -> None:
+    """So its other end loses it too, and neither waits for a link that is up on one side only."""
+    net, (ours, theirs) = make_net(2, streams=2), tcp_pair()
+    net.engines[0].add_stream(1, ours, OPEN)
+    theirs.close()
+    until(lambda: not net.engines[1].state(0).is_up)
+    late, theirs = tcp_pair()
+    net.engines[0].add_stream(1, late, OPEN)
+    with theirs:
+        assert theirs.recv(1) == b""
+    assert net.engines[0].state(1).is_up is False
+
+
 def test_ring_goes_on_without_a_link_that_it_does_not_use(make_net: MakeNet) -> None:
     net, shape, sources = make_net(4), shape_for(4, is_ring=True), sources_for(4)
     expected = net.mean(shape, sources)[0]

@@ -16,9 +16,10 @@ from tests.unit.plane.conftest import DEADLINE_S, HOST, ends_of, noise, split_in
 
 from zeroband.kernels.codec import CODECS
 from zeroband.plane import links as links_module
+from zeroband.plane.calling import call
 from zeroband.plane.engine import Engine, Operation, State
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, OPEN, RunKey
+from zeroband.plane.handshake import DATA_CALL, OPEN, RunKey, StreamKeys
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.port import Port, shake_hands
 
@@ -196,6 +197,39 @@ def test_lost_link_is_dialled_again_as_another_session(make_node: MakeNode, lose
     assert b.links._links["a"].session == a.links._links["b"].session != session
 
 
+def test_link_of_which_the_called_one_alone_lost_a_stream_is_dialled_again(make_node: MakeNode) -> None:
+    """As when the caller is stopped between its last word and taking the stream."""
+    a, b = make_node("a").open(), make_node("b").open()
+    connect_all([a, b], streams=2)
+    ours, theirs = tcp_pair()
+    b.links.accept(ours, HandedOver("data", "a", b.links._links["a"].session, OPEN))
+    theirs.close()
+    until(lambda: not a.links.state("b").is_up and not b.links.state("a").is_up)
+    connect_all([a, b], streams=3)
+
+
+def test_abort_keeps_the_streams_that_were_there_already(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end has taken them: thrown away, they would take its link down."""
+    a, b = make_node("a").open(), make_node("b").open()
+    connect_all([a, b], streams=1)
+    number, calls, aborted = a.links.number("b"), list[object](), threading.Event()
+
+    async def second_is_silent(*args: Any) -> tuple[socket.socket, StreamKeys]:
+        calls.append(args)
+        if len(calls) == 2:
+            await asyncio.Event().wait()
+        return await call(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(links_module, "call", second_is_silent)
+        connecting = a.connect(b, streams=3, is_aborted=aborted.is_set)
+        until(lambda: b.is_linked(a, streams=2) and len(calls) == 2)
+        aborted.set()
+        assert connecting.result(DEADLINE_S) == ()
+    connect_all([a, b], streams=3)
+    assert a.links.number("b") == number
+
+
 def test_link_that_is_lost_while_others_are_awaited_is_dialled_again(make_node: MakeNode) -> None:
     a, b, late = make_node("a").open(), make_node("b").open(), make_node("late")
     connecting = a.connect(b, late)
@@ -322,10 +356,11 @@ def test_stream_of_another_session_replaces_the_link(make_node: MakeNode) -> Non
         end.close()
 
 
-def test_stream_sends_at_once(make_node: MakeNode) -> None:
+def test_stream_sends_at_once_and_shows_itself_while_it_is_idle(make_node: MakeNode) -> None:
     node, (ours, theirs) = make_node("m"), tcp_pair()
     ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
     with ours.dup() as seen, theirs:
         node.links.accept(ours, HandedOver("data", "a", "session", OPEN))
         assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60

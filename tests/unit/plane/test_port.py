@@ -113,6 +113,18 @@ def test_connection_goes_to_who_answers_its_first_four_bytes_and_they_are_left_i
     assert seen == [("a", b"aaaa1234"), ("b", b"bbbb5678")]
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_port_on_all_addresses_takes_ipv4_too() -> None:
+    async def scene() -> None:
+        port = Port({})
+        number = port.open("::", 0)
+        (await call(number)).close()
+        port.close()
+        await until(lambda: not port._busy)
+
+    asyncio.run(scene())
+
+
 def test_call_may_come_byte_by_byte() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
@@ -339,6 +351,53 @@ def test_node_of_the_run_gets_in(is_sealed: bool) -> None:
             assert (what.kind, what.caller, what.session) == ("data", CALLER, "session")
             assert (what.keys.seal, what.keys.open) == (keys.open, keys.seal)
             assert (what.keys == OPEN) == (not is_sealed)
+
+    asyncio.run(scene())
+
+
+async def finish(caller: Caller, connection: socket.socket) -> None:
+    proof, _ = caller.take(await read_exactly(connection, ANSWER_BYTES))
+    await asyncio.get_running_loop().sock_sendall(connection, proof)
+    assert await all_that_comes(connection) == b""
+
+
+@pytest.mark.parametrize("are_at_once", [True, False], ids=["at once", "one after the other"])
+def test_nodes_of_the_run_do_not_push_one_another_out_and_strangers_do_not_either(are_at_once: bool) -> None:
+    """Many nodes dial many streams; a long round trip lies between a call and the end of its handshake."""
+
+    async def scene() -> None:
+        async with opened_for_data() as (port, number, taken):
+            callers = [caller_of() for _ in range(3 * STRANGERS)]
+            if are_at_once:
+                connections = [socket.create_connection((HOST, number)) for _ in callers]
+                for caller, connection in zip(callers, connections, strict=True):
+                    connection.setblocking(False)
+                    connection.send(caller.hello)
+            else:
+                connections = [await call(number, caller.hello) for caller in callers]
+            await until(lambda: len(port._callers) == len(callers))
+            strangers = [await call(number) for _ in range(2 * STRANGERS)]
+            await until(lambda: len(port._strangers) == STRANGERS)
+            for caller, connection in zip(callers, connections, strict=True):
+                await finish(caller, connection)
+            assert (len(taken), port._callers) == (len(callers), {})
+            for stranger in strangers:
+                stranger.close()
+
+    asyncio.run(scene())
+
+
+def test_oldest_of_too_many_callers_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_module, "_MOST_CALLERS", 2)
+
+    async def scene() -> None:
+        async with opened_for_data() as (port, number, taken):
+            _, *others = callers = [caller_of() for _ in range(3)]
+            connections = [await call(number, caller.hello) for caller in callers]
+            assert len(await all_that_comes(connections[0])) == ANSWER_BYTES
+            for caller, connection in zip(others, connections[1:], strict=True):
+                await finish(caller, connection)
+            assert (len(taken), port._callers) == (2, {})
 
     asyncio.run(scene())
 

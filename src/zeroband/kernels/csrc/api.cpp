@@ -60,7 +60,7 @@ struct zb_traffic {
 };
 
 struct zb_link {
-    uint32_t is_up, streams, rtt_us;
+    uint32_t is_up, streams, rtt_us, unanswered_ms;
     uint64_t received_bytes;
 };
 
@@ -105,7 +105,7 @@ void zb_stream_add(Engine* engine, uint32_t link, int fd, const uint8_t* seal_ke
 void zb_link_drop(Engine* engine, uint32_t link) { engine->drop_link(link); }
 void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
     const LinkState state = engine->link_state(link);
-    *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.received_bytes};
+    *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.unanswered_ms, state.received_bytes};
 }
 
 void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }

@@ -22,6 +22,12 @@ tcp_info info_of(int fd) {
     return info;
 }
 
+// A machine that is there acknowledges data, and answers when it is asked whether it has room again, whatever its processes do.
+uint32_t unanswered_ms(const tcp_info& info) {
+    const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+    return waits ? info.tcpi_last_ack_recv : 0;
+}
+
 // A transfer fills both directions of a link, so on a long one the ACKs of one direction wait in the queue of the other, come
 // together and let the next window go as one burst, with silence after it. Below a limit, whatever it is, Linux spaces a window
 // evenly for CUBIC too. What refuses the option goes on as it is.
@@ -59,14 +65,10 @@ void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const ui
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     pace_if_long(fd);
     auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
-    Loop* loop;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (is_closed_) return;
-        loop = loops_[next_loop_++ % loops_.size()].get();
-        links_[link].streams.insert(fd);
-    }
-    loop->add(std::move(stream));
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_ || !links_[link].is_up) return;
+    links_[link].streams.insert(fd);
+    loops_[next_loop_++ % loops_.size()]->add(std::move(stream));
 }
 
 void Engine::drop_link(uint32_t link) {
@@ -87,8 +89,10 @@ LinkState Engine::link_state(uint32_t link) {
     state.streams = static_cast<uint32_t>(found->second.streams.size());
     state.received_bytes = found->second.received_bytes.load();
     for (const int fd : found->second.streams) {
-        const uint32_t rtt_us = info_of(fd).tcpi_rtt;
+        const tcp_info info = info_of(fd);
+        const uint32_t rtt_us = info.tcpi_rtt;
         if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
+        state.unanswered_ms = std::max(state.unanswered_ms, unanswered_ms(info));
     }
     return state;
 }
@@ -203,15 +207,16 @@ void Engine::awaken(const Running& running, const std::vector<uint32_t>& members
         for (const auto& loop : loops_) loop->awaken(running.link_of[member]);
 }
 
-// A connection that ended takes down its link.
-void Engine::lose_stream(uint32_t link, int fd) {
+// A connection that ended takes down its link, and its other connections too: they tell the other end.
+void Engine::lose_stream(uint32_t link) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         const auto found = links_.find(link);
         if (found == links_.end()) return;
         found->second.is_up = false;
-        found->second.streams.erase(fd);
+        found->second.streams.clear();
     }
+    for (const auto& loop : loops_) loop->drop(link);
     end_what_needs(link);
 }
 

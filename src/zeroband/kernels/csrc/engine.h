@@ -38,7 +38,8 @@ struct LinkState {
     bool is_up = false;
     uint32_t streams = 0;
     uint64_t received_bytes = 0;
-    uint32_t rtt_us = 0;  // of the fastest stream
+    uint32_t rtt_us = 0;         // of the fastest stream
+    uint32_t unanswered_ms = 0;  // of the stream on which what was sent waits longest for any packet; 0: nothing waits
 };
 
 class Engine {
@@ -51,7 +52,8 @@ class Engine {
     // Ends what runs, the threads and the connections. From then on every link is down; anything may still be called.
     void close();
 
-    // Takes over a connected socket as one of the link's streams. Keys may be null: nothing is sealed.
+    // Takes over a connected socket as one of the link's streams; a link that was lost takes none. Keys may be null: nothing is
+    // sealed.
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
     LinkState link_state(uint32_t link);
@@ -80,7 +82,7 @@ class Engine {
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
     PacketPtr pick(uint32_t link, RunningPtr& running);
-    void lose_stream(uint32_t link, int fd);
+    void lose_stream(uint32_t link);
     void end_what_needs(uint32_t link);
     void awaken(const Running& running, const std::vector<uint32_t>& members);
     RunningPtr running_of(const Operation& operation);

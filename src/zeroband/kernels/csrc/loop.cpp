@@ -202,7 +202,7 @@ void Loop::close(int fd, bool is_lost) {
     epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
     const std::unique_ptr<Stream> stream = std::move(handle->stream);
     streams_.erase(fd);
-    if (is_lost) engine_.lose_stream(link, fd);
+    if (is_lost) engine_.lose_stream(link);
 }
 
 }  // namespace zeroband
