@@ -195,7 +195,7 @@ class Session:
         self.last_round = synced[-1] if synced else self.last_round
         self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
         self._from_s = time.monotonic()
-        if ends_round:
+        if ends_round or hooks.progress.is_complete:
             self._begin_phase()
             self._end_if_due()
 

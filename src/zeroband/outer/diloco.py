@@ -91,15 +91,16 @@ class DiLoCo(KeptRounds):
     def flush(self) -> Sequence[RoundReport]:
         if not self._keeper.is_flying:
             return ()
-        committed = self._keeper.arrived()
-        return (self._take_over(committed, self._replica.receive),)
+        report = self._take_over(self._keeper.arrived(), self._replica.receive)
+        return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
         barrier(self._local)
         committed = self._keeper.commit(self._keeper.offer(is_joining=True))
         report = self._take_over(committed, self._replica.restart)
+        newest = [report, *self._close(report)][-1]
         self._keeper.begin_phase()
-        return report
+        return newest
 
     # -- the end of a phase -------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class DiLoCo(KeptRounds):
             reports.append(self._take_over(keeper.commit(offer), land))
             if not is_finite:
                 self._restart()
-            reports += self._close(offer.weight) if closes else []
+            reports += self._close(reports[-1], is_due=closes)
         else:
             keeper.start(offer)
             if before is None and self._overlap is None and len(self._bounds) == 1:
@@ -150,17 +151,33 @@ class DiLoCo(KeptRounds):
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 
-    def _close(self, weight: int) -> list[RoundReport]:
-        """Send the fragments whose turn it was not, without inner steps in between."""
+    def _close(self, newest: RoundReport, *, is_due: bool = False) -> list[RoundReport]:
+        """Send the fragments whose turn it was not, without inner steps in between.
+
+        Where all inner steps of the run are made, whichever node made them; `is_due`: in any case. `newest`: of the
+        round before; what this node learned weighs as there, unless it made steps since.
+        """
         reports: list[RoundReport] = []
+        if not (is_due or self._is_closing()):
+            return reports
+        weight = newest.weights[newest.members.index(newest.member_id)]
         for _ in self._bounds[1:]:
-            turn = self._turn()
+            if self.progress.is_complete:  # this node came to the closing rounds after the first of them
+                break
+            turn, made_steps = self._turn(), self._keeper.steps > 0
             is_finite = self._contribute(turn)
             barrier(self._local)
-            offer = self._keeper.offer(weighted=is_finite, weight=weight, norm=self._norm(turn))
-            committed = self._keeper.commit(offer)
-            reports.append(self._take_over(committed, self._replica.restart))
+            own = None if made_steps else weight
+            offer = self._keeper.offer(weighted=is_finite, weight=own, norm=self._norm(turn))
+            reports.append(self._take_over(self._keeper.commit(offer), self._replica.restart))
         return reports
+
+    def _is_closing(self) -> bool:
+        """Whether all that the run still lacks are fragments, and this node stays to send them."""
+        progress = self.progress
+        if progress.is_complete or progress.inner_step < self._parts.shape.total_steps:
+            return False
+        return not broadcast_json(self._parts.departure.is_asked, self._local)
 
     def _turn(self, *, after: Committed | None = None) -> int:
         """The fragment of the next round, or of the one after a round that the state does not hold yet."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroband
+from zeroband.dropin.session import Session
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError, Fenced, RunOver
 from zeroband.outer.diloco import DiLoCo
@@ -154,6 +155,17 @@ def test_run_with_an_end_ends_and_leaves_nothing(join: Callable[..., zeroband.Di
     assert [t.name for t in threading.enumerate() if t.name.startswith(("membership", "state"))] == []
     with pytest.raises(ConfigError, match="closed"):
         optimizer.step()
+
+
+def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
+    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = DiLoCo.sync_parameters
+    monkeypatch.setattr(DiLoCo, "sync_parameters", lambda *words, ends_round: sync(*words, ends_round=True))
+    monkeypatch.setattr(Session, "_ends_round", lambda _: False)
+    optimizer = join(model := model_of(), total_steps=1)
+    train(model, optimizer, 1)
+    assert optimizer.is_done
 
 
 def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(

@@ -460,6 +460,7 @@ class FakeNode:
             self.set_params(take(self.outer.inner_step + 1, self.params))
             self.inner.seek(self.inner.step_count + 1)
             self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
+            assert self.dealt, "a node that is to train holds samples"
             is_over = self.steps >= self.dealt
             self.reports += self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
             self.steps = 0 if is_over else self.steps

@@ -167,6 +167,37 @@ def test_run_ends_with_one_model_on_all_nodes(train: Callable[..., Run], setting
 
 
 @every_way
+@pytest.mark.parametrize("pace", [1, 3])
+def test_run_of_nodes_of_unequal_pace_ends_with_one_outer_state(
+    train: Callable[..., Run], settings: dict[str, Any], pace: int
+) -> None:
+    config = diloco_with(inner_steps=4 * H, **settings)
+    run = train(config, 2, 1000, total_steps=9 * H, pace={"b": pace})
+    assert_one_outer_state(run)
+    assert all(node.outer.progress.is_complete for node in run.nodes.values())
+    assert all(verdict.members == ("a", "b") for verdict in run.store.verdicts)
+    assert_every_sample_once(run)
+
+
+@every_way
+def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
+    train: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    config = diloco_with(**settings)
+    run = train(config, 1, 2 * H, total_steps=2 * H + config.phase_steps)
+    run["a"].outer.flush()
+    joiner = run.add("b")
+    joiner.receive(run["a"])
+    run.together(a=partial(_train_beside, run, "a", "b"), b=joiner.outer.join)
+    assert_one_outer_state(run)
+    assert run.store.verdicts[-1].members == ("a", "b")
+    for node in run.nodes.values():
+        assert node.outer.progress.is_complete
+        assert torch.equal(node.params, node.buffers[PARAMS])
+    assert_every_sample_once(run)
+
+
+@every_way
 def test_checkpoint_finds_one_model_on_all_nodes(train: Callable[..., Run], settings: dict[str, Any]) -> None:
     run, found = train(diloco_with(**settings), 2, 0, flush_every=5), 0
     for _ in range(6 * H):
