@@ -212,7 +212,10 @@ class DiLoCo(KeptRounds):
     # -- the outer state ----------------------------------------------------------------------------------------
 
     def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
-        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it."""
+        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it.
+
+        The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
+        """
         started_at_s, turn = time.monotonic(), self._turn()
         payload = committed.verdict.payload
         with self._keeper.changing_state():
@@ -220,7 +223,10 @@ class DiLoCo(KeptRounds):
                 self._device.take_step(outer_step=self._step_of(payload))  # while the CPU does
             self._apply(turn, committed.result, payload)
             self._keeper.advance(committed.verdict, self._digest())
-        land(turn)
+        if self.progress.is_complete:
+            self._restart()
+        else:
+            land(turn)
         self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)
