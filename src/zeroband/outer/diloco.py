@@ -105,17 +105,19 @@ class DiLoCo(KeptRounds):
     # -- the end of a phase -------------------------------------------------------------------------------------
 
     def _end_phase(self) -> list[RoundReport]:
-        """Contribute, and take over the round that was on its way, and where the nodes wait for it this one too.
+        """Take over the round that was on its way, contribute, and where the nodes wait for it take over this one too.
 
-        What is contributed is relative to the parameters that this node began with, so before those move.
+        A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
+        relative to the outer ones before they move.
         """
         keeper, reports = self._keeper, list[RoundReport]()
         before = keeper.arrived() if keeper.is_flying else None
-        turn = self._turn(after=before)
+        if before is not None and not self._is_delayed:
+            reports.append(self._take_over(before, self._replica.receive))
+        turn = self._turn()
         is_finite = self._contribute(turn)
-        if before is not None:
-            is_same = turn == self._turn()
-            reports.append(self._take_over(before, self._replica.expect if is_same else self._replica.receive))
+        if before is not None and self._is_delayed:
+            reports.append(self._take_over(before, self._replica.expect))
         if self.progress.is_complete:
             return reports
         if not is_finite:
@@ -132,12 +134,17 @@ class DiLoCo(KeptRounds):
             reports += self._close(reports[-1], is_due=closes)
         else:
             keeper.start(offer)
-            if before is None and self._overlap is None and len(self._bounds) == 1:
+            if before is None and self._is_delayed:
                 self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
             share = 1 / len(keeper.members) if before is None else keeper.share  # all are equal after a flush
             self._replica.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
         keeper.begin_phase()
         return reports
+
+    @property
+    def _is_delayed(self) -> bool:
+        """Whether a mean arrives no sooner than its fragment is sent again: delayed and eager updates of the whole."""
+        return self._overlap is None and len(self._bounds) == 1
 
     def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
         """Whether training stands still for this round, and whether the other fragments are sent after it at once.
@@ -147,7 +154,8 @@ class DiLoCo(KeptRounds):
         count, keeper = len(self._bounds), self._keeper
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(count)
         is_new = is_member_new and keeper.has_new_members and count == 1
-        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new
+        ends_before_arrival = count == 1 and self._parts.shape.total_steps - self.inner_step <= (self._overlap or 0)
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 
@@ -179,9 +187,9 @@ class DiLoCo(KeptRounds):
             return False
         return not broadcast_json(self._parts.departure.is_asked, self._local)
 
-    def _turn(self, *, after: Committed | None = None) -> int:
-        """The fragment of the next round, or of the one after a round that the state does not hold yet."""
-        return (self.progress.outer_step + (after is not None)) % len(self._bounds)
+    def _turn(self) -> int:
+        """The fragment of the next round."""
+        return self.progress.outer_step % len(self._bounds)
 
     def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""

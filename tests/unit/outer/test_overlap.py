@@ -169,6 +169,32 @@ def test_run_ends_with_one_model_on_all_nodes(train: Callable[..., Run], setting
     assert_every_sample_once(run)
 
 
+MERGES = {"overwrite": 0.0, "mix": 0.5, "eager": 1.0}
+"""What each leaves of the inner steps that were made while a round travelled."""
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("last", range(1, H + 1))
+def test_last_phase_of_any_length_is_learned_once(train: Callable[..., Run], merge: str, last: int) -> None:
+    total = 2 * H + last
+    node = train(diloco_with(lr=1.0, momentum=0.0, overlap=2, merge=merge), 1, total - 1, total_steps=total)["a"]
+    expected = Problem(1).inner_step(0, total, node.params)
+    node.train(partial(Problem(1).inner_step, 0), 1)
+    torch.testing.assert_close(node.buffers[PARAMS], expected, atol=1e-6, rtol=0)
+    assert torch.equal(node.params, node.buffers[PARAMS])
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves(
+    train: Callable[..., Run], merge: str
+) -> None:
+    node = train(diloco_with(lr=1.0, momentum=0.0, overlap=2, merge=merge), 1, H)["a"]
+    sent, step = node.params, torch.full((LAYOUT.numel,), 0.1)
+    node.departure.drain()
+    node.diloco_step(step, 10, ends_round=True)
+    torch.testing.assert_close(node.buffers[PARAMS], sent + MERGES[merge] * step, atol=1e-6, rtol=0)
+
+
 @every_way
 @pytest.mark.parametrize("pace", [1, 3])
 def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
