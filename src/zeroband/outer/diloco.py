@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
+from zeroband.data.ledger import count
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.kernels.scan import norm
@@ -151,11 +152,13 @@ class DiLoCo(KeptRounds):
 
         Then all nodes hold one model.
         """
-        count, keeper = len(self._bounds), self._keeper
-        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(count)
-        is_new = is_member_new and keeper.has_new_members and count == 1
-        ends_before_arrival = count == 1 and self._parts.shape.total_steps - self.inner_step <= (self._overlap or 0)
-        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival
+        keeper, shape, is_whole = self._keeper, self._parts.shape, len(self._bounds) == 1
+        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
+        is_new = is_member_new and keeper.has_new_members and is_whole
+        ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
+        held = count(self.progress.assigned.get(self._parts.mesh.member_id, ()))
+        is_idle = held <= keeper.steps * shape.batch_size  # until the round has dealt it more
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 

@@ -559,7 +559,8 @@ class FakeRun:
         mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = self.model()
         layout = FlatLayout.of(model)
-        steps = self.algorithm.phase_steps if isinstance(self.algorithm, RoundsConfig) else 1
+        has_phases = isinstance(self.algorithm, RoundsConfig)
+        steps, seconds = (self.algorithm.phase_steps, self.algorithm.inner_seconds) if has_phases else (1, None)
         rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
 
         def die(_action: str) -> None:
@@ -586,7 +587,7 @@ class FakeRun:
             feedback=ErrorFeedback(buffers, sent, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=shape,
-            pace=Pace(pace or steps),
+            pace=Pace(pace or steps, seconds),
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
             fetch_entry=lambda round, out: self._fetch_entry(round, name, out),

@@ -303,6 +303,14 @@ def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., R
     assert_one_outer_state(run)
 
 
+def test_node_that_has_used_the_samples_of_two_phases_waits_for_others(train: Callable[..., Run]) -> None:
+    config = diloco_with(overlap="full", merge="eager", inner_steps=None, inner_seconds=3600)
+    run = train(config, 2, 1000, total_steps=100)
+    assert run["a"].outer.progress.is_complete
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
 def test_training_does_not_wait_for_a_round_that_travels(train: Callable[..., Run]) -> None:
     run = train(diloco_with(overlap="full", merge="eager"), 2, 0)
     go_on(run, 2 * H - 1, "a", nodes=2)  # b has not come to its boundary at all
