@@ -210,7 +210,7 @@ def train_round(
     hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
     node.loader.assign(hooks.upcoming())
     step, ends_round = first, False
-    while not ends_round:
+    while not (ends_round or hooks.progress.is_complete):  # a round that travelled may complete the run before
         lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
         passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
         snapshots.settle()  # what a checkpoint copies has not changed so far

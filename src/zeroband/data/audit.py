@@ -69,7 +69,8 @@ def audit(rounds: Iterable[CommittedRound], left_out: Iterable[Range] = ()) -> A
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                trained += [s for m, used in after.used.items() if used for s in take(before.assigned[m], used)[0]]
+                for member, used in after.used.items():
+                    trained += take(before.assigned.get(member, ()), used)[0]
     last = line[-1].rounds[line[-1].last] if line else None
     owed = [] if last is None else _owed(last)
     reached = 0 if last is None else last.ledger.next

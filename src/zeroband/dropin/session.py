@@ -145,11 +145,12 @@ class Session:
             if self._report is not None:
                 self._report.entered(joined)
         self._begin_phase()
+        self._end_if_due()
 
     def _begin_phase(self) -> None:
         """Inner steps until the next contribution: as many as the run has dealt this node."""
         self._steps = 0
-        self._dealt = max(1, count(self._entry.hooks.upcoming()))
+        self._dealt = count(self._entry.hooks.upcoming())
         self._from_s = time.monotonic()
         self.is_done = self._entry.hooks.progress.is_complete
 
@@ -183,7 +184,9 @@ class Session:
         try:
             synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
         except Fenced as fence:
-            self._enter(fence)
+            self._end_if_due()  # others go on, and one that leaves need not come back
+            if not self.is_done:
+                self._enter(fence)
             return
         except Leaving as late:
             _log.warning("left without handing over", extra={"fields": {"why": str(late)}})
@@ -192,7 +195,7 @@ class Session:
         self.last_round = synced[-1] if synced else self.last_round
         self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
         self._from_s = time.monotonic()
-        if ends_round:
+        if ends_round or hooks.progress.is_complete:
             self._begin_phase()
             self._end_if_due()
 

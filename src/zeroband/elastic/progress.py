@@ -53,7 +53,8 @@ class Progress:
         inner_step = min(self.inner_step + max(opening.steps, default=0), shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
-        used = {member: steps * shape.batch_size for member, steps in opening.contributors().items() if steps}
+        contributors = opening.contributors().items()
+        used = {m: steps * shape.batch_size for m, steps in contributors if m in self.assigned}  # others had none of it
         kept = {} if is_complete else self._kept(opening, shape)
         ledger = self.ledger.settle(self.assigned, used, kept)
         left = shape.total_steps - inner_step

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
+from zeroband.data.ledger import count
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.progress import Progress
 from zeroband.kernels.scan import norm
@@ -91,30 +92,33 @@ class DiLoCo(KeptRounds):
     def flush(self) -> Sequence[RoundReport]:
         if not self._keeper.is_flying:
             return ()
-        committed = self._keeper.arrived()
-        return (self._take_over(committed, self._replica.receive),)
+        report = self._take_over(self._keeper.arrived(), self._replica.receive)
+        return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
         barrier(self._local)
         committed = self._keeper.commit(self._keeper.offer(is_joining=True))
         report = self._take_over(committed, self._replica.restart)
+        newest = [report, *self._close(report)][-1]
         self._keeper.begin_phase()
-        return report
+        return newest
 
     # -- the end of a phase -------------------------------------------------------------------------------------
 
     def _end_phase(self) -> list[RoundReport]:
-        """Contribute, and take over the round that was on its way, and where the nodes wait for it this one too.
+        """Take over the round that was on its way, contribute, and where the nodes wait for it take over this one too.
 
-        What is contributed is relative to the parameters that this node began with, so before those move.
+        A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
+        relative to the outer ones before they move.
         """
         keeper, reports = self._keeper, list[RoundReport]()
         before = keeper.arrived() if keeper.is_flying else None
-        turn = self._turn(after=before)
+        if before is not None and not self._is_delayed:
+            reports.append(self._take_over(before, self._replica.receive))
+        turn = self._turn()
         is_finite = self._contribute(turn)
-        if before is not None:
-            is_same = turn == self._turn()
-            reports.append(self._take_over(before, self._replica.expect if is_same else self._replica.receive))
+        if before is not None and self._is_delayed:
+            reports.append(self._take_over(before, self._replica.expect))
         if self.progress.is_complete:
             return reports
         if not is_finite:
@@ -128,43 +132,67 @@ class DiLoCo(KeptRounds):
             reports.append(self._take_over(keeper.commit(offer), land))
             if not is_finite:
                 self._restart()
-            reports += self._close(offer.weight) if closes else []
+            reports += self._close(reports[-1], is_due=closes)
         else:
             keeper.start(offer)
-            if before is None and self._overlap is None and len(self._bounds) == 1:
+            if before is None and self._is_delayed:
                 self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
             share = 1 / len(keeper.members) if before is None else keeper.share  # all are equal after a flush
             self._replica.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
         keeper.begin_phase()
         return reports
 
+    @property
+    def _is_delayed(self) -> bool:
+        """Whether a mean arrives no sooner than its fragment is sent again: delayed and eager updates of the whole."""
+        return self._overlap is None and len(self._bounds) == 1
+
     def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
         """Whether training stands still for this round, and whether the other fragments are sent after it at once.
 
         Then all nodes hold one model.
         """
-        count, keeper = len(self._bounds), self._keeper
-        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(count)
-        is_new = is_member_new and keeper.has_new_members and count == 1
-        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new
+        keeper, shape, is_whole = self._keeper, self._parts.shape, len(self._bounds) == 1
+        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
+        is_new = is_member_new and keeper.has_new_members and is_whole
+        ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
+        held = count(self.progress.assigned.get(self._parts.mesh.member_id, ()))
+        is_idle = held <= keeper.steps * shape.batch_size  # until the round has dealt it more
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
 
-    def _close(self, weight: int) -> list[RoundReport]:
-        """Send the fragments whose turn it was not, without inner steps in between."""
+    def _close(self, newest: RoundReport, *, is_due: bool = False) -> list[RoundReport]:
+        """Send the fragments whose turn it was not, without inner steps in between.
+
+        Where all inner steps of the run are made, whichever node made them; `is_due`: in any case. `newest`: of the
+        round before; what this node learned weighs as there, unless it made steps since.
+        """
         reports: list[RoundReport] = []
+        if not (is_due or self._is_closing()):
+            return reports
+        weight = newest.weights[newest.members.index(newest.member_id)]
         for _ in self._bounds[1:]:
-            turn = self._turn()
+            if self.progress.is_complete:  # this node came to the closing rounds after the first of them
+                break
+            turn, made_steps = self._turn(), self._keeper.steps > 0
             is_finite = self._contribute(turn)
             barrier(self._local)
-            offer = self._keeper.offer(weighted=is_finite, weight=weight, norm=self._norm(turn))
-            committed = self._keeper.commit(offer)
-            reports.append(self._take_over(committed, self._replica.restart))
+            own = None if made_steps else weight
+            offer = self._keeper.offer(weighted=is_finite, weight=own, norm=self._norm(turn))
+            reports.append(self._take_over(self._keeper.commit(offer), self._replica.restart))
         return reports
 
-    def _turn(self, *, after: Committed | None = None) -> int:
-        """The fragment of the next round, or of the one after a round that the state does not hold yet."""
-        return (self.progress.outer_step + (after is not None)) % len(self._bounds)
+    def _is_closing(self) -> bool:
+        """Whether all that the run still lacks are fragments, and this node stays to send them."""
+        progress = self.progress
+        if progress.is_complete or progress.inner_step < self._parts.shape.total_steps:
+            return False
+        return not broadcast_json(self._parts.departure.is_asked, self._local)
+
+    def _turn(self) -> int:
+        """The fragment of the next round."""
+        return self.progress.outer_step % len(self._bounds)
 
     def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
@@ -195,7 +223,10 @@ class DiLoCo(KeptRounds):
     # -- the outer state ----------------------------------------------------------------------------------------
 
     def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
-        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it."""
+        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it.
+
+        The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
+        """
         started_at_s, turn = time.monotonic(), self._turn()
         payload = committed.verdict.payload
         with self._keeper.changing_state():
@@ -203,7 +234,10 @@ class DiLoCo(KeptRounds):
                 self._device.take_step(outer_step=self._step_of(payload))  # while the CPU does
             self._apply(turn, committed.result, payload)
             self._keeper.advance(committed.verdict, self._digest())
-        land(turn)
+        if self.progress.is_complete:
+            self._restart()
+        else:
+            land(turn)
         self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
         self._keeper.record(committed)
         self._parts.faults.at("applied", self.round)

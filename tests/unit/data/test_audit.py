@@ -52,6 +52,12 @@ def test_audit_is_exact_where_a_lost_node_s_samples_are_trained_by_others() -> N
     assert (result.trained, result.owed) == (80, 20)
 
 
+def test_audit_is_exact_where_a_member_contributes_that_was_dealt_nothing() -> None:
+    rounds = run_of({})
+    rounds[3] = replace(rounds[3], used={**rounds[3].used, C: 10})
+    assert audit(rounds) == audit(run_of({}))
+
+
 def test_audit_is_exact_where_members_use_a_part_of_their_samples() -> None:
     result = audit(run_of({3: B}, unused={1: 3, 2: 9, 3: 10}))
     assert result.is_exact

@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroband
-from zeroband.errors import ConfigError, RunOver
+from zeroband.dropin.session import Session
+from zeroband.elastic.departure import Departure
+from zeroband.errors import ConfigError, Fenced, RunOver
+from zeroband.outer.diloco import DiLoCo
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +157,17 @@ def test_run_with_an_end_ends_and_leaves_nothing(join: Callable[..., zeroband.Di
         optimizer.step()
 
 
+def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
+    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = DiLoCo.sync_parameters
+    monkeypatch.setattr(DiLoCo, "sync_parameters", lambda *words, ends_round: sync(*words, ends_round=True))
+    monkeypatch.setattr(Session, "_ends_round", lambda _: False)
+    optimizer = join(model := model_of(), total_steps=1)
+    train(model, optimizer, 1)
+    assert optimizer.is_done
+
+
 def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
     join: Callable[..., zeroband.DiLoCoOptimizer],
 ) -> None:
@@ -165,6 +179,31 @@ def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
     train(model, optimizer, 1)
     assert optimizer.is_done
     assert optimizer.last_round.weights == (3 * 8,)
+
+
+def test_node_that_is_asked_to_leave_while_it_gets_in_makes_no_step(
+    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Departure, "is_asked", True)
+    optimizer = join(model_of())
+    assert optimizer.is_done
+    with pytest.raises(RunOver, match="done after inner step 0"):
+        optimizer.step()
+
+
+def test_node_that_is_asked_to_leave_does_not_come_back_when_the_run_goes_on_without_it(
+    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fence(*_: object, **__: object) -> None:
+        raise Fenced("the others went on")
+
+    model = model_of()
+    optimizer = join(model)
+    optimizer.leave()
+    monkeypatch.setattr(DiLoCo, "sync_parameters", fence)
+    train(model, optimizer, 1)
+    assert optimizer.is_done
+    assert optimizer.last_round.round == 0
 
 
 def test_update_that_is_not_finite_is_left_out(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:

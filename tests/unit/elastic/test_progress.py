@@ -75,6 +75,12 @@ def test_member_without_weight_gives_its_samples_back_and_gets_others(founded: P
     assert after.assigned == {A: ((0, 20),), B: ((40, 60),)}
 
 
+def test_contribution_of_a_member_without_samples_uses_none_of_the_others(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4), c=(25, 1, 2)), SHAPE)
+    assert (after.ledger, after.tokens) == (Ledger(90), 185)
+    assert after.assigned == {A: ((40, 60),), B: ((60, 80),), C: ((80, 90),)}
+
+
 def test_joiner_without_an_assignment_gets_one(founded: Progress) -> None:
     after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4), c=(0, 0, 2)), SHAPE)
     assert after.assigned[C] == ((80, 90),)

@@ -461,6 +461,7 @@ class FakeNode:
             self.set_params(take(self.outer.inner_step + 1, self.params))
             self.inner.seek(self.inner.step_count + 1)
             self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
+            assert self.dealt, "a node that is to train holds samples"
             is_over = self.steps >= self.dealt
             self.reports += self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
             self.steps = 0 if is_over else self.steps
@@ -573,7 +574,8 @@ class FakeRun:
         mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = self.model()
         layout = FlatLayout.of(model)
-        steps = self.algorithm.phase_steps if isinstance(self.algorithm, RoundsConfig) else 1
+        has_phases = isinstance(self.algorithm, RoundsConfig)
+        steps, seconds = (self.algorithm.phase_steps, self.algorithm.inner_seconds) if has_phases else (1, None)
         rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
 
         def die(_action: str) -> None:
@@ -601,7 +603,7 @@ class FakeRun:
             feedback=ErrorFeedback(buffers, sent, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=shape,
-            pace=Pace(pace or steps),
+            pace=Pace(pace or steps, seconds),
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
             fetch_entry=lambda round, room: self._fetch_entry(round, name, room),

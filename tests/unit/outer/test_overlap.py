@@ -147,6 +147,9 @@ WAYS = {
     "eager": {"overlap": "full", "merge": "eager"},
     "eager fragments": {"overlap": "full", "merge": "eager", "fragments": 2},
     "streaming": {"overlap": 1, "merge": "mix", "fragments": 2},
+    "overwritten": {"overlap": 2},
+    "mixed": {"overlap": 2, "merge": "mix"},
+    "mixed at once": {"merge": "mix"},
     "fragments": {"fragments": 4},
 }
 every_way = pytest.mark.parametrize("settings", WAYS.values(), ids=list(WAYS))
@@ -163,6 +166,65 @@ def test_run_ends_with_one_model_on_all_nodes(train: Callable[..., Run], setting
     last = run["a"].outer.progress
     assert (last.ledger.next, last.ledger.returned, last.assigned) == (2 * (5 * H + 3) * BATCH, (), {})
     assert last.tokens == 2 * (5 * H + 3) * 10
+    assert_every_sample_once(run)
+
+
+MERGES = {"overwrite": 0.0, "mix": 0.5, "eager": 1.0}
+"""What each leaves of the inner steps that were made while a round travelled."""
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("last", range(1, H + 1))
+def test_last_phase_of_any_length_is_learned_once(train: Callable[..., Run], merge: str, last: int) -> None:
+    total = 2 * H + last
+    node = train(diloco_with(lr=1.0, momentum=0.0, overlap=2, merge=merge), 1, total - 1, total_steps=total)["a"]
+    expected = Problem(1).inner_step(0, total, node.params)
+    node.train(partial(Problem(1).inner_step, 0), 1)
+    torch.testing.assert_close(node.buffers[PARAMS], expected, atol=1e-6, rtol=0)
+    assert torch.equal(node.params, node.buffers[PARAMS])
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves(
+    train: Callable[..., Run], merge: str
+) -> None:
+    node = train(diloco_with(lr=1.0, momentum=0.0, overlap=2, merge=merge), 1, H)["a"]
+    sent, step = node.params, torch.full((LAYOUT.numel,), 0.1)
+    node.departure.drain()
+    node.diloco_step(step, 10, ends_round=True)
+    torch.testing.assert_close(node.buffers[PARAMS], sent + MERGES[merge] * step, atol=1e-6, rtol=0)
+
+
+@every_way
+@pytest.mark.parametrize("pace", [1, 3])
+def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
+    train: Callable[..., Run], settings: dict[str, Any], pace: int
+) -> None:
+    config = diloco_with(inner_steps=4 * H, **settings)
+    run = train(config, 2, 1000, total_steps=9 * H, pace={"b": pace})
+    assert_one_outer_state(run)
+    for node in run.nodes.values():
+        assert node.outer.progress.is_complete
+        assert torch.equal(node.params, node.buffers[PARAMS])
+    assert all(verdict.members == ("a", "b") for verdict in run.store.verdicts)
+    assert_every_sample_once(run)
+
+
+@every_way
+def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
+    train: Callable[..., Run], settings: dict[str, Any]
+) -> None:
+    config = diloco_with(**settings)
+    run = train(config, 1, 2 * H, total_steps=2 * H + config.phase_steps)
+    run["a"].outer.flush()
+    joiner = run.add("b")
+    joiner.receive(run["a"])
+    run.together(a=partial(_train_beside, run, "a", "b"), b=joiner.outer.join)
+    assert_one_outer_state(run)
+    assert run.store.verdicts[-1].members == ("a", "b")
+    for node in run.nodes.values():
+        assert node.outer.progress.is_complete
+        assert torch.equal(node.params, node.buffers[PARAMS])
     assert_every_sample_once(run)
 
 
@@ -220,7 +282,7 @@ def _train_beside(run: Run, name: str, joiner: str) -> None:
 def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_others(
     train: Callable[..., Run], settings: dict[str, Any]
 ) -> None:
-    run = train(diloco_with(**settings), 2, 2 * H)
+    run = train(diloco_with(**settings), 2, 3 * H - 1)
     run["b"].set_params(torch.full((LAYOUT.numel,), float("nan")))
     go_on(run, 4 * H)
     run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
@@ -232,13 +294,21 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_ot
 
 @every_way
 def test_update_that_is_too_long_counts_as_the_median_one(train: Callable[..., Run], settings: dict[str, Any]) -> None:
-    run = train(diloco_with(**settings, clip_to_median=True), 3, 3 * H)
+    run = train(diloco_with(**settings, clip_to_median=True), 3, 3 * H - 1)
     run["c"].set_params(run["c"].params + 1e6)
     go_on(run, 3 * H)
     run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
     assert min(report.clip or 1.0 for report in run["c"].reports) < 1e-3
     assert run["a"].buffers[PARAMS].abs().max() < 100
     assert_one_outer_state(run)
+
+
+def test_node_that_has_used_the_samples_of_two_phases_waits_for_others(train: Callable[..., Run]) -> None:
+    config = diloco_with(overlap="full", merge="eager", inner_steps=None, inner_seconds=3600)
+    run = train(config, 2, 1000, total_steps=100)
+    assert run["a"].outer.progress.is_complete
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
 
 
 def test_training_does_not_wait_for_a_round_that_travels(train: Callable[..., Run]) -> None:
