@@ -88,13 +88,21 @@ honour_pip_settings() {
 
 has_gpu() { [[ -e /proc/driver/nvidia/version || -e /dev/nvidiactl || -e /dev/dxg ]] || nvidia-smi -L >/dev/null 2>&1; }
 
+torch_version() { sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml; }
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+
+has_cpu_torch() { # for this Python
+    local tag
+    tag=cp$(python_version "$1" | tr -d .)
+    compgen -G "wheelhouse/torch-$(torch_version)+cpu-$tag-*.whl" >/dev/null
+}
+
 # pip is asked because its sources (find-links, extra indexes) are where such a wheel is offered. With the local version
 # +cpu named in full it cannot fall back to the registry's torch and its gigabytes of CUDA libraries.
 fetch_cpu_torch() {
-    local version tag errors
-    version=$(sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
-    tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-    if compgen -G "wheelhouse/torch-$version+cpu-$tag-*.whl" >/dev/null; then return; fi
+    local version errors
+    version=$(torch_version)
+    if has_cpu_torch "$python"; then return; fi
     if ! has_pip; then
         say "no NVIDIA GPU, but $python has no pip to ask for torch $version+cpu"
         return 1
@@ -116,7 +124,7 @@ choose_torch() {
             if compgen -G '.venv/lib/python*/site-packages/torch-*.dist-info' >/dev/null &&
                 ! compgen -G '.venv/lib/python*/site-packages/torch-*+cpu.dist-info' >/dev/null; then return; fi
             if has_gpu || [[ $(uname -s) != Linux ]]; then return; fi
-            fetch_cpu_torch || say "none came (wheelhouse/README.md): taking the registry's torch with its CUDA libraries"
+            fetch_cpu_torch || say "none came: taking the registry's torch with its CUDA libraries"
             ;;
     esac
 }
@@ -124,11 +132,15 @@ choose_torch() {
 # uv.lock is this machine's: it names the index and the wheels in use here. What it pins must be what requirements.lock
 # pins, hash by hash, before anything is installed from it.
 lock() {
-    local offered=false locked=false
-    if compgen -G 'wheelhouse/torch-*.whl' >/dev/null; then offered=true; fi
+    local offered=false locked=false here taken=()
+    if has_cpu_torch "$1"; then offered=true; fi
     if grep -qs 'registry = "wheelhouse"' uv.lock; then locked=true; fi
     if [[ $offered != "$locked" ]]; then rm -f uv.lock; fi # an existing lock would keep the other torch
-    "$uv" lock --quiet --python "$1"
+    if [[ $offered == true && $locked == false ]]; then    # of itself uv prefers the registry's, which covers more
+        here="sys_platform == 'linux' and platform_machine == '$(uname -m)'"
+        taken=(--upgrade-package "torch==$(torch_version)+cpu; $here and python_version == '$(python_version "$1")'")
+    fi
+    "$uv" lock --quiet --python "$1" "${taken[@]}"
     "$uv" export --quiet --frozen --all-groups --all-extras --no-emit-project | "$1" scripts/check_lock.py
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ UV = """\
 case "$1 $2" in
     "--version "*) echo "uv 99.0" ;;
     "cache dir") echo "${UV_CACHE_DIR:-$HOME/.cache/uv}" ;;
+    "lock "*) shift 4; echo "lock $*" ;;
     "sync "*) echo "cache ${UV_CACHE_DIR:-its own}" ;;
 esac
 """
@@ -29,7 +32,7 @@ def clone(root: Path, tmp_path: Path) -> Path:
         shutil.copy(root / name, tmp_path / name)
     (tmp_path / "home").mkdir()
     put_command(tmp_path / "bin" / "uv", UV)
-    put_command(tmp_path / ".venv" / "bin" / "python", "exit 0")
+    put_command(tmp_path / ".venv" / "bin" / "python", """case "$2" in *print*info*) echo 3.12 ;; esac""")
     return tmp_path
 
 
@@ -37,6 +40,12 @@ def put_command(path: Path, body: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     path.chmod(0o755)
+
+
+@pytest.fixture
+def torch_version(root: Path) -> str:
+    uv = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    return next(pin.partition("==")[2] for pin in uv["constraint-dependencies"] if pin.startswith("torch=="))
 
 
 @pytest.fixture
@@ -55,12 +64,12 @@ def run_setup(clone: Path) -> Setup:
 
 def test_cache_of_uv_is_its_own_where_that_can_be_written(run_setup: Setup) -> None:
     done = run_setup("--torch", "cuda", pip="true")
-    assert (done.returncode, done.stdout) == (0, "cache its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
 
 
 def test_cache_of_uv_is_in_the_clone_where_its_own_cannot_be_written(run_setup: Setup, clone: Path) -> None:
     done = run_setup("--torch", "cuda", pip="true", home="/dev/null")
-    assert (done.returncode, done.stdout) == (0, f"cache {clone}/.uv-cache\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"lock \ncache {clone}/.uv-cache\n"), done.stderr
     assert "cannot write to uv's cache '/dev/null/.cache/uv'" in done.stderr
     assert f"export UV_CACHE_DIR={clone}/.uv-cache" in done.stderr
 
@@ -91,4 +100,25 @@ def test_downloads_of_pip_are_no_errors(run_setup: Setup) -> None:
 
 def test_pip_is_not_needed_beside_uv(run_setup: Setup) -> None:
     done = run_setup("--torch", "cuda", pip="exit 1")
-    assert (done.returncode, done.stdout) == (0, "cache its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
+
+
+@pytest.mark.parametrize("locked", ["", 'registry = "wheelhouse"'])
+def test_cpu_only_torch_in_the_wheelhouse_is_locked_for_this_machine(
+    run_setup: Setup, clone: Path, torch_version: str, locked: str
+) -> None:
+    """uv prefers the registry's, which has wheels for more machines, unless an older lock has this one."""
+    (clone / "wheelhouse").mkdir()
+    (clone / "wheelhouse" / f"torch-{torch_version}+cpu-cp312-cp312-any.whl").touch()
+    (clone / "uv.lock").write_text(locked, encoding="utf-8")
+    done = run_setup("--torch", "cpu", pip="true")
+    here = f"sys_platform == 'linux' and platform_machine == '{platform.machine()}' and python_version == '3.12'"
+    wanted = "" if locked else f"--upgrade-package torch=={torch_version}+cpu; {here}"
+    assert (done.returncode, done.stdout) == (0, f"lock {wanted}\ncache its own\n"), done.stderr
+
+
+def test_wheel_for_another_python_is_not_locked(run_setup: Setup, clone: Path, torch_version: str) -> None:
+    (clone / "wheelhouse").mkdir()
+    (clone / "wheelhouse" / f"torch-{torch_version}+cpu-cp311-cp311-any.whl").touch()
+    done = run_setup("--torch", "cpu", pip="true")
+    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
