@@ -139,7 +139,10 @@ class DiLoCoOptimizer(Optimizer):
 
     @property
     def last_round(self) -> RoundReport:
-        """The newest outer step that this node took part in: its members, weights, and digest of the outer state."""
+        """The newest outer step that this node took part in: its members, weights, and digest of the outer state.
+
+        Weights are samples; its `samples` are what the run deals out and `zeroband data audit` counts: inner steps.
+        """
         report = self._open_session.last_round
         assert report is not None, "a member has taken part in a round"
         return report
