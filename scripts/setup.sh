@@ -6,7 +6,8 @@
 #           pip's sources offer a CPU-only wheel, else the registry's
 #
 # Needs Python 3.11+ and either pip or uv. Writes only inside the clone (.venv, uv.lock, wheelhouse/) and into the
-# caches of pip and uv. Run again, it does what is missing and nothing else.
+# caches of pip and uv; where those of uv cannot be written, into .uv-cache. Run again, it does what is missing and
+# nothing else.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
@@ -21,6 +22,7 @@ die() {
     exit 1
 }
 
+has_pip() { "$python" -m pip --version >/dev/null 2>&1; }
 works() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 find_python() {
@@ -42,7 +44,7 @@ is_recent_uv() { # required-version of pyproject.toml
 
 fetch_uv() { # the version and hash of requirements.lock, without touching the user's Python
     say "no uv here: fetching it with pip"
-    "$python" -m pip --version >/dev/null 2>&1 || die "$python has no pip, and there is no uv; install one of them"
+    has_pip || die "$python has no pip, and there is no uv; install one of them"
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT
     awk '/^uv==/ {on = 1} on {print} on && !/\\$/ {exit}' requirements.lock >"$scratch/uv.txt"
@@ -58,7 +60,16 @@ find_uv() {
     fetch_uv
 }
 
-pip_setting() { "$python" -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
+find_cache() {
+    local cache
+    cache=$("$uv" cache dir 2>/dev/null) || cache=
+    if mkdir -p "$cache" 2>/dev/null && [[ -w $cache ]]; then return; fi
+    export UV_CACHE_DIR=$PWD/.uv-cache
+    say "cannot write to uv's cache '$cache'; uv commands of your own need this, too: export UV_CACHE_DIR=$UV_CACHE_DIR"
+}
+
+pip_settings() { "$python" -m pip config list 2>/dev/null || true; }
+pip_setting() { pip_settings | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1; }
 
 # uv does not read pip's configuration, and behind a proxy or a mirror that is where the certificates and the only
 # reachable index are named.
@@ -77,26 +88,43 @@ honour_pip_settings() {
 
 has_gpu() { [[ -e /proc/driver/nvidia/version || -e /dev/nvidiactl || -e /dev/dxg ]] || nvidia-smi -L >/dev/null 2>&1; }
 
+torch_version() { sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml; }
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+
+has_cpu_torch() { # for this Python
+    local tag
+    tag=cp$(python_version "$1" | tr -d .)
+    compgen -G "wheelhouse/torch-$(torch_version)+cpu-$tag-*.whl" >/dev/null
+}
+
 # pip is asked because its sources (find-links, extra indexes) are where such a wheel is offered. With the local version
 # +cpu named in full it cannot fall back to the registry's torch and its gigabytes of CUDA libraries.
 fetch_cpu_torch() {
-    local version tag
-    version=$(sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
-    tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-    if compgen -G "wheelhouse/torch-$version+cpu-$tag-*.whl" >/dev/null; then return; fi
+    local version errors
+    version=$(torch_version)
+    if has_cpu_torch "$python"; then return; fi
+    if ! has_pip; then
+        say "no NVIDIA GPU, but $python has no pip to ask for torch $version+cpu"
+        return 1
+    fi
     say "no NVIDIA GPU: asking pip's sources for torch $version+cpu"
-    "$python" -m pip download "${quiet[@]}" --no-deps --only-binary :all: --dest wheelhouse "torch==$version+cpu" 2>/dev/null
+    errors=$("$python" -m pip download "${quiet[@]}" --no-deps --only-binary :all: --dest wheelhouse \
+        "torch==$version+cpu" 3>&1 1>&2 2>&3) && return
+    # the first is the cause: a source that was not reached, or none that has it
+    errors=$(grep -m 1 -E '^ERROR|connection broken|Could not fetch' <<<"$errors" || tail -n 1 <<<"$errors")
+    say "pip: ${errors% (from versions*}"
+    return 1
 }
 
 choose_torch() {
     case $torch in
         cuda) rm -f wheelhouse/torch-*+cpu-*.whl ;;
-        cpu) fetch_cpu_torch || die "pip's sources offer no CPU-only torch; put its wheel into wheelhouse/" ;;
+        cpu) fetch_cpu_torch || die "no CPU-only torch came; put its wheel into wheelhouse/" ;;
         auto)
             if compgen -G '.venv/lib/python*/site-packages/torch-*.dist-info' >/dev/null &&
                 ! compgen -G '.venv/lib/python*/site-packages/torch-*+cpu.dist-info' >/dev/null; then return; fi
             if has_gpu || [[ $(uname -s) != Linux ]]; then return; fi
-            fetch_cpu_torch || say "they offer none: taking the registry's torch with its CUDA libraries"
+            fetch_cpu_torch || say "none came: taking the registry's torch with its CUDA libraries"
             ;;
     esac
 }
@@ -104,11 +132,15 @@ choose_torch() {
 # uv.lock is this machine's: it names the index and the wheels in use here. What it pins must be what requirements.lock
 # pins, hash by hash, before anything is installed from it.
 lock() {
-    local offered=false locked=false
-    if compgen -G 'wheelhouse/torch-*.whl' >/dev/null; then offered=true; fi
+    local offered=false locked=false here taken=()
+    if has_cpu_torch "$1"; then offered=true; fi
     if grep -qs 'registry = "wheelhouse"' uv.lock; then locked=true; fi
     if [[ $offered != "$locked" ]]; then rm -f uv.lock; fi # an existing lock would keep the other torch
-    "$uv" lock --quiet --python "$1"
+    if [[ $offered == true && $locked == false ]]; then    # of itself uv prefers the registry's, which covers more
+        here="sys_platform == 'linux' and platform_machine == '$(uname -m)'"
+        taken=(--upgrade-package "torch==$(torch_version)+cpu; $here and python_version == '$(python_version "$1")'")
+    fi
+    "$uv" lock --quiet --python "$1" "${taken[@]}"
     "$uv" export --quiet --frozen --all-groups --all-extras --no-emit-project | "$1" scripts/check_lock.py
 }
 
@@ -129,6 +161,7 @@ done
 
 python=$(find_python)
 find_uv
+find_cache
 honour_pip_settings
 choose_torch
 # Bytecode that Python may not keep is made here, once: else each process of a node compiles torch anew, 2 s of a core.

@@ -62,17 +62,19 @@ class LocalMesh:
             dist.destroy_process_group(self.lent.pop())
 
 
-def init_local_mesh(environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> LocalMesh:
+def init_local_mesh(
+    environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S, gpu: torch.device | None = None
+) -> LocalMesh:
     """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
 
-    Each rank takes the GPU of its number, or shares one where there are fewer GPUs than ranks. NCCL refuses two ranks
-    on one GPU, so they then talk through gloo, as they do on CPUs.
+    Each rank takes `gpu`; None: that of its number, or it shares one where there are fewer GPUs than ranks. NCCL
+    refuses two ranks on one GPU, so they then talk through gloo, as they do on CPUs.
     Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun.
     """
     environ = os.environ if environ is None else environ
     rank, world_size = _rank_and_world_size(environ)
     gpus = torch.cuda.device_count()
-    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
     if gpus:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
@@ -89,7 +91,7 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     `device`: of its parameters. Called by all its ranks. Raises ConfigError where it spans several nodes.
     """
     if not dist.is_initialized():
-        return init_local_mesh()
+        return init_local_mesh(gpu=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
     control = _control_group(CONTROL_TIMEOUT_S)

@@ -67,7 +67,10 @@ def _plain(params: Params) -> Iterable[Tensor]:
 
 
 class ScheduledOptimizer:
-    """The inner optimizer with its schedule, which can be put to any inner step. Raises ConfigError."""
+    """The inner optimizer with its schedule, which can be put to any inner step. Raises ConfigError.
+
+    Without a schedule the steps are counted, and the optimizer's options left to the user, who may have one beside it.
+    """
 
     def __init__(self, optimizer: Optimizer, schedule: SchedulerFactory | None) -> None:
         self.optimizer = optimizer
@@ -90,22 +93,22 @@ class ScheduledOptimizer:
 
     def seek(self, step: int) -> None:
         """Go on with the schedule at this inner step, as if all before it had been made here."""
-        if step < self.step_count:
-            self._rewind()
+        if self._build_schedule is None:
+            self.step_count = step
+        elif step < self.step_count:
+            self._rewind(self._build_schedule)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # those steps were others'
             while self.step_count < step:
                 self.advance()
 
-    def _rewind(self) -> None:
+    def _rewind(self, build_schedule: SchedulerFactory) -> None:
         """Many schedules are recursions that cannot be asked for a step: begin anew."""
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
             group.update({name: _copied(value) for name, value in options.items()})
-        self.step_count = 0
-        if self._build_schedule is not None:
-            self.schedule = self._build_schedule(self.optimizer)
+        self.step_count, self.schedule = 0, build_schedule(self.optimizer)
 
     def forget_moments(self) -> None:
         """Drop the optimizer's state, which it makes anew in its next step."""
@@ -116,11 +119,12 @@ class ScheduledOptimizer:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over moments; the schedule stays where it is."""
+        """Take over moments; the schedule stays where it is. Without one the options are taken over, too."""
         self.optimizer.load_state_dict(dict(state))
-        step = self.step_count
-        self._rewind()
-        self.seek(step)
+        if self._build_schedule is not None:
+            step = self.step_count
+            self._rewind(self._build_schedule)
+            self.seek(step)
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

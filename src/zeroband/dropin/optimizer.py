@@ -47,6 +47,7 @@ class DiLoCoOptimizer(Optimizer):
     from.
     `inner_steps`: between two outer steps (H).
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
+    None: learning rates are the loop's business, and a schedule that it has follows the steps of this node.
     `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
     `store_url`.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
@@ -138,7 +139,10 @@ class DiLoCoOptimizer(Optimizer):
 
     @property
     def last_round(self) -> RoundReport:
-        """The newest outer step that this node took part in: its members, weights, and digest of the outer state."""
+        """The newest outer step that this node took part in: its members, weights, and digest of the outer state.
+
+        Weights are samples; its `samples` are what the run deals out and `zeroband data audit` counts: inner steps.
+        """
         report = self._open_session.last_round
         assert report is not None, "a member has taken part in a round"
         return report
@@ -167,7 +171,7 @@ class DiLoCoOptimizer(Optimizer):
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over moments. Learning rates stay those of the run's inner step."""
+        """Take over moments. Learning rates stay where `lr_scheduler` is; without one they are taken over, too."""
         self._inner.load_state_dict(state_dict)
         self._share_state()
 

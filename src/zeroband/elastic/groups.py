@@ -1,7 +1,7 @@
 """The process groups between nodes, one for each lane of the epoch: built, used and left behind without ever blocking.
 
 gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's board, and a
-group whose epoch ended is left behind together with the tensors that it may still write to.
+group that still has operations when its epoch ends is left behind together with the tensors that they may write to.
 """
 
 from __future__ import annotations
@@ -58,6 +58,45 @@ class _Broadcast:
     part: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Running:
+    """The operations that were begun last."""
+
+    works: Sequence[dist.Work] = ()
+    used: object = None
+    """What they write to."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class _LeftBehind:
+    """Groups of former epochs, held while operations run in them: destroying such a group blocks until its time-out.
+
+    Whoever transfers destroys them: a process that ends while a thread without an owner does that is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[list[dist.ProcessGroup], _Running]] = []
+        self._holder: threading.Thread | None = None
+
+    def add(self, groups: list[dist.ProcessGroup], running: _Running) -> None:
+        self._held.append((groups, running))
+
+    def release(self) -> None:
+        """Destroy the groups that are idle by now, which takes milliseconds."""
+        self._held[:] = [(groups, running) for groups, running in self._held if not running.is_over]
+        if self._held and self._holder is None:
+            self._holder = threading.Thread(target=_sleep, args=(self._held,), name="groups left behind", daemon=True)
+            self._holder.start()
+
+
+def _sleep(_held: object) -> None:
+    """Hold the last references until the process has ended."""
+    threading.Event().wait()
+
+
 class LaneGroups:
     """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks."""
 
@@ -81,6 +120,8 @@ class LaneGroups:
         self._transfer_s = transfer_s
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self._running = _Running()
+        self._left_behind = _LeftBehind()
 
     def reduce_mean(
         self,
@@ -140,6 +181,7 @@ class LaneGroups:
 
     def _connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
+        self._left_behind.release()
         if self._connected == (opening.epoch, opening.members):
             return
         self.leave_behind()
@@ -177,14 +219,12 @@ class LaneGroups:
         self, works: Sequence[dist.Work], used: object, opening: Opening, on_progress: Callable[[float], None]
     ) -> None:
         """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
-        try:
-            on_progress(0.0)
-            for done, work in enumerate(works, start=1):
-                self._await(work, opening)
-                on_progress(done / len(works))
-        except PeerLost:
-            _keep_forever(works, used)
-            raise
+        self._running = _Running(works, used)
+        on_progress(0.0)
+        for done, work in enumerate(works, start=1):
+            self._await(work, opening)
+            on_progress(done / len(works))
+        self._running = _Running()
 
     def _await(self, work: dist.Work, opening: Opening) -> None:
         while not work.is_completed():
@@ -204,10 +244,10 @@ class LaneGroups:
 
     def leave_behind(self) -> None:
         """Part from the current groups without waiting for what may still run in them."""
-        if self._groups:
-            _keep_forever(list(self._groups.values()))
-        self._groups = {}
+        self._left_behind.add(list(self._groups.values()), self._running)
+        self._groups, self._running = {}, _Running()
         self._connected = None
+        self._left_behind.release()
 
 
 def _in_daemon_thread(
@@ -228,16 +268,7 @@ def _in_daemon_thread(
     while not done.wait(0.002):
         if is_aborted():
             raise PeerLost(f"building {what} was aborted: a member was lost")
-    result = outcome[0]
+    result = outcome.pop()  # that thread shall not destroy the group
     if isinstance(result, Exception):
         raise PeerLost(f"building {what} failed: {result}") from result
     return result
-
-
-def _keep_forever(*abandoned: object) -> None:
-    """Hold the last references in a sleeping daemon thread: destroying an abandoned group blocks until its time-out."""
-
-    def sleep(_held: object) -> None:
-        threading.Event().wait()
-
-    threading.Thread(target=sleep, args=(abandoned,), name="abandoned groups", daemon=True).start()

@@ -36,7 +36,9 @@ EVENTS: Mapping[str, EventKind] = {
     "joined": EventKind("This node is a member, from this round on.", ("member_id", "round")),
     "epoch_changed": EventKind("The list of members is another one.", ("epoch", "members")),
     "round_committed": EventKind(
-        "An outer step counts; digest: of the outer state after it.", ("round", "epoch", "members", "digest")
+        "An outer step counts; digest: of the outer state after it; samples: of each member, as the run deals them "
+        "out, so that with zeroband.DiLoCoOptimizer an inner step is one.",
+        ("round", "epoch", "members", "digest"),
     ),
     "round_retried": EventKind(
         "An outer step could not be finished and is tried again.", ("round", "reason"), logging.WARNING

@@ -66,7 +66,11 @@ METRICS: Mapping[str, Metric] = {
         "s", "Part of it spent on the pseudo-gradient, the outer optimizer and writing parameters back."
     ),
     "outer/retries": Metric("count", "Times this round was opened again before it was committed."),
-    "outer/weight": Metric("tokens", "Weight of this node's update in the mean: the tokens that it contributed."),
+    "outer/weight": Metric(
+        "tokens",
+        "Weight of this node's update in the mean: the tokens that it contributed; with zeroband.DiLoCoOptimizer the "
+        "samples.",
+    ),
     "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
     "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
     "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),

@@ -54,6 +54,32 @@ def test_without_a_schedule_steps_are_counted() -> None:
     assert (inner.step_count, inner.schedule) == (10, None)
 
 
+@pytest.mark.parametrize("schedule", [RECURSIVE, ALSO_BETAS])
+def test_schedule_of_the_users_own_goes_on_after_a_fence(schedule: Any) -> None:
+    inner, alone = scheduled(None), scheduled(None)
+    own, wanted = schedule(inner.optimizer), schedule(alone.optimizer)
+    for step in range(12):
+        if step == 8:
+            inner.seek(5)
+        for optimizer, its in ((inner.optimizer, own), (alone.optimizer, wanted)):
+            optimizer.step()
+            its.step()
+        inner.advance()
+    assert inner.step_count == 5 + 4
+    assert options(inner) == options(alone)
+
+
+def test_states_carry_the_place_of_a_schedule_of_the_users_own() -> None:
+    ended, resumed = scheduled(None), scheduled(None)
+    before, after = RECURSIVE(ended.optimizer), RECURSIVE(resumed.optimizer)
+    for _ in range(9):
+        ended.optimizer.step()
+        before.step()
+    resumed.load_state_dict(ended.state_dict())
+    after.load_state_dict(before.state_dict())
+    assert options(resumed) == options(ended) != options(scheduled(None))
+
+
 def test_moments_are_forgotten_and_made_anew() -> None:
     inner = scheduled()
     (parameter,) = inner.optimizer.param_groups[0]["params"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -266,6 +267,60 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
         return sums
 
     assert in_threads(two_epochs, 3) == [[3.0, 2.0], [3.0, 2.0], [3.0]]
+
+
+def loops_of_gloo() -> int:
+    """Each group has one, with its descriptors and threads."""
+    gc.collect()  # what earlier tests left behind
+    return sum("eventpoll" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+
+def test_idle_groups_that_are_left_behind_are_destroyed(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    nodes, before = [make_groups(rank)[0] for rank in range(2)], loops_of_gloo()
+
+    def one_round(rank: int) -> None:
+        opening = an_opening("a#1", "b#1")
+        nodes[rank].reduce_mean(torch.ones(4), torch.empty(4), opening, opening.members[rank], ignore)
+
+    in_threads(one_round, 2)
+    assert loops_of_gloo() == before + 4
+    for groups in nodes:
+        groups.leave_behind()
+    assert loops_of_gloo() == before
+
+
+def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothing_runs_in_them(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]], tmp_path: Path
+) -> None:
+    opening, before = an_opening("a#1", "b#1", version=4), loops_of_gloo()
+    (first, board), (second, _) = make_groups(0), make_groups(1)
+    in_threads(lambda rank: (first, second)[rank]._connect(opening, rank), 2)
+    buffer = tmp_path / "buffer"
+
+    def abort_when_begun(share: float) -> None:
+        board.abort(4)
+
+    result = torch.from_file(str(buffer), shared=True, size=4)
+    with pytest.raises(PeerLost, match="was aborted"):
+        first.reduce_mean(torch.ones(4), result, opening, "a#1", abort_when_begun)
+    del result
+    works = first._running.works
+    first.leave_behind()
+    assert loops_of_gloo() == before + 4 and is_mapped(buffer), "an operation still may write to it"
+
+    second.leave_behind()  # ends what waits for it
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    del work, works
+    first._connect(an_opening("a#1", epoch=2), 0)
+    assert loops_of_gloo() == before and not is_mapped(buffer)
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 # -- payloads ---------------------------------------------------------------------------------------------------------

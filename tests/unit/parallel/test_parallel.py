@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeroband import parallel
 from zeroband.config.schema import ModelConfig, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
@@ -81,6 +82,23 @@ def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh:
         with pytest.raises(KeyError):  # unknown to torch by now
             dist.get_process_group_ranks(closed.control)
     assert all_ok(True, mesh)
+
+
+def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs by name: a machine of the tests has none."""
+    current: list[torch.device] = []
+
+    def ignore(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for replaced, name in ((dist, "init_process_group"), (parallel, "init_device_mesh"), (parallel, "_control_group")):
+        monkeypatch.setattr(replaced, name, ignore)
+    on_second = torch.device("cuda", 1)
+    assert join_local_mesh(on_second).device == on_second
+    assert join_local_mesh(torch.device("cpu")).device == init_local_mesh({}).device == torch.device("cuda", 0)
+    assert current == [on_second, torch.device("cuda", 0), torch.device("cuda", 0)]
 
 
 def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
