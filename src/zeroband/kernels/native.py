@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 7
+ABI = 8
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 

@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 7; }
+int zb_abi() { return 8; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
