@@ -86,7 +86,7 @@ class PlaneParts:
                 reach,
                 streams=comm.streams,
                 connect_s=time_outs.transfer_s,
-                silent_s=max(SILENT_S, 6 * time_outs.detect_s),
+                silent_s=min(max(SILENT_S, 6 * time_outs.detect_s), time_outs.hung_s / 2),  # before leases end by it
             )
         return LaneGroups(
             self._store,

@@ -30,7 +30,7 @@ class RunSection(Section):
 
 class NodeSection(Section):
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
-    """Name of this machine for the life of the run, of which a second one is refused. None: host name."""
+    """Name of this machine for the life of the run, which no other machine of the run may have. None: host name."""
     advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
     advertise_port: PositiveInt | None = Field(default=None, le=65535, json_schema_extra=NODE_LOCAL)

@@ -31,8 +31,11 @@ from zeroband.elastic.records import opening_from, peer_from, ready_from, verdic
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
-PROTOCOL = 4
-"""Version of the records below; nodes with another one are refused at join."""
+PROTOCOL = 5
+"""Version of what nodes tell one another: the records below, and what contributions, journals and states mean.
+
+Nodes with another one are refused at join.
+"""
 
 RUN_TTL_S = 30 * 24 * 3600
 """Life of the run's own record after its last write."""

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import redis
 
-from zeroband.elastic.epoch import Peer
+from zeroband.elastic.epoch import Opening, Peer
 from zeroband.elastic.namesake import outlive_namesakes
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError
 
-OTHER, SAME, OURS = "b#1", "a#1", "a#2"
+OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
 LEASE_MS = 5000
 Pass = Callable[[int], None]
 Outlive = Callable[..., None]
@@ -34,7 +34,7 @@ def let_pass(store: Store, redis_client: redis.Redis) -> Pass:
     """Have the store's clock go on without waiting for it."""
 
     def pass_by(ms: int) -> None:
-        for member in (OTHER, SAME, OURS):
+        for member in (OTHER, SAME, OURS, LATER):
             redis_client.zincrby(store.keys.leases, -ms, member)
         redis_client.hincrby(store.keys.clock, "pulse", -ms)
 
@@ -70,6 +70,22 @@ def test_machine_with_the_name_of_one_that_lives_is_refused(renew: Callable[...,
     renew(OTHER, SAME, OURS, first=True)
     with pytest.raises(ConfigError, match=r"node\.id='a' is in this run already, at host of a#1:7070; give .* another"):
         outlive(*100 * [lambda: renew(OTHER, SAME, OURS)])
+
+
+def test_of_two_new_machines_of_one_name_the_first_by_its_id_waits_until_the_other_is_gone(
+    renew: Callable[..., None], let_pass: Pass, outlive: Outlive
+) -> None:
+    renew(OURS, LATER, first=True)
+    outlive(*3 * [lambda: renew(OURS, LATER)], *3 * [lambda: (let_pass(LEASE_MS // 3 + 1), renew(OURS))])
+
+
+def test_machine_that_is_in_the_run_stays_whatever_the_ids(
+    store: Store, renew: Callable[..., None], outlive: Outlive
+) -> None:
+    renew(OURS, LATER, first=True)
+    assert store.propose_opening(Opening(1, 1, 1, (LATER,), (1,)), current=None)
+    with pytest.raises(ConfigError, match="is in this run already, at host of a#3:7070"):
+        outlive(*100 * [lambda: renew(OURS, LATER)])
 
 
 def test_old_lease_that_the_store_prolongs_after_a_silence_is_no_life(
