@@ -119,7 +119,10 @@ class InnerOptimizer:
         return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps)
 
     def step(self) -> None:
-        """Update the parameters from their gradients and move on by one inner step."""
+        """Update the parameters from their gradients and move on by one inner step.
+
+        Without gradients parameters and moments stay as they are.
+        """
         update = self._update if self._rule == "adamw" else self._step_by_signs
         with torch.no_grad():
             update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)

@@ -42,7 +42,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.optim import InnerOptimizer
 from zeroband.outer.base import FetchedRound, OuterAlgorithm, OuterParts
-from zeroband.outer.build import build_algorithm
+from zeroband.outer.build import are_rounds_steps, build_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
 from zeroband.outer.feedback import ErrorFeedback
@@ -227,7 +227,7 @@ class RunParts:
         if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
         sent = ShardMap.of(arranged(layout, fragments), self._node.model, local)
-        every = config.ckpt.rounds_between(are_rounds_steps=not isinstance(config.outer, RoundsConfig))
+        every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))
         parts = OuterParts(
             mesh=self.mesh,
             model=self._node.model,

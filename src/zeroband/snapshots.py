@@ -22,7 +22,6 @@ from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
-from zeroband.config.outer import RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.copying import HostCopier, copier_for
 from zeroband.data.corpus import Corpus
@@ -32,6 +31,7 @@ from zeroband.elastic.shm import NodeFolder
 from zeroband.observe.events import EventLog
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.base import RoundReport, SyncHooks
+from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 from zeroband.parallel import barrier, broadcast_json
@@ -168,8 +168,7 @@ class Snapshots:
         self._order: SaveOrder | None = None
         """Of the copy under way; local rank 0 only."""
         self._report: RoundReport | None = None
-        are_rounds_steps = not isinstance(node.config.outer, RoundsConfig)
-        self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps)
+        self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
         self._layout_digest = FlatLayout.of(node.model).digest()
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:

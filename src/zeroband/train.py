@@ -12,6 +12,7 @@ second SIGTERM or SIGUSR1; 1 anything else. torchrun makes 1 of every failure of
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ from zeroband.observe.stall import register_stack_dump
 from zeroband.offline.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.offline.parity import check_parity, describe
 from zeroband.outer.base import RoundReport
+from zeroband.outer.every_step import EveryStep
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.parts import RunParts
@@ -220,13 +222,17 @@ def train_round(
         blocked = Stopwatch()
         with blocked:
             norm = hooks.sync_gradients(step, passed.tokens)
+        learned_tokens = passed.tokens
         if norm is None:
             norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
+            if not (math.isfinite(norm) or isinstance(hooks, EveryStep)):  # all nodes make the same step of theirs
+                leave_out_gradient(node, step, norm)
+                learned_tokens = 0
         inner.step()
         inner.zero_grad()
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
         with blocked:
-            synced = hooks.sync_parameters(step, passed.tokens, ends_round=ends_round)
+            synced = hooks.sync_parameters(step, learned_tokens, ends_round=ends_round)
         step += 1
         committed = Committed(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
@@ -234,6 +240,13 @@ def train_round(
         if report is not None:
             learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
             report.stepped(step, learned, synced, committed, snapshots.measured())
+
+
+def leave_out_gradient(node: TrainerParts, step: int, norm: float) -> None:
+    """Drop a gradient that is not finite: the next step of the optimizer moves its schedule alone."""
+    fields = {"step": step, "norm": norm, "loss": node.step_loss.nats}
+    _log.warning("the gradient of an inner step is not finite, so it is left out", extra={"fields": fields})
+    node.inner.zero_grad()
 
 
 class Stopwatch:

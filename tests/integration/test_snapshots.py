@@ -189,3 +189,32 @@ def test_trainer_changes_nothing_before_it_is_copied(
     first = "step_00000002" if outer else "step_00000001"
     assert {first, "step_00000006"} <= {name.split("/")[0] for name in shared}
     assert [name for name in sorted(shared) if early[name] != late[name]] == []
+
+
+def test_algorithm_of_ones_own_that_synchronises_at_every_step_is_not_saved_at_every_step(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    algorithm = tmp_path / "mine.py"
+    algorithm.write_text(
+        "from zeroband.outer.ddp import Ddp\n\n"
+        "class Mine(Ddp):\n"
+        "    def __init__(self, parts, config, settings):\n"
+        "        super().__init__(parts, clip_norm=1.0)\n\n"
+        "ALGORITHM = Mine\n"
+    )
+    outer = {"outer.type": "custom", "outer.algorithm": algorithm, "outer.inner_steps": 1}
+    settings = {**SMALL, **outer} | {
+        "run.id": tmp_path.name,
+        "run.dir": tmp_path,
+        "ckpt.path": tmp_path / "checkpoints",
+    }
+    settings |= {"train.total_steps": 4, "data.cache_dir": tmp_path}
+    with ExitStack() as stack:
+        local = init_local_mesh({})
+        stack.callback(local.close)
+        environ = {"ZERO_BAND_STORE__URL": redis_server.url}
+        config = load_config([f"--{key}={value}" for key, value in settings.items()], environ)
+        train(config, local, Departure(1.0), stack)
+    events = [json.loads(line) for line in (tmp_path / tmp_path.name / "solo" / EVENTS_FILE).read_text().splitlines()]
+    due = [event["step"] for event in events if event["kind"] in ("checkpoint_staged", "checkpoint_skipped")]
+    assert due == [4]

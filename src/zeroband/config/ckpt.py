@@ -15,8 +15,8 @@ class CkptConfig(Section):
     path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Folder or fsspec URL (`s3://BUCKET/...`) for checkpoints, written below `<path>/<run.id>/`. None: none are."""
     every_rounds: PositiveInt | None = None
-    """Rounds between two checkpoints; with DDP and for a node alone a round is one inner step. None: 1 with DiLoCo, 500
-    otherwise. The end of a run is always kept."""
+    """Rounds between two checkpoints. None: 1, or 500 where a round is one inner step, as with DDP and for a node
+    alone. The end of a run is always kept."""
     keep_last: PositiveInt = 3
     """So many of the newest checkpoints stay; older ones are removed when a newer one is complete."""
     keep_every: PositiveInt | None = None

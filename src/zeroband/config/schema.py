@@ -144,10 +144,13 @@ class DataConfig(Section):
     """Share of the samples kept back from training, for evaluation."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamWConfig(Section):
     lr: PositiveFloat = 4e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -228,6 +231,15 @@ class CommConfig(Section):
     """gloo: process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
     chunk_mb: PositiveFloat = 16.0
     """gloo: megabytes of a lane that are reduced at a time; a node shows progress with every one of them."""
+
+    @model_validator(mode="after")
+    def _gloo_encodes_nothing(self) -> CommConfig:
+        if self.backend == "gloo" and self.codec not in (None, "fp32"):
+            raise ValueError(
+                f'comm.codec={self.codec!r} needs comm.backend = "native": gloo sends float32; drop comm.codec, or set '
+                'it to "fp32"'
+            )
+        return self
 
 
 class StoreConfig(Section):

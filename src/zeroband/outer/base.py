@@ -216,6 +216,7 @@ class SyncHooks(Protocol):
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         """After the inner optimizer step; reports of the rounds that the state has got, which may be earlier ones.
 
+        `tokens`: as in `sync_gradients`; 0 where the gradient was not finite, so that this node learned nothing.
         `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
         """
         ...

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import (
+    CustomConfig,
+    DdpConfig,
+    DemoConfig,
+    DilocoConfig,
+    Outer,
+    RoundsConfig,
+    SparseLocoConfig,
+)
 from zeroband.outer.base import OuterAlgorithm, OuterParts
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.ddp import Ddp
@@ -25,3 +33,10 @@ def build_algorithm(parts: OuterParts, config: Outer, *, clip_norm: float | None
         case CustomConfig():
             custom = load_algorithm(config)
             return custom.build(parts, config, custom.settings)
+
+
+def are_rounds_steps(config: Outer | None) -> bool:
+    """Whether a round is one inner step; None: of a node alone, whose rounds are. Raises what `load_algorithm` does."""
+    if isinstance(config, CustomConfig):
+        return load_algorithm(config).is_every_step
+    return not isinstance(config, RoundsConfig)

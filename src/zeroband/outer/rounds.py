@@ -146,8 +146,8 @@ class RoundKeeper:
         return take(ahead, steps * shape.batch_size)[0]
 
     def count(self, tokens: int) -> None:
-        """Add an inner step, and show the guardian that this node trains."""
-        self._loss_sum += self.parts.step_loss.nats * tokens
+        """Add an inner step, and show the guardian that this node trains. `tokens`: 0 where it learned nothing."""
+        self._loss_sum += self.parts.step_loss.nats * tokens if tokens else 0.0
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:

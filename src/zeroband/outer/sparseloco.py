@@ -82,5 +82,8 @@ class SparseLoCo(ManySteps):
         except (Fenced, RolledBack):
             self._memory.restore()
             raise
-        self._memory.settle()
+        if offer.weight > 0:
+            self._memory.settle()
+        else:  # nobody asked for the payload
+            self._memory.restore()
         return committed

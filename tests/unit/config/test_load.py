@@ -245,6 +245,22 @@ def test_settings_that_payloads_have_no_use_for_are_refused(refusal: Refusal, ar
     assert said in refusal(*argv, **STORE)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
+def test_codec_that_gloo_would_not_use_is_refused(refusal: Refusal, codec: str) -> None:
+    said = refusal("--outer.type=diloco", "--comm.backend=gloo", f"--comm.codec={codec}", **STORE)
+    assert said.startswith(f'comm.codec={codec!r} needs comm.backend = "native"') and "drop comm.codec" in said
+
+
+@pytest.mark.parametrize("argv", [(), ("--comm.codec=fp32",)])
+def test_gloo_averages_in_float32(load: Load, argv: tuple[str, ...]) -> None:
+    assert load("--outer.type=diloco", "--comm.backend=gloo", *argv, **STORE).comm.codec in (None, "fp32")
+
+
+@pytest.mark.parametrize("betas", ["[1.0, 0.95]", "[0.9, 1.0]", "[-0.1, 0.95]", "[0.9, 1.5]"])
+def test_decay_of_moments_out_of_its_range_is_refused(refusal: Refusal, betas: str) -> None:
+    assert refusal("--optim.adamw.betas", betas).startswith("optim.adamw.betas[")
+
+
 @pytest.mark.parametrize(
     ("argv", "environ"),
     [

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import CustomConfig
+from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig
 from zeroband.errors import ConfigError
+from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.flat import digest_of
 
@@ -93,6 +94,14 @@ def test_one_that_synchronises_at_every_step_is_known_as_such(written: Callable[
     """Its inner optimizer must get the same bits on nodes with other numbers of ranks."""
     path = written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n")
     assert (load_algorithm(custom(path)).is_every_step, load_algorithm(custom()).is_every_step) == (True, False)
+
+
+def test_rounds_are_steps_where_the_class_says_so(written: Callable[[str], Path]) -> None:
+    mine = custom(written("from zeroband.outer.ddp import Ddp\n\nclass Mine(Ddp): pass\n\nALGORITHM = Mine\n"))
+    for config in (mine, DemoConfig(type="demo"), None):
+        assert are_rounds_steps(config)
+    for config in (custom(), DilocoConfig(type="diloco")):
+        assert not are_rounds_steps(config)
 
 
 @pytest.mark.parametrize(

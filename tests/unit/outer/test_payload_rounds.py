@@ -178,6 +178,20 @@ def test_node_that_learned_nothing_finite_sends_nothing_and_keeps_its_memory(
     assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
 
 
+def test_node_without_a_finite_gradient_in_its_round_has_no_weight_and_keeps_its_memory(
+    start_run: StartRun, noise: Noise
+) -> None:
+    run = start_run(SPARSELOCO, "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    kept = memory_of(run["b"]).clone()
+    run["b"].step_loss.nats = float("nan")
+    reports: Any = run.together(
+        a=lambda: run["a"].take_step(noise(3), 10), b=lambda: run["b"].take_step(0 * noise(4), 0)
+    )
+    assert (reports["b"].weights, reports["b"].is_left_out) == ((10, 0), False)
+    torch.testing.assert_close(memory_of(run["b"]), 0.95 * kept, rtol=0, atol=1e-6)
+
+
 @EACH
 def test_what_is_no_payload_is_left_out_by_all_and_named(
     start_run: StartRun, noise: Noise, algorithm: DemoConfig | SparseLocoConfig
