@@ -67,6 +67,25 @@ def test_node_alone_is_told_of_its_store(redis_url: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
+def test_node_that_waited_for_others_in_vain_is_a_problem(
+    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "LEASE_S", 0.1)
+    assert doctor("--store.url", redis_url, "--nodes", "8", "--wait-s", "0") == 1
+    said = capsys.readouterr().out
+    assert "FAIL  nodes" in said and "1 of 8 came" in said
+
+
+@pytest.mark.slow
+def test_nodes_that_cannot_be_met_without_the_library_are_named(
+    redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.native, "problem", lambda: "install a C++ compiler")
+    assert doctor("--store.url", redis_url, "--nodes", "8", "--comm.backend", "gloo") == 0
+    assert "note  nodes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_store_that_is_not_there_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

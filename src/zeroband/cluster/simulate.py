@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroband.cluster.asked import asked_run
 from zeroband.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.cluster.local import TRAINER, LocalCluster
 from zeroband.config import load_config
@@ -64,7 +65,7 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
     if not script.is_file():
         raise ConfigError(f"no such script: {script}; this package's trainer is {TRAINER}")
     with counted_interrupts() as interrupts, open_cluster(len(ranks), script, arguments) as cluster:
-        if script.resolve() == TRAINER.resolve():  # say once what is wrong, before every rank of every node does
+        if _is_trainer(script):  # say once what is wrong, before every rank of every node does
             load_config(arguments, cluster.environment("node0", ranks[0]))
         for count in ranks:
             cluster.start(ranks=count)
@@ -78,16 +79,17 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
 
 
 def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCluster:
-    """The cluster that the environment asks for: it may name run directory, run id and store."""
-    environ = os.environ
-    return LocalCluster(
-        Path(environ.get("ZERO_BAND_RUN__DIR", "runs")),
-        arguments,
-        nodes=nodes,
-        run_id=environ.get("ZERO_BAND_RUN__ID", time.strftime("simulate-%Y%m%d-%H%M%S", time.gmtime())),
-        script=script,
-        store_url=environ.get("ZERO_BAND_STORE__URL"),
-    )
+    """The cluster that flags and environment ask for: both may name run directory and run id, the latter a store.
+
+    Arguments of another script than the trainer are its own business. Raises ConfigError.
+    """
+    directory, run_id = asked_run(arguments if _is_trainer(script) else (), "simulate")
+    store_url = os.environ.get("ZERO_BAND_STORE__URL")
+    return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
+
+
+def _is_trainer(script: Path) -> bool:
+    return script.resolve() == TRAINER.resolve()
 
 
 def follow(cluster: LocalCluster, interrupts: Interrupts) -> None:

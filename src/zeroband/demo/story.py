@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from zeroband.cluster import LocalCluster
+from zeroband.cluster.asked import asked_run
 from zeroband.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.config import RunConfig, load_config
 from zeroband.config.outer import RoundsConfig
@@ -84,14 +85,10 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
     """The demo's nodes, not started yet. Raises ConfigError."""
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
-    environ = os.environ
-    return LocalCluster(
-        Path(environ.get("ZERO_BAND_RUN__DIR", "runs")),
-        [f"@{_CONFIG}", *overrides],
-        nodes=len(NODES),
-        run_id=environ.get("ZERO_BAND_RUN__ID", time.strftime("demo-%Y%m%d-%H%M%S", time.gmtime())),
-        store_url=environ.get("ZERO_BAND_STORE__URL"),
-    )
+    arguments = [f"@{_CONFIG}", *overrides]
+    directory, run_id = asked_run(arguments, "demo")
+    store_url = os.environ.get("ZERO_BAND_STORE__URL")
+    return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
 
 
 class Story:

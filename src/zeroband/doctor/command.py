@@ -56,6 +56,8 @@ def _look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]
         findings = [_time_store(store), look_at_address(host, config)]
         if nodes > 1 and native.problem() is None:
             findings += _look_at_pairs(config, store, host, nodes, wait_s)
+        elif nodes > 1:
+            findings.append(Finding("nodes", "not met", "links are measured with the native library, which is missing"))
         return findings
     except (StoreLost, ConfigError, OSError) as error:
         return [Finding("store and network", "failed", str(error), is_fatal=True)]
@@ -81,7 +83,8 @@ def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_
         peers = meeting.gather(nodes, wait_s)
         if len(peers) < nodes:
             came = ", ".join(sorted(peers))
-            yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", "run it on all of them at the same time")
+            advice = "run it on all of them at the same time"
+            yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", advice, is_fatal=True)
         yield from (_pair(pair) for pair in meeting.measure(meeting.probe()))
 
 

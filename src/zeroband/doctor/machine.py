@@ -45,7 +45,7 @@ def look_at_machine(config: RunConfig) -> Iterator[Finding]:
     yield Finding("zeroband", zeroband.__version__)
     yield Finding("Python, system", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     yield from _packages()
-    yield _native_library()
+    yield _native_library(config)
     yield _sealing(config)
     yield _shared_memory(config)
     yield from _tcp()
@@ -59,14 +59,20 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "not installed")
 
 
-def _native_library() -> Finding:
+def _needs_native(config: RunConfig) -> bool:
+    return config.outer is not None and config.comm.backend == "native"
+
+
+def _native_library(config: RunConfig) -> Finding:
     problem = native.problem()
     if problem is not None:
-        return Finding("native library", "missing", problem, is_fatal=True)
+        return Finding("native library", "missing", problem, is_fatal=_needs_native(config))
     return Finding("native library", f"codecs for {', '.join(native.variants())}")
 
 
 def _sealing(config: RunConfig) -> Finding:
+    if not _needs_native(config):
+        return Finding("encryption", "not applicable: nothing is averaged on the native data path")
     reason = None if native.problem() else native.load().zb_sealing_problem()
     if reason is None:
         return Finding("encryption", "AES-256-GCM of libcrypto" if config.comm.encryption else "off, as configured")

@@ -4,7 +4,8 @@
     zeroband eval runs/checkpoints/my-run/step_00001000 @other.toml    the data of another configuration
 
 CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest one), or an exported directory.
-Of a configuration, only [data] and run.seed count; flags such as --data.hold_out change it.
+Of a configuration, only [data] and run.seed count; flags such as --data.hold_out change it. A directory has its
+own tokenizer, which gives the ids that its model was trained with, so data.tokenizer does not count there.
 Exit codes: 0 done, 2 wrong arguments.
 """
 
@@ -109,7 +110,9 @@ def _held_out(opened: Opened, rest: Sequence[str]) -> tuple[TokenStore, SampleIn
         data, seed = recorded.data, recorded.seed
     else:
         raise ConfigError(f"{opened.what} does not record its data; add the run's @config.toml")
-    if open_tokenizer(data.tokenizer).fingerprint != opened.model.tokenizer.fingerprint:
+    if recorded is None:
+        data = data.model_copy(update={"tokenizer": opened.tokenizer})
+    elif open_tokenizer(data.tokenizer).fingerprint != opened.model.tokenizer.fingerprint:
         raise ConfigError(f"data.tokenizer={data.tokenizer!r} is not the tokenizer that {opened.what} was trained with")
     tokens = prepare(data, seed)
     if not rest and recorded is not None and tokens.fingerprint != recorded.fingerprint:

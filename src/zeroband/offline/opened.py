@@ -34,6 +34,8 @@ class Opened:
     """In words."""
     corpus: Corpus | None
     """None where only the model is known."""
+    tokenizer: str
+    """The `data.tokenizer` that opens the model's own."""
 
 
 def open_trained(where: str) -> Opened:
@@ -100,7 +102,7 @@ def _read(checkpoint: Checkpoint) -> Opened:
     checkpoint.read_parameters(layout.slots, flat)
     held = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in layout.slots}
     model = TrainedModel(config, vocab_size, tokenizer, corpus.data.seq_length, held.__getitem__)
-    return Opened(model, what, corpus)
+    return Opened(model, what, corpus, corpus.data.tokenizer)
 
 
 def _open_directory(folder: Path) -> Opened:
@@ -117,4 +119,4 @@ def _open_directory(folder: Path) -> Opened:
         return files.rows(hub_name(name), slice(None)).float()
 
     model = TrainedModel(config, vocab_size, open_tokenizer(str(folder)), seq_length, read)
-    return Opened(model, str(folder), None)
+    return Opened(model, str(folder), None, str(folder))

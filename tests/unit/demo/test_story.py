@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from zeroband.config import load_config
@@ -18,6 +20,11 @@ def test_demo_settings_load_with_overrides_behind_them() -> None:
     assert (config.train.total_steps, config.node.id, config.elastic.start_nodes) == (77, NODES[0], len(NODES))
     assert config.observe.sample_prompt
     assert VICTIM in NODES[1:]  # the first node's sample is shown
+
+
+def test_demo_looks_where_the_nodes_of_its_overrides_write() -> None:
+    cluster = open_cluster(["--run.id", "mine", "--run.dir", "elsewhere"])
+    assert cluster.run_dir == Path("elsewhere/mine").absolute()
 
 
 def test_main_says_what_is_wrong_with_an_override_before_it_starts_a_node(capsys: pytest.CaptureFixture[str]) -> None:

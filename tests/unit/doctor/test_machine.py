@@ -85,8 +85,19 @@ def test_folder_that_is_not_there_is_fatal(tmp_path: Path) -> None:
 
 def test_library_that_was_not_built_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.native, "problem", lambda: "install a C++ compiler")
-    found = seen(list(look_at_machine(config_with())), "native library")
+    found = seen(list(look_at_machine(config_with(*DILOCO))), "native library")
     assert found.is_fatal and found.advice == "install a C++ compiler"
+
+
+@pytest.mark.parametrize("arguments", [(), (*DILOCO, "--comm.backend", "gloo")])
+def test_library_that_was_not_built_is_no_problem_where_nothing_is_averaged_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(machine.native, "problem", lambda: "install a C++ compiler")
+    findings = list(look_at_machine(config_with(*arguments, "--node.shm-dir", str(tmp_path))))
+    assert not any(finding.is_fatal for finding in findings)
+    assert seen(findings, "native library").advice == "install a C++ compiler"
+    assert "not applicable" in seen(findings, "encryption").seen
 
 
 def test_machine_without_bbr_is_told_so_and_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

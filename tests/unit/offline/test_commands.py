@@ -80,6 +80,25 @@ def test_eval_takes_the_data_of_another_configuration(
     assert "samples of 16 tokens, 5 used" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_eval_of_an_export_gives_what_its_checkpoint_gives(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    assert export.main([run, str(tmp_path / "out"), "--dtype", "float32", "--no-parity"]) == 0
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[run]\nseed = {CORPUS.seed}\n[data]\ntokenizer = "byte"\nseq_length = 32\nhold_out = {HELD_OUT}\n'
+        f'cache_dir = "{tmp_path / "cache"}"\nsource = {{ type = "synthetic", documents = 40 }}\n'
+    )
+    shown_of: list[list[str]] = []
+    for argv in ([run], [str(tmp_path / "out"), f"@{path}"]):
+        capsys.readouterr()
+        assert evaluate.main([*argv, "--device", "cpu"]) == 0
+        shown_of.append(capsys.readouterr().out.splitlines()[1:])  # the first line names the checkpoint
+    assert shown_of[0] == shown_of[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "complaint"),
     [

@@ -1,0 +1,24 @@
+"""Which run a command is asked to start on this machine: `run.dir` and `run.id` as its nodes will have them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroband.config.keys import dotted, schema_keys
+from zeroband.config.layers import layer_of_environment, layer_of_flags, parse_command_line
+
+
+def asked_run(arguments: Sequence[str], command: str) -> tuple[Path, str]:
+    """`run.dir` and `run.id` of nodes with these arguments: by flags, else by the environment, else after the command.
+
+    Files do not count: every start of one is another run. Raises: ConfigError.
+    """
+    schema = schema_keys()
+    flags = parse_command_line(arguments, schema).flags
+    settings = [*layer_of_environment(os.environ, schema), *layer_of_flags(flags, schema)]
+    asked = {dotted(setting.path): setting.value for setting in settings}
+    by_time = time.strftime(f"{command}-%Y%m%d-%H%M%S", time.gmtime())
+    return Path(asked.get("run.dir", "runs")), asked.get("run.id", by_time)
