@@ -57,7 +57,7 @@ class Report(NodeReport):
         self._flops_per_token = flops_per_token(config.model, vocab_size, config.data.seq_length)
         peak = peak_flops(node.local.device)
         self._peak_flops = None if peak is None else peak * min(node.local.world_size, torch.cuda.device_count())
-        self._tokens_since_round = 0
+        self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 
     def started(self) -> None:
@@ -68,7 +68,7 @@ class Report(NodeReport):
 
     def entered(self, round: RoundReport) -> None:
         super().entered(round)
-        self._tokens_since_round = 0
+        self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 
     def stepped(
@@ -82,14 +82,16 @@ class Report(NodeReport):
         """Inner step `step` (counted from 1) is done."""
         now_s = time.monotonic()
         step_s, self._step_from_s = now_s - self._step_from_s, now_s
-        self._tokens_since_round += learned.tokens
+        self._uncommitted_tokens += learned.tokens
+        if committed.is_now:
+            self._uncommitted_tokens = synced[-1].uncommitted_tokens if synced else 0
         rate = learned.tokens / step_s
         values: dict[str, MetricValue | None] = {
             "train/loss": learned.loss,
             "train/perplexity": perplexity(learned.loss),
             "train/lr": learned.lr,
             "train/grad_norm": learned.grad_norm,
-            "train/tokens": committed.progress.tokens + (0 if committed.is_now else self._tokens_since_round),
+            "train/tokens": committed.progress.tokens + self._uncommitted_tokens,
             "train/tokens_per_s": rate,
             "train/step_s": step_s,
             "train/data_s": learned.data_s,
@@ -100,8 +102,6 @@ class Report(NodeReport):
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
             **checkpoints,
         }
-        if committed.is_now:
-            self._tokens_since_round = 0
         if synced:
             values |= _ledger_values(committed.progress.ledger)
         self.record(step, values, synced)

@@ -123,9 +123,19 @@ class Restorer:
         self._faults.at("restoring", 0)
         restored = restore(self._storage, self._layout.slots, self._targets, step=wanted, on_piece=self._on_piece)
         self._faults.at("restored", 0)
+        if step is None:
+            self._warn_of_newer()
         if restored is None and (source.other is not None or wanted is not None):
             raise ConfigError(f"there is no checkpoint in {self._storage.url}")
         return None if restored is None else _saved(restored)
+
+    def _warn_of_newer(self) -> None:
+        """Say what a command line that names a step leaves behind, at every start with it."""
+        named = self._source.step
+        newer = [] if named is None else [step for step in self.steps() if step > named]
+        if newer:
+            fields = {"step": named, "newer": len(newer), "newest": max(newer)}
+            _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
 
     def stage(self, step: int) -> SavedState:
         """Read a checkpoint of this run into memory of its own; the run's state stays as it is until it is taken.

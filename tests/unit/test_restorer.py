@@ -76,6 +76,26 @@ def test_step_of_another_run_is_taken_from_there(tmp_path: Path) -> None:
     assert restore.restore() is not None and holds(buffers, 10)
 
 
+@pytest.mark.parametrize(
+    ("other", "step", "said"),
+    [
+        (None, None, []),
+        (None, 30, []),
+        (None, 20, [{"step": 20, "newer": 1, "newest": 30}]),
+        ("other/step_00000010", None, [{"step": 10, "newer": 2, "newest": 30}]),
+    ],
+)
+def test_newer_checkpoints_that_a_named_step_leaves_behind_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str | None, step: int | None, said: list[object]
+) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    saved(storage(tmp_path, "run"), 20, 30)
+    restore, _ = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
+    restored = restore.restore()
+    assert restored is not None and restore.restore(restored.step) is not None  # as the others agreed: not said again
+    assert [record.__dict__["fields"] for record in caplog.records] == said
+
+
 def test_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
     assert restorer(tmp_path)[0].restore() is None
 

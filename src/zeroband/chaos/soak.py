@@ -25,7 +25,7 @@ _FOUNDING_S = 300.0
 _ENDING_S = 60.0
 """For processes that were struck to end by themselves, and for all nodes to leave at the end."""
 _BACK_S = 120.0
-"""Beyond two rounds: how long a node may take from the end of its fault until it contributes again."""
+"""Beyond two rounds, from the end of a node's fault until it contributes again: starting Python, fetching the state."""
 
 
 class SoakFailed(ZerobandError):
@@ -110,11 +110,11 @@ class Soak:
     def calm_down(self) -> None:
         """Undo what lasts, and wait until all nodes contribute; those that do not come back are violations."""
         self._queue.clear()
-
-        def is_over() -> bool:
-            return all(one.is_over for one in self.course.struck)
-
-        self._until(is_over, 2 * _BACK_S + 6 * self._rules.detect_s)
+        lasting_s = max([0.0, *(one.at_s + one.fault.lasts_s - self._now() for one in self._lasting())])
+        is_over = self._until(lambda: not self._open(), lasting_s + _ENDING_S + self._back_s)
+        if not is_over and not self._is_stopped():
+            for one in self._open():
+                self._report_not_back(one)
 
     def end(self) -> None:
         """Ask all nodes to leave; they must end by themselves, and well."""
@@ -264,19 +264,31 @@ class Soak:
         watch.read(now_s)
         self._look_after_starting()
         self._look_for_ended()
-        faults = [f"{one.fault} at {one.at_s:.1f} s" for one in self._open()]
+        faults = self._open_faults()
         watch.check_pulse(self._healthy(), now_s, faults)
         bound_s = self._rules.detect_s + self._rules.slack_s
         for one in watch.overdue(now_s, bound_s):
             watch.violations.add(f"the store does not show {one.fault} after {bound_s:g} s", watch.context(faults))
-        round_s = watch.pulse.bound_s("") if watch.pulse is not None else 0.0
         for one in self._open():
-            if one.undone_s is not None and now_s - one.undone_s > _BACK_S + 2 * round_s:
-                watch.violations.add(f"not back {_BACK_S + 2 * round_s:.0f} s after {one.fault}", watch.context(faults))
+            if one.undone_s is not None and now_s - one.undone_s > self._back_s:
+                self._report_not_back(one)
         for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
             self._ended.remove((at_s, node))
             if node.pids:
                 watch.violations.add(f"{node.node_id} left processes {node.pids} behind", node.console_tail(10))
+
+    def _open_faults(self) -> list[str]:
+        return [f"{one.fault} at {one.at_s:.1f} s" for one in self._open()]
+
+    @property
+    def _back_s(self) -> float:
+        """How long a node may take from the end of its fault until it contributes again."""
+        pulse = self._watch.pulse
+        return _BACK_S + (2 * pulse.bound_s("") if pulse is not None else 0.0)
+
+    def _report_not_back(self, one: Struck) -> None:
+        what = f"not back {self._back_s:.0f} s after {one.fault}"
+        self._watch.violations.add(what, self._watch.context(self._open_faults()))
 
     def _look_after_starting(self) -> None:
         """Nodes that start do so in the background: on a machine of their own they would disturb nobody."""

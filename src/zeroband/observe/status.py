@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.log import format_fields
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import EventView, NodeHistory, NodeView, RunView, run_view
+from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, run_view
 
 __all__ = ["EventView", "NodeView", "RunReader", "RunView", "human_bytes", "human_count", "main", "render"]
 
 _SHOWN_EVENTS = 8
+_SILENT_S = 120.0
+"""Without a line for so long a node is shown as silent: one that trains writes one for every inner step."""
+_ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
 _UNITS = ("", "k", "M", "G", "T", "P")
 
 
@@ -75,10 +78,14 @@ def _is_node_dir(path: Path) -> bool:
     return (path / METRICS_FILE).exists() or (path / EVENTS_FILE).exists()
 
 
-def render(view: RunView) -> str:
-    """The run as text for a terminal: one line for each node, then what the nodes agree on and the newest events."""
+def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
+    """The run as text for a terminal: one line for each node, then what the nodes agree on and the newest events.
+
+    `now`: wall clock, with which that of a node's newest line is compared, to show that it is silent.
+    """
     columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent", "as DDP")
-    rows = [columns, *(_row(node) for node in view.nodes)]
+    now_s = now()
+    rows = [columns, *(_row(node, now_s) for node in view.nodes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
@@ -95,23 +102,32 @@ def render(view: RunView) -> str:
     return "\n".join([*lines, "", *map(_event_line, view.events[-_SHOWN_EVENTS:])]).rstrip()
 
 
-def _row(node: NodeView) -> tuple[str, ...]:
+def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
     def shown(value: object) -> str:
         return "-" if value is None else str(value)
 
+    silent = _silent_since(node, now_s)
     losses = "-" if node.loss is None or node.first_loss is None else f"{node.first_loss:.3f} -> {node.loss:.3f}"
     return (
         node.node_id,
-        node.state,
+        node.state if silent is None else f"{node.state}, silent since {silent}",
         str(node.step) if node.total_steps is None else f"{node.step}/{node.total_steps}",
         losses,
-        "-" if node.tokens_per_s is None else human_count(node.tokens_per_s),
+        "-" if node.tokens_per_s is None or silent else human_count(node.tokens_per_s),
         shown(node.round),
         shown(node.epoch),
         node.digest[:12] if node.digest else "-",
         human_bytes(node.sent_bytes),
         human_bytes(node.ddp_bytes),
     )
+
+
+def _silent_since(node: NodeView, now_s: float) -> str | None:
+    """The time of its newest line, where it should have written others since."""
+    last_s = node.last_at_s
+    if node.state in _ENDED or last_s is None or now_s - last_s < _SILENT_S:
+        return None
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(last_s))
 
 
 def _event_line(event: EventView) -> str:
@@ -164,13 +180,15 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     view = reader.read()
-    print(render(view))
+    shown = render(view)
+    print(shown)
     try:
         while arguments.follow:
             time.sleep(arguments.every_s)
-            shown, view = view, reader.read()
-            if view != shown:
-                print(f"\n{render(view)}", flush=True)
+            view = reader.read()
+            shown, before = render(view), shown
+            if shown != before:
+                print(f"\n{shown}", flush=True)
     except KeyboardInterrupt:
         pass
     return 3 if view.disagreements else 0

@@ -73,6 +73,8 @@ class NodeView:
     """The same for its newest rounds."""
     founding: str | None = None
     """The line of rounds that those belong to; a run that was resumed or went back began another one."""
+    committed_at_s: float | None = None
+    """Wall clock of its newest committed round."""
     sent_bytes: int = 0
     """Over all its starts, as the two below."""
     received_bytes: int = 0
@@ -95,9 +97,18 @@ class RunView:
     """Ordered by node id."""
 
     @cached_property
+    def current(self) -> tuple[NodeView, ...]:
+        """The nodes of the line of rounds that was committed to last.
+
+        Others were in an earlier run of this name, were lost before this one went back, or are not in it yet.
+        """
+        last = max(self.nodes, key=lambda node: node.committed_at_s or 0.0, default=None)
+        return tuple(node for node in self.nodes if last is not None and node.founding == last.founding)
+
+    @cached_property
     def newest(self) -> NodeView | None:
         """The node that has seen the newest round."""
-        known = [node for node in self.nodes if node.round is not None]
+        known = [node for node in self.current if node.round is not None]
         return max(known, key=lambda n: (n.round, n.epoch or 0, n.node_id)) if known else None
 
     @property
@@ -106,23 +117,23 @@ class RunView:
 
     @property
     def epoch(self) -> int | None:
-        return max((node.epoch for node in self.nodes if node.epoch is not None), default=None)
+        return max((node.epoch for node in self.current if node.epoch is not None), default=None)
 
     @cached_property
     def members(self) -> tuple[str, ...]:
         """Node ids in the newest epoch; without [outer], the nodes that train."""
-        known = [node for node in self.nodes if node.epoch is not None]
+        known = [node for node in self.current if node.epoch is not None]
         if not known:
-            return tuple(node.node_id for node in self.nodes if node.state == "training")
+            return tuple(node.node_id for node in self.current if node.state == "training")
         return tuple(node_id_of(m) for m in max(known, key=lambda n: n.epoch or 0).members)
 
     @property
     def sent_bytes(self) -> int:
-        return sum(node.sent_bytes for node in self.nodes)
+        return sum(node.sent_bytes for node in self.current)
 
     @property
     def ddp_bytes(self) -> int:
-        return sum(node.ddp_bytes for node in self.nodes)
+        return sum(node.ddp_bytes for node in self.current)
 
     @cached_property
     def disagreements(self) -> tuple[int, ...]:
@@ -208,8 +219,10 @@ class NodeHistory:
             self.lost_member_ids.update(fields["member_ids"])
         if kind in ("epoch_changed", "round_committed"):
             self._view = replace(self._view, epoch=fields["epoch"], members=tuple(fields["members"]))
-        if kind == "round_committed" and "progress" in fields:
-            self._follow(fields["progress"].get("founding", ""))
+        if kind == "round_committed":
+            self._view = replace(self._view, committed_at_s=at_s)
+            if "progress" in fields:
+                self._follow(fields["progress"].get("founding", ""))
         if kind in ("round_committed", "recovered"):
             self._note_round(int(fields["round"]), fields["digest"])
         usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds

@@ -24,14 +24,7 @@ from zeroband.outer.base import MissedRound, OuterParts, RoundReport, verify
 from zeroband.outer.flight import Flight
 from zeroband.outer.losses import RECORD, LossRecord
 from zeroband.outer.rollback import RolledBack, describe_return
-from zeroband.outer.transaction import (
-    CONTRIBUTION,
-    Committed,
-    Exchange,
-    MeanExchange,
-    commit_round,
-    found_run,
-)
+from zeroband.outer.transaction import CONTRIBUTION, Committed, Exchange, MeanExchange, commit_round, found_run
 from zeroband.parallel import all_ok, barrier
 
 _log = get_logger(__name__)
@@ -396,5 +389,6 @@ class RoundKeeper:
             received_bytes=committed.received_bytes,
             failures=committed.failures,
             is_left_out=self._is_left_out,
+            uncommitted_tokens=self._tokens,
             clip=opening.clip(self.parts.mesh.member_id),
         )

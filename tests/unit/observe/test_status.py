@@ -43,8 +43,9 @@ class Node:
         values: dict[str, MetricValue] = {"train/loss": loss, "train/tokens": 64 * step, "train/tokens_per_s": 640.0}
         self._metrics.record(step, values | {f"outer/{name}": value for name, value in outer.items()})
 
-    def commit(self, round: int, members: list[str], digest: str = "d1", epoch: int = 1) -> None:
-        self.events.emit("round_committed", round=round, epoch=epoch, members=members, digest=digest)
+    def commit(self, round: int, members: list[str], digest: str = "d1", epoch: int = 1, line: str = "line") -> None:
+        progress = {"founding": line}
+        self.events.emit("round_committed", round=round, epoch=epoch, members=members, digest=digest, progress=progress)
 
 
 @pytest.fixture
@@ -183,6 +184,20 @@ def test_reader_forgets_an_earlier_run_of_the_same_name(run_dir: Path, has_outer
     assert view.nodes[0].digests == ({0: "new"} if has_outer else {})
 
 
+def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier_run_had(run_dir: Path) -> None:
+    [dead] = founded(run_dir, "old0")
+    dead.step(90, sent_bytes=10, ddp_bytes=100)
+    dead.commit(30, [dead.member_id], "far", epoch=7)
+    new = founded(run_dir, "new0", "new1")
+    members = [node.member_id for node in new]
+    for node in new:
+        node.commit(0, members, "near", epoch=1, line="another line")
+        node.step(1, sent_bytes=1, ddp_bytes=2)
+    view = RunReader(run_dir).read()
+    assert (view.round, view.epoch, view.members) == (0, 1, ("new0", "new1"))
+    assert (view.sent_bytes, view.ddp_bytes, len(view.nodes)) == (2, 4, 3)
+
+
 def test_reader_puts_events_and_metrics_of_a_node_in_the_order_of_time(run_dir: Path) -> None:
     node = Node(run_dir, "n0")
     node.start()
@@ -288,13 +303,31 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
         node.step(50, 5.0)
         node.step(60, 2.5, sent_bytes=2_000, ddp_bytes=500_000)
         node.commit(3, [first.member_id, second.member_id], "0123456789abcdef", epoch=2)
-    lines = render(RunReader(run_dir).read()).splitlines()
+    lines = render(RunReader(run_dir).read(), now=lambda: next(Node.clock)).splitlines()
     assert lines[1].split() == (
         ["n0", "training", "60/100", "5.000", "->", "2.500", "640", "3", "2", "0123456789ab", "2", "kB", "500", "kB"]
     )
     assert "run demo, 2 nodes in: n0, n1" in lines
     assert "sent 4 kB; per-step data parallel would have sent 1 MB, 250 times as much" in lines
     assert lines[-1].endswith("n1 round_committed round=3 epoch=2 members=n0#1,n1#1 digest=0123456789abcdef")
+
+
+def test_render_shows_a_node_that_writes_no_more_as_silent(run_dir: Path) -> None:
+    dead, done, alive = founded(run_dir, "dead", "done", "alive")
+    dead.step(1)
+    done.step(1)
+    done.events.emit("left", reason="done")
+    later_s = next(Node.clock) + 1000
+    with (run_dir / "alive" / METRICS_FILE).open("a") as file:
+        file.write(json.dumps({"step": 2, "at_s": later_s, "train/tokens_per_s": 640.0}) + "\n")
+    rows = render(RunReader(run_dir).read(), now=lambda: later_s + 1).splitlines()[1:4]
+    assert [("silent since 1970-" in row, "640" in row) for row in rows] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    assert [row.split()[1] for row in rows] == ["training", "training,", "left"]
+    assert alive.node_id in rows[0]
 
 
 def test_find_run_dir_takes_the_only_run_of_a_folder(run_dir: Path) -> None:

@@ -131,6 +131,16 @@ def test_streaming_is_its_oracle_bit_for_bit(
     assert_every_sample_once(run)
 
 
+@pytest.mark.parametrize(
+    ("settings", "since"), [({}, 0), ({"overlap": 3, "merge": "mix"}, 30), ({"overlap": "full"}, 40)]
+)
+def test_report_of_a_round_says_what_was_learned_since_it_was_contributed_to(
+    train: Callable[..., Run], settings: dict[str, Any], since: int
+) -> None:
+    run = train(diloco_with(**settings), 2, 2 * H)
+    assert {report.uncommitted_tokens for report in run["a"].reports} == {since}
+
+
 @pytest.mark.parametrize("settings", [{}, {"merge": "mix", "alpha": 0.0}])
 def test_one_fragment_that_is_waited_for_is_diloco_bit_for_bit(
     train: Callable[..., Run], settings: dict[str, Any]

@@ -1,0 +1,62 @@
+"""The phases of a soak, with a cluster and a watch that only stand for the real ones, and a clock that jumps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from zeroband.chaos import soak as soak_module
+from zeroband.chaos.checks import Pulse
+from zeroband.chaos.measure import Struck
+from zeroband.chaos.plan import Fault, Kind
+from zeroband.chaos.soak import Soak, SoakRules
+from zeroband.chaos.watch import Violations
+
+
+class Scene:
+    """A soak of two nodes, of which one was cut off and healed; `clock_s` goes on with every pause."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, round_s: float) -> None:
+        self.clock_s, self.is_stopped = 0.0, False
+        monkeypatch.setattr(soak_module.time, "sleep", self._pause)
+        pulse = Pulse(round_s=round_s, detect_s=3.0, slack_s=10.0)
+        self.watch = MagicMock(violations=Violations(lambda line: None), awaits_detection=False, pulse=pulse)
+        self.watch.look.return_value, self.watch.overdue.return_value, self.watch.context.return_value = [], [], ""
+        node: Any = SimpleNamespace(is_running=True)
+        cluster: Any = SimpleNamespace(nodes={"node0": node, "node1": node})
+        rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
+        say, is_stopped = lambda line: None, lambda: self.is_stopped
+        self.soak = Soak(cluster, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say)
+        self.struck = Struck(Fault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
+        self.soak.course.struck.append(self.struck)
+
+    def _pause(self, _seconds: float) -> None:
+        self.clock_s += 10.0
+
+
+@pytest.mark.parametrize("round_s", [10.0, 600.0])
+def test_node_that_never_comes_back_is_a_violation_however_long_rounds_are(
+    monkeypatch: pytest.MonkeyPatch, round_s: float
+) -> None:
+    scene = Scene(monkeypatch, round_s=round_s)
+    scene.soak.calm_down()
+    (violation,) = scene.watch.violations.found
+    assert violation == f"not back {120 + 2 * (round_s + 13):.0f} s after {scene.struck.fault}"
+
+
+def test_fault_that_was_never_undone_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.undone_s = None
+    monkeypatch.setattr(scene.soak, "_undo", lambda one: None)
+    scene.soak.calm_down()
+    assert len(scene.watch.violations.found) == 1
+
+
+def test_soak_that_is_stopped_does_not_say_who_would_have_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.is_stopped = True
+    scene.soak.calm_down()
+    assert scene.watch.violations.found == []
