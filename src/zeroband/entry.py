@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -112,13 +113,19 @@ class LoneEntry:
 
 
 class Entry:
-    """Brings a node into its run. All local ranks call the methods together; `events` is there on local rank 0."""
+    """Brings a node into its run. All local ranks call the methods together; `events` is there on local rank 0.
 
-    def __init__(self, run: RunParts, local: LocalMesh, events: EventLog | None, *, patience_s: float) -> None:
+    `batch_size`: samples of an inner step.
+    """
+
+    def __init__(
+        self, run: RunParts, local: LocalMesh, events: EventLog | None, *, batch_size: int, patience_s: float
+    ) -> None:
         self.hooks: SyncHooks = run.outer
         self.run = run
         self._local = local
         self._events = events
+        self._batch_size = batch_size
         self._patience_s = patience_s
 
     def leaves_nobody(self) -> Literal["together", "alone"] | None:
@@ -244,6 +251,7 @@ class Entry:
         on_first_rank(self._local, self.run.memory.drop_held)
         verify(digest, found["state"], "what this node had in memory", self._local)
         took_s = round(time.monotonic() - from_s, 3)
+        on_first_rank(self._local, lambda: self._tell_of(found))
         self._emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
         try:
             report = self.run.outer.join()
@@ -252,6 +260,24 @@ class Entry:
             return None
         self._emit("joined", member_id=report.member_id, round=report.round)
         return report
+
+    def _tell_of(self, found: Mapping[str, Any]) -> None:
+        """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
+        verdict = self.run.store.view(FOUNDING_ROUND).committed
+        if verdict is None or verdict.round != found["round"]:
+            return  # the others have said so
+        opening = verdict.opening
+        self._emit(
+            "round_committed",
+            round=verdict.round,
+            epoch=opening.epoch,
+            members=list(opening.members),
+            digest=found["state"],
+            weights=list(opening.weights),
+            samples=[steps * self._batch_size for steps in opening.steps],
+            late=list(opening.late),
+            progress=found["payload"]["progress"],
+        )
 
     def _roll_back(self, order: RolledBack) -> RoundReport:
         """Take the checkpoint that the members agreed to go back to. Returns the report of the newest round."""

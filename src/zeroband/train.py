@@ -176,7 +176,8 @@ def build_entry(node: TrainerParts, report: Report | None, stack: ExitStack) -> 
         return LoneEntry(node, events)
     run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
     stack.push(run.leave)
-    return Entry(run, node.local, events, patience_s=node.config.elastic.start_timeout_s)
+    batch_size, patience_s = node.config.train.batch_size, node.config.elastic.start_timeout_s
+    return Entry(run, node.local, events, batch_size=batch_size, patience_s=patience_s)
 
 
 def build_snapshots(

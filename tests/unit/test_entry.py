@@ -12,6 +12,7 @@ import pytest
 from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.recovery import FetchedState
 from zeroband.elastic.board import NodeBoard
+from zeroband.elastic.epoch import Opening
 from zeroband.entry import Entry
 from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
@@ -95,7 +96,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         mesh = SimpleNamespace(member_id="a#1")
         parts: Any = SimpleNamespace(outer=attempts, fetcher=fetcher, mesh=mesh)
         try:
-            return Entry(parts, local, None, patience_s=PATIENCE_S).join().round
+            return Entry(parts, local, None, batch_size=4, patience_s=PATIENCE_S).join().round
         finally:
             board.close()
 
@@ -142,4 +143,30 @@ def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) 
     member = SimpleNamespace(outlive_namesakes=refuse)
     parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
     with pytest.raises(ConfigError, match="in this run already"):
-        Entry(parts, local, None, patience_s=PATIENCE_S).enter()
+        Entry(parts, local, None, batch_size=4, patience_s=PATIENCE_S).enter()
+
+
+@pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])
+def test_round_in_memory_is_told_of_again_unless_others_went_on(
+    local: LocalMesh, committed: int | None, is_told: bool
+) -> None:
+    """The trainer that crashed stamped the round before it wrote its event."""
+    opening = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
+    progress = {"inner_step": 10}
+    told: list[tuple[str, dict[str, Any]]] = []
+    verdict = None if committed is None else SimpleNamespace(round=committed, opening=opening)
+    outer = SimpleNamespace(adopt=lambda *state: "digest", join=lambda: SimpleNamespace(round=6, member_id="a#2"))
+    held = SimpleNamespace(round=5, payload={"progress": progress}, state="digest", sections={})
+    memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
+    store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
+    mesh, buffers = SimpleNamespace(member_id="a#2"), SimpleNamespace(numel=8)
+    run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, mesh=mesh, buffers=buffers)
+    events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
+    report = Entry(run, local, events, batch_size=4, patience_s=PATIENCE_S)._go_on_from_memory()
+    assert report is not None and report.round == 6
+    kinds = [kind for kind, _ in told]
+    assert kinds == [*(["round_committed"] if is_told else []), "recovered", "joined"]
+    if is_told:
+        fields = told[0][1]
+        assert (fields["round"], fields["digest"], fields["members"]) == (5, "digest", ["a#1", "b#1"])
+        assert (fields["weights"], fields["samples"], fields["progress"]) == ([10, 0], [8, 0], progress)

@@ -136,7 +136,9 @@ class Session:
         events = None if self._report is None else self._report.events
         run = RunParts(self._node, on_event=say_nothing if events is None else events.emit)
         stack.push(run.leave)
-        return Entry(run, self._local, events, patience_s=self._node.config.elastic.start_timeout_s)
+        config = self._node.config
+        batch_size, patience_s = config.train.batch_size, config.elastic.start_timeout_s
+        return Entry(run, self._local, events, batch_size=batch_size, patience_s=patience_s)
 
     def _enter(self, why: Fenced | None) -> None:
         joined = get_in(self._entry, why)

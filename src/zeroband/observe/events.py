@@ -37,7 +37,8 @@ EVENTS: Mapping[str, EventKind] = {
     "epoch_changed": EventKind("The list of members is another one.", ("epoch", "members")),
     "round_committed": EventKind(
         "An outer step counts; digest: of the outer state after it; samples: of each member, as the run deals them "
-        "out, so that with zeroband.DiLoCoOptimizer an inner step is one.",
+        "out, so that with zeroband.DiLoCoOptimizer an inner step is one. A trainer that goes on from memory "
+        "says so of the round that it found there, too.",
         ("round", "epoch", "members", "digest"),
     ),
     "round_retried": EventKind(
