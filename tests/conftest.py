@@ -1,4 +1,8 @@
-"""A real Redis for every test that decides something through one: one server for the session, empty for each test."""
+"""What many tests share.
+
+A real Redis for every test that decides something through one: one server for the session, empty for each test. The
+mesh of a node with one rank.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import redis
 
 from zeroband.cluster import RedisServer
 from zeroband.elastic.store import Store
+from zeroband.parallel import LocalMesh, init_local_mesh
 
 
 def pytest_configure() -> None:
@@ -22,6 +27,14 @@ def pytest_configure() -> None:
 def redis_server() -> Iterator[RedisServer]:
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalMesh]:
+    """The only rank of a node."""
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from zeroband.entry import Entry
 from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.fetcher import Fetcher
-from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.parallel import LocalMesh
 
 PATIENCE_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
@@ -70,13 +70,6 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
         return then
 
     return act
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalMesh]:
-    mesh = init_local_mesh(environ={})
-    yield mesh
-    mesh.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,10 @@ from zeroband.elastic.store import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.going_back import GoingBack
 from zeroband.outer.losses import LossRecord
-from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.parallel import LocalMesh
 
 SPIKE = LossRecord(loss=9.0, mean=3.0, rounds=8, from_step=40)
 Asks = Callable[..., tuple[GoingBack, list[tuple[str, dict[str, Any]]]]]
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalMesh]:
-    mesh = init_local_mesh(environ={})
-    yield mesh
-    mesh.close()
 
 
 @pytest.fixture

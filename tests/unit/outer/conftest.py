@@ -6,7 +6,7 @@ The rules (`elastic.epoch`), the mesh (`ElasticDeviceMesh`), the shared buffers 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,7 +61,7 @@ from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import RolledBack, StagedState
 from zeroband.outer.transaction import Exchange
-from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.parallel import LocalMesh
 from zeroband.plane.engine import Encoded
 
 DEADLINE_S = 20.0
@@ -693,14 +693,6 @@ class FakeRun:
 
 
 StartRun = Callable[..., FakeRun]
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[LocalMesh]:
-    """The only rank of a node."""
-    mesh = init_local_mesh(environ={})
-    yield mesh
-    mesh.close()
 
 
 @pytest.fixture
