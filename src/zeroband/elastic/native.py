@@ -18,11 +18,11 @@ from zeroband.elastic.epoch import Opening
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import Codec
 from zeroband.plane.calling import Address
-from zeroband.plane.engine import Encoded, Engine, Operation, Running, State, Traffic
+from zeroband.plane.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.meter import WINDOW_S, Learned, Meter
 from zeroband.plane.shape import piece_bytes, shape_of
-from zeroband.plane.tuning import LinkTuning
+from zeroband.plane.tuning import LinkTuning, Senders
 
 _POLL_S = 0.0005
 _LOOK_S = 0.005
@@ -64,6 +64,8 @@ class NativePlane:
         self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
         self._tunings: dict[str, LinkTuning] = {}
         """By member."""
+        self._senders: dict[str, Senders] = {}
+        """The same."""
         self._connect_s = connect_s
         self._silent_s = silent_s
         self._learned = Learned()
@@ -185,6 +187,12 @@ class NativePlane:
     def _tuning(self, member: str) -> LinkTuning:
         return self._tunings.get(member, self._first)
 
+    def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
+        """Of the streams to a member; all of them where the user chose how many there are."""
+        if self._first.may_grow:
+            senders = self._senders[member] = self._senders.get(member, Senders()).after(link)
+            links.set_senders(member, senders.of(link.streams))
+
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version
 
@@ -195,7 +203,8 @@ class NativePlane:
             if self._is_aborted(opening):
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
-            run.require_answers()
+            for member, link in run.ask_links().items():
+                self._choose_senders(run.links, member, link)
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[running.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
@@ -205,8 +214,7 @@ class NativePlane:
         run.on_progress(1.0)
 
     def measured(self) -> Rates:
-        links = {m: max(rates, default=0) for m, rates in self._learned.links.items()}
-        return Rates(max(self._learned.own, default=0), links)
+        return Rates(self._learned.own_rate, self._learned.link_rates())
 
     def leave_behind(self) -> None:
         """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
@@ -263,19 +271,20 @@ class _Run:
             self.done = (sent + received) / max(expected, 1)
             self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
 
-    def require_answers(self) -> None:
-        """Drop the links to machines that acknowledge nothing any more; raises PeerLost, naming their members.
+    def ask_links(self) -> Mapping[str, LinkState]:
+        """How the links to the other members are, once in a while; else nothing.
 
+        Drops those to machines that acknowledge nothing any more, and raises PeerLost, naming their members.
         A router on the way forgets a connection without a word, and TCP repeats itself for a quarter of an hour; the
         guardians, with connections of their own, see nothing of it. Who is late, slow, stopped or holds what it is sent
         is acknowledged by its machine, and left to the leases.
         """
         now_s = time.monotonic()
         if now_s - self.asked_at_s < _ASK_S:
-            return
+            return {}
         self.asked_at_s = now_s
-        others = [m for i, m in enumerate(self.opening.members) if i != self.at]
-        silent = tuple(m for m in others if self.links.state(m).unanswered_s > self.silent_s)
+        states = {m: self.links.state(m) for i, m in enumerate(self.opening.members) if i != self.at}
+        silent = tuple(member for member, link in states.items() if link.unanswered_s > self.silent_s)
         for member in silent:
             self.links.drop(member)
         if silent:
@@ -283,6 +292,7 @@ class _Run:
             raise PeerLost(
                 f"the transfer of round {self.opening.round} with {', '.join(silent)} failed: {what}", silent
             )
+        return states
 
     def suspect(self) -> str:
         """The member of whom most is missing, and where it stopped."""

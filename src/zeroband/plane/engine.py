@@ -93,6 +93,11 @@ class LinkState:
     """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
     where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
     received_bytes: int
+    window: int = 0
+    """Packets that one of its streams may have under way, the mean of those that have any; 0: none has."""
+    sent_packets: int = 0
+    """Of data, since its streams were made; those that were sent again, too."""
+    resent_packets: int = 0
 
 
 class Engine:
@@ -123,11 +128,24 @@ class Engine:
         record = native.LinkRecord()
         self._library.zb_link_state(self._handle, link, ctypes.byref(record))
         rtt_s, unanswered_s = record.rtt_us / 1e6, record.unanswered_ms / 1e3
-        return LinkState(bool(record.is_up), record.streams, rtt_s, unanswered_s, record.received_bytes)
+        return LinkState(
+            bool(record.is_up),
+            record.streams,
+            rtt_s,
+            unanswered_s,
+            record.received_bytes,
+            record.window,
+            record.sent_packets,
+            record.resent_packets,
+        )
 
     def set_congestion(self, link: int, name: str) -> None:
         """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
         self._library.zb_link_congestion(self._handle, link, name.encode())
+
+    def set_senders(self, link: int, senders: int) -> None:
+        """Send over so many of a link's streams; all of them receive."""
+        self._library.zb_link_senders(self._handle, link, senders)
 
     def start(
         self,

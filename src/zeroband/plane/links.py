@@ -80,6 +80,10 @@ class Links:
         """How TCP finds the rate of the streams to a member that are there now."""
         self.engine.set_congestion(self.number(member), name)
 
+    def set_senders(self, member: str, senders: int) -> None:
+        """Over how many of the streams to a member this node sends."""
+        self.engine.set_senders(self.number(member), senders)
+
     def has(self, member: str, streams: int, *, own: str) -> bool:
         """Whether the link is as it should be: up, with enough streams where this end dials."""
         state = self.state(member)

@@ -15,7 +15,8 @@ LEAST_WINDOWS = 2
 """A transfer that is over sooner says nothing: TCP was still looking for the rate."""
 
 KEPT = 4
-"""Of so many transfers the best counts: a member that was given little to send is not slow."""
+"""Of so many transfers the best counts: a member that was given little to send is not slow. Fewer say nothing: the
+first ones share their links with nodes that meet, and shards sized by those would keep later ones from showing more."""
 
 
 class Meter:
@@ -52,6 +53,15 @@ class Learned:
     links: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """To other members."""
 
+    @property
+    def own_rate(self) -> int:
+        """Of its access link; 0 where too little is known."""
+        return _best(self.own)
+
+    def link_rates(self) -> dict[str, int]:
+        """To the members that it last had a transfer with; 0 where too little is known."""
+        return {member: _best(rates) for member, rates in self.links.items()}
+
     def after(self, own: int, links: Mapping[str, int]) -> Learned:
         """What is known after another transfer: a rate of 0 says nothing, and who is not in `links` is forgotten."""
         return Learned(_with(self.own, own), {m: _with(self.links.get(m, ()), rate) for m, rate in links.items()})
@@ -59,3 +69,7 @@ class Learned:
 
 def _with(rates: tuple[int, ...], rate: int) -> tuple[int, ...]:
     return (*rates, rate)[-KEPT:] if rate > 0 else rates
+
+
+def _best(rates: tuple[int, ...]) -> int:
+    return max(rates) if len(rates) == KEPT else 0

@@ -1,12 +1,15 @@
 """How a link is driven: by which congestion control, with how many streams. What makes it faster is kept.
 
 CUBIC shares an access link best among several neighbours; BBR does not mind lost packets. Which of the two a link needs
-shows only when both were tried, and so does the number of streams. Pure; one for each member.
+shows only when both were tried, and so does the number of streams. On a slow link fewer of them send, as TCP's own
+counters tell. Pure; one for each member.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from zeroband.plane.engine import LinkState
 
 CUBIC, BBR = "cubic", "bbr"
 
@@ -63,3 +66,59 @@ class LinkTuning:
         if not self.may_grow or 2 * self.streams > _MOST:
             return replace(self, is_settled=True)
         return replace(self, streams=2 * self.streams, trials=0, best=0.0, before=self.best)
+
+
+_JUDGED_PACKETS = 128
+"""So many tell what part of them is lost."""
+
+_CROWDED, _CROWDED_WINDOW = 0.05, 5
+"""Streams may crowd one another out where more than this share of packets is sent again and none may have more packets
+under way than this: TCP learns of a loss from three packets that come after it (RFC 5681), or from a time-out."""
+
+_THEIRS = 0.5
+"""Losses are of the streams' own making where one alone loses less than this part of what all did."""
+
+_ROOMY_WINDOW = 16
+
+
+@dataclass(frozen=True)
+class Senders:
+    """How many of a link's streams send: one alone where they crowd one another out, and more as it finds room.
+
+    `count`: None for all of them. `lost`: the share that all of them lost, while one is tried. `sent_packets`,
+    `resent_packets`: the link's counters when they were judged last.
+    """
+
+    count: int | None = None
+    lost: float | None = None
+    is_emptying: bool = False
+    """What the other streams had begun is still under way."""
+    is_settled: bool = False
+    """The losses are not of the streams' making."""
+    sent_packets: int = 0
+    resent_packets: int = 0
+
+    def of(self, streams: int) -> int:
+        """Of so many streams."""
+        return streams if self.count is None else min(self.count, streams)
+
+    def after(self, link: LinkState) -> Senders:
+        """What follows from a link's counters, looked at while it sends."""
+        sent, resent = link.sent_packets - self.sent_packets, link.resent_packets - self.resent_packets
+        if 0 <= sent < _JUDGED_PACKETS or link.window == 0:
+            return self
+        seen = replace(self, sent_packets=link.sent_packets, resent_packets=link.resent_packets, is_emptying=False)
+        if sent < 0 or self.is_emptying:  # other streams than those that were counted, or not yet one alone
+            return seen
+        return seen._judge(resent / sent, link)
+
+    def _judge(self, lost: float, link: LinkState) -> Senders:
+        if self.lost is not None:
+            is_alone = lost < _THEIRS * self.lost
+            return replace(self, lost=None, count=1 if is_alone else None, is_settled=not is_alone)
+        if self.count is not None and link.window >= _ROOMY_WINDOW:
+            return replace(self, count=2 * self.count if 2 * self.count < link.streams else None)
+        is_crowded = lost > _CROWDED and link.window <= _CROWDED_WINDOW
+        if self.count is None and is_crowded and link.streams > 1 and not self.is_settled:
+            return replace(self, count=1, lost=lost, is_emptying=True)
+        return self

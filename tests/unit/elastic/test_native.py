@@ -1,16 +1,16 @@
-"""The native data plane where a node is alone, or reaches some of the others no more."""
+"""The native data plane where a node is alone, reaches some of the others no more, or has a slow link to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from tests.unit.plane.conftest import DEADLINE_S, make_silent, tcp_pair
+from tests.unit.plane.conftest import DEADLINE_S, make_silent, tcp_pair, until
 
 from zeroband.elastic import native as native_module
 from zeroband.elastic.board import NodeBoard
@@ -18,7 +18,7 @@ from zeroband.elastic.epoch import Opening
 from zeroband.elastic.native import NativePlane, Reach
 from zeroband.errors import PeerLost
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.engine import Encoded, Engine
+from zeroband.plane.engine import Encoded, Engine, LinkState
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import OPEN, RunKey, new_session
 from zeroband.plane.links import Links
@@ -73,14 +73,14 @@ OPENING = Opening(1, 1, 1, ("a#1", "b#1", "c#1"), (1, 1, 1), (4, 4, 4), (4, 4, 4
 class Node:
     """A member of OPENING with a data plane of its own."""
 
-    def __init__(self, member_id: str, folder: Path) -> None:
+    def __init__(self, member_id: str, folder: Path, links: type[Links] = Links, streams: int | None = 1) -> None:
         self.member_id = member_id
-        self.links = Links(Engine(1), RunKey(b"k" * 32), is_sealed=False)
+        self.links = links(Engine(1), RunKey(b"k" * 32), is_sealed=False)
         self._board = NodeBoard(folder / member_id, create=True)
         self._main = ThreadPoolExecutor(1)
         reach = Reach(self.links, addresses=lambda members: {})
         self._plane = NativePlane(
-            "run", self._board, CODECS["fp32"], reach, streams=1, connect_s=DEADLINE_S, silent_s=0.1
+            "run", self._board, CODECS["fp32"], reach, streams=streams, connect_s=DEADLINE_S, silent_s=0.1
         )
 
     def reduce(self, opening: Opening) -> Future[torch.Tensor]:
@@ -99,9 +99,10 @@ class Node:
         self._board.close()
 
 
-def join(one: Node, other: Node, *, is_silent: bool = False) -> None:
-    """Link two nodes by one stream. `is_silent`: nothing comes through, and neither end is told."""
-    ends, session = tcp_pair(), new_session()
+def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") -> None:
+    """Link two nodes by a stream. `is_silent`: nothing comes through, and neither end is told. `session`: of the link
+    that it is to belong to; empty: a new one."""
+    ends, session = tcp_pair(), session or new_session()
     if is_silent:
         make_silent(*ends)
     one.links.accept(ends[0], HandedOver("data", other.member_id, session, OPEN))
@@ -143,3 +144,38 @@ def test_round_that_lost_a_link_without_a_word_goes_on_over_another_one(nodes: l
     results = [reducing.result(DEADLINE_S) for reducing in [node.reduce(again) for node in nodes]]
     assert all(torch.equal(result, results[0]) for result in results)
     assert torch.allclose(results[0], SOURCE)
+
+
+@dataclass
+class SlowLinks(Links):
+    """Links of which TCP's counters tell that their streams crowd one another out."""
+
+    asked: int = 0
+    told: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+
+    def state(self, member: str) -> LinkState:
+        self.asked += 1
+        sent, resent = 200 * self.asked, 20 * self.asked
+        return replace(super().state(member), streams=8, window=3, sent_packets=sent, resent_packets=resent)
+
+    def set_senders(self, member: str, senders: int) -> None:
+        self.told.append((member, senders))
+        super().set_senders(member, senders)
+
+
+@pytest.mark.parametrize("streams", [None, 8], ids=["ours to choose", "the user's"])
+def test_crowded_link_is_left_to_one_stream_during_a_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int | None
+) -> None:
+    monkeypatch.setattr(native_module, "_ASK_S", 0.01)
+    opening = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), wants=(4, 4))
+    a, late = (Node(member, tmp_path, SlowLinks, streams) for member in opening.members)
+    for _ in range(8):
+        join(a, late, session="the same")
+    links = cast(SlowLinks, a.links)
+    reducing, before = a.reduce(opening), links.asked
+    until(lambda: links.asked > before + 3)
+    assert torch.equal(late.reduce(opening).result(DEADLINE_S), reducing.result(DEADLINE_S))
+    assert links.told[:1] == ([("b#1", 1)] if streams is None else [])
+    a.close()
+    late.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from select import select
 
 import pytest
 import torch
 from tests.unit.plane.conftest import (
+    DEADLINE_S,
     MakeNet,
     Net,
     ends_of,
@@ -155,6 +157,44 @@ def test_several_streams_carry_one_reduction(make_net: MakeNet, is_ring: bool, i
         assert_all_hold_the_mean(net, INT8, numel, [1, 2, 3], is_ring=is_ring)
 
 
+def test_as_many_streams_send_as_are_told_to(make_net: MakeNet) -> None:
+    net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(4)]
+    engine = net.engines[0]
+    for ours, _ in far_ends:
+        engine.add_stream(1, ours, OPEN)
+    shape = split_into(2 * 80 * 512, INT8, [1, 1], is_ring=False)  # 80 frames for the other member, 16 in one turn
+    source = noise(shape.bounds[-1])
+
+    def senders_when(told: int) -> int:
+        engine.set_senders(1, told)
+        running = net.operate(net.next_operation(), shape, 0, source, torch.empty_like(source))
+        until(lambda: running.traffic(1).sent_bytes == INT8.encoded_size(80 * 512))
+        running.close()
+        return sum(bool(select([theirs], [], [], 0)[0]) and len(theirs.recv(1 << 20)) > 0 for _, theirs in far_ends)
+
+    try:
+        assert [senders_when(told) for told in (1, 3, 8)] == [1, 3, 4]
+    finally:
+        for _, theirs in far_ends:
+            theirs.close()
+
+
+def test_streams_that_may_send_now_begin_at_once(make_net: MakeNet) -> None:
+    net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(2)]
+    engine = net.engines[0]
+    for ours, _ in far_ends:
+        engine.add_stream(1, ours, OPEN)
+    engine.set_senders(1, 1)
+    shape = split_into(1 << 24, FP32, [1, 1], is_ring=False)  # more than a connection holds that nobody reads
+    net.operate(net.next_operation(), shape, 0, noise(1 << 24), torch.empty(1 << 24))
+    readable = lambda: select([theirs for _, theirs in far_ends], [], [], DEADLINE_S)[0]  # noqa: E731
+    assert len(readable()) == 1
+    engine.set_senders(1, 2)
+    until(lambda: len(readable()) == 2)
+    for _, theirs in far_ends:
+        theirs.close()
+
+
 @EACH_SHAPE
 def test_two_operations_on_different_lanes_go_on_at_the_same_time(kept_net: KeptNet, is_ring: bool) -> None:
     """Both wait for a member."""
@@ -279,6 +319,9 @@ def test_machine_that_does_not_acknowledge_is_told_from_one_whose_process_does_n
     net.started.append(engine.start(net.next_operation(), shape, 0, range(3), noise(300), result))
     until(lambda: engine.state(2).unanswered_s > 0.1)
     assert engine.state(1).unanswered_s == 0
+    until(lambda: engine.state(2).resent_packets > 0)
+    assert engine.state(2).sent_packets > engine.state(1).sent_packets > 0
+    assert (engine.state(1).resent_packets, engine.state(1).window) == (0, 0) and engine.state(2).window > 0
     for _, theirs in far:
         theirs.close()
 

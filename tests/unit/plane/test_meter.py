@@ -39,9 +39,19 @@ def test_best_of_the_last_transfers_counts_and_older_ones_are_forgotten() -> Non
     learned = Learned().after(90, {"b": 70})
     for _ in range(KEPT - 1):
         learned = learned.after(20, {"b": 10})
-    assert max(learned.own) == 90 and max(learned.links["b"]) == 70
+    assert learned.own_rate == 90 and learned.link_rates() == {"b": 70}
     learned = learned.after(20, {"b": 10})
-    assert max(learned.own) == 20 and max(learned.links["b"]) == 10
+    assert learned.own_rate == 20 and learned.link_rates() == {"b": 10}
+
+
+def test_few_transfers_say_nothing() -> None:
+    learned = Learned()
+    for _ in range(KEPT - 1):
+        assert learned.own_rate == 0 and not any(learned.link_rates().values())
+        learned = learned.after(90, {"b": 70})
+    assert learned.own_rate == 0 and learned.link_rates() == {"b": 0}
+    learned = learned.after(0, {"b": 0})
+    assert learned.own_rate == 0 and learned.link_rates() == {"b": 0}
 
 
 def test_transfer_that_says_nothing_forgets_no_rate_but_members_that_left() -> None:

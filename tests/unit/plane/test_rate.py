@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -66,6 +67,36 @@ def test_slow_link_is_seen_as_slow() -> None:
             await loop.sock_sendall(connection, await loop.sock_recv(near, 4))
 
     assert burst(slowly) < 100
+
+
+def test_burst_ends_as_soon_as_it_comes_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callee is given 4 KB every 5 ms, and would take five seconds for all of it."""
+    monkeypatch.setattr(rate_module, "BURST_S", 60.0)
+    monkeypatch.setattr(rate_module, "_PATIENCE_S", 60.0)
+    taken = 0
+
+    async def slowly(connection: socket.socket) -> None:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        async def relay() -> None:
+            nonlocal taken
+            with near, contextlib.suppress(ConnectionResetError):
+                while part := await loop.sock_recv(connection, PIECE // 16):
+                    await asyncio.sleep(0.005)
+                    taken += len(part)
+                    await loop.sock_sendall(near, part)
+
+        async def relay_back() -> None:
+            await loop.sock_sendall(connection, await loop.sock_recv(near, 4))
+
+        with far:
+            await asyncio.gather(relay(), relay_back(), answer_rate(far))
+
+    assert burst(slowly) < 100
+    assert taken < rate_module.BURST_BYTES / 4
 
 
 def test_node_that_hangs_up_teaches_nothing() -> None:

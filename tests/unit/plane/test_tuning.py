@@ -1,10 +1,13 @@
-"""How a link comes to its congestion control and its number of streams."""
+"""How a link comes to its congestion control, its number of streams, and how many of them send."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from zeroband.plane.tuning import BBR, CUBIC, LinkTuning
+import pytest
+
+from zeroband.plane.engine import LinkState
+from zeroband.plane.tuning import BBR, CUBIC, LinkTuning, Senders
 
 MB = 1 << 20
 
@@ -67,3 +70,63 @@ def test_short_transfers_teach_nothing() -> None:
 def test_number_that_the_user_chose_stays() -> None:
     settled = after(lambda streams, congestion: 9e6 if congestion == BBR else 1e6, LinkTuning.fixed(3))
     assert settled.streams == 3 and settled.congestion == BBR and settled.is_settled
+
+
+class Counters:
+    """Of a link of eight streams, which goes on sending."""
+
+    def __init__(self) -> None:
+        self.sent = self.resent = 0
+
+    def after(self, packets: int, lost: float, window: int) -> LinkState:
+        """So many packets later, of which this share was sent again, with this window of a stream."""
+        self.sent, self.resent = self.sent + packets, self.resent + round(lost * packets)
+        return LinkState(True, 8, 0.02, 0.0, 0, window, self.sent, self.resent)
+
+
+CROWDED, ALONE = (200, 0.1, 3), (200, 0.02, 8)
+"""What eight streams and one show on a slow link: packets, the share sent again, window."""
+
+
+def judged(counters: Counters, *looks: tuple[int, float, int], first: Senders | None = None) -> list[int]:
+    """How many streams of eight send after each look."""
+    senders, numbers = first or Senders(), list[int]()
+    for look in looks:
+        senders = senders.after(counters.after(*look))
+        numbers.append(senders.of(8))
+    return numbers
+
+
+def test_streams_that_crowd_one_another_out_leave_the_link_to_one() -> None:
+    assert judged(Counters(), CROWDED, CROWDED, ALONE, ALONE) == [1, 1, 1, 1]
+
+
+def test_what_the_others_had_begun_is_not_held_against_one_alone() -> None:
+    assert judged(Counters(), CROWDED, (200, 0.5, 1), ALONE, (200, 0.09, 5)) == [1, 1, 1, 1]
+
+
+def test_losses_that_one_stream_alone_has_too_are_not_of_its_making() -> None:
+    assert judged(Counters(), CROWDED, CROWDED, CROWDED, CROWDED, CROWDED) == [1, 1, 8, 8, 8]
+
+
+def test_more_streams_send_again_as_there_is_room() -> None:
+    roomy = (200, 0.0, 20)
+    assert judged(Counters(), CROWDED, ALONE, ALONE, roomy, roomy, ALONE, roomy, CROWDED) == [1, 1, 1, 2, 4, 4, 8, 1]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [(100, 0.3, 2), (200, 0.04, 3), (200, 0.3, 40), (200, 0.3, 0)],
+    ids=["few packets", "few losses", "large windows", "nothing under way"],
+)
+def test_streams_that_do_not_crowd_one_another_out_all_send(look: tuple[int, float, int]) -> None:
+    assert judged(Counters(), look) == [8]
+
+
+def test_few_packets_are_judged_with_those_that_follow() -> None:
+    assert judged(Counters(), (100, 0.1, 3), (100, 0.1, 3)) == [8, 1]
+
+
+def test_link_of_new_streams_goes_on_as_the_old_one() -> None:
+    senders = Senders(count=1, sent_packets=10_000, resent_packets=900)
+    assert judged(Counters(), CROWDED, ALONE, first=senders) == [1, 1]

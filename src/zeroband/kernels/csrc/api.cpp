@@ -60,8 +60,8 @@ struct zb_traffic {
 };
 
 struct zb_link {
-    uint32_t is_up, streams, rtt_us, unanswered_ms;
-    uint64_t received_bytes;
+    uint32_t is_up, streams, rtt_us, unanswered_ms, window;
+    uint64_t received_bytes, sent_packets, resent_packets;
 };
 
 // Whether every frame holds whole blocks of one encoding of all values.
@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 8; }
+int zb_abi() { return 9; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -105,10 +105,12 @@ void zb_stream_add(Engine* engine, uint32_t link, int fd, const uint8_t* seal_ke
 void zb_link_drop(Engine* engine, uint32_t link) { engine->drop_link(link); }
 void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
     const LinkState state = engine->link_state(link);
-    *out = {state.is_up ? 1u : 0u, state.streams, state.rtt_us, state.unanswered_ms, state.received_bytes};
+    *out = {state.is_up ? 1u : 0u, state.streams,        state.rtt_us,       state.unanswered_ms,
+            state.window,          state.received_bytes, state.sent_packets, state.resent_packets};
 }
 
 void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }
+void zb_link_senders(Engine* engine, uint32_t link, uint32_t senders) { engine->set_senders(link, senders); }
 
 uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }
 void zb_forget_peak(Engine* engine) { engine->pool().forget_peak(); }

@@ -1,11 +1,12 @@
 #include "engine.h"
 
 #include <fcntl.h>
+#include <linux/tcp.h>  // that of libc knows less of tcp_info
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "loop.h"
 
@@ -88,12 +89,19 @@ LinkState Engine::link_state(uint32_t link) {
     state.is_up = found->second.is_up;
     state.streams = static_cast<uint32_t>(found->second.streams.size());
     state.received_bytes = found->second.received_bytes.load();
+    uint32_t busy = 0;
     for (const int fd : found->second.streams) {
         const tcp_info info = info_of(fd);
         const uint32_t rtt_us = info.tcpi_rtt;
         if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
         state.unanswered_ms = std::max(state.unanswered_ms, unanswered_ms(info));
+        state.sent_packets += info.tcpi_data_segs_out;
+        state.resent_packets += info.tcpi_total_retrans;
+        if (info.tcpi_unacked == 0) continue;
+        ++busy;
+        state.window += info.tcpi_snd_cwnd;
     }
+    if (busy > 0) state.window /= busy;
     return state;
 }
 
@@ -103,6 +111,16 @@ void Engine::set_congestion(uint32_t link, const std::string& name) {
     if (found == links_.end()) return;
     for (const int fd : found->second.streams)
         setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
+}
+
+void Engine::set_senders(uint32_t link, uint32_t senders) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = links_.find(link);
+        if (found == links_.end()) return;
+        found->second.senders = senders;
+    }
+    for (const auto& loop : loops_) loop->awaken(link);
 }
 
 RunningPtr Engine::start(ReduceSpec spec, std::vector<uint32_t> links) {
@@ -190,7 +208,17 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     awaken(*running, awakened);
 }
 
-PacketPtr Engine::pick(uint32_t link, RunningPtr& running) {
+bool Engine::is_sender(uint32_t link, int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return false;
+    const auto& streams = found->second.streams;
+    return std::distance(streams.begin(), streams.find(fd)) < static_cast<int64_t>(found->second.senders);
+}
+
+// The next frame for a stream.
+PacketPtr Engine::pick(uint32_t link, int fd, RunningPtr& running) {
+    if (!is_sender(link, fd)) return nullptr;
     for (const RunningPtr& candidate : all_running()) {
         const uint32_t member = candidate->member_of(link);
         if (member >= candidate->link_of.size()) continue;

@@ -40,6 +40,9 @@ struct LinkState {
     uint64_t received_bytes = 0;
     uint32_t rtt_us = 0;         // of the fastest stream
     uint32_t unanswered_ms = 0;  // of the stream on which what was sent waits longest for any packet; 0: nothing waits
+    uint32_t window = 0;         // packets that a stream may have under way, the mean of those that have any; 0: none has
+    uint64_t sent_packets = 0;   // of data, on all streams; those sent again, too
+    uint64_t resent_packets = 0;
 };
 
 class Engine {
@@ -59,6 +62,8 @@ class Engine {
     LinkState link_state(uint32_t link);
     // Of all its streams; one that the machine lacks or does not allow changes nothing.
     void set_congestion(uint32_t link, const std::string& name);
+    // So many of its streams send, the first ones; all receive.
+    void set_senders(uint32_t link, uint32_t senders);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
     RunningPtr start(GatherSpec spec, std::vector<uint32_t> links);
@@ -75,13 +80,15 @@ class Engine {
     struct Link {
         bool is_up = true;
         std::set<int> streams;  // their descriptors
+        uint32_t senders = UINT32_MAX;
         std::atomic<uint64_t> received_bytes{0};
     };
 
     RunningPtr start(std::unique_ptr<Transfer> transfer, std::vector<uint32_t> links);
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
-    PacketPtr pick(uint32_t link, RunningPtr& running);
+    bool is_sender(uint32_t link, int fd);
+    PacketPtr pick(uint32_t link, int fd, RunningPtr& running);
     void lose_stream(uint32_t link);
     void end_what_needs(uint32_t link);
     void awaken(const Running& running, const std::vector<uint32_t>& members);

@@ -166,7 +166,7 @@ void Loop::pump(Handle& handle) {
     stream.awaits_room = false;
     for (int frames = 0; frames < FRAMES_AT_ONCE; ++frames) {
         if (!stream.is_sending()) {
-            PacketPtr packet = engine_.pick(stream.link(), handle.running);
+            PacketPtr packet = engine_.pick(stream.link(), stream.fd(), handle.running);
             if (packet == nullptr) return watch(handle);
             stream.put(std::move(packet));
         }
