@@ -78,7 +78,7 @@ under way than this: TCP learns of a loss from three packets that come after it 
 _THEIRS = 0.5
 """Losses are of the streams' own making where one alone loses less than this part of what all did."""
 
-_ROOMY_WINDOW = 16
+_ROOMY_WINDOW = 24
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,12 @@ class Senders:
         if self.lost is not None:
             is_alone = lost < _THEIRS * self.lost
             return replace(self, lost=None, count=1 if is_alone else None, is_settled=not is_alone)
-        if self.count is not None and link.window >= _ROOMY_WINDOW:
-            return replace(self, count=2 * self.count if 2 * self.count < link.streams else None)
         is_crowded = lost > _CROWDED and link.window <= _CROWDED_WINDOW
-        if self.count is None and is_crowded and link.streams > 1 and not self.is_settled:
-            return replace(self, count=1, lost=lost, is_emptying=True)
+        if self.count is None:
+            is_tried = is_crowded and link.streams > 1 and not self.is_settled
+            return replace(self, count=1, lost=lost, is_emptying=True) if is_tried else self
+        if is_crowded:
+            return replace(self, count=max(1, self.count // 2))
+        if link.window >= _ROOMY_WINDOW:
+            return replace(self, count=2 * self.count if 2 * self.count < link.streams else None)
         return self

@@ -110,8 +110,12 @@ def test_losses_that_one_stream_alone_has_too_are_not_of_its_making() -> None:
 
 
 def test_more_streams_send_again_as_there_is_room() -> None:
-    roomy = (200, 0.0, 20)
+    roomy = (200, 0.0, 30)
     assert judged(Counters(), CROWDED, ALONE, ALONE, roomy, roomy, ALONE, roomy, CROWDED) == [1, 1, 1, 2, 4, 4, 8, 1]
+
+
+def test_some_that_crowd_one_another_out_become_half_as_many() -> None:
+    assert judged(Counters(), *[CROWDED] * 4, first=Senders(count=6)) == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
