@@ -114,6 +114,7 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, 
 def _in_the_middle(records: list[dict[str, object]], warm: int) -> list[dict[str, object]]:
     """Without so many rounds in the beginning, and the last one, for which all wait whatever they overlap."""
     ends = [number for number, record in enumerate(records) if "outer/round" in record]
+    assert len(ends) > warm + 1, "a node was away for some rounds: nothing to compare"
     return records[ends[warm - 1] + 1 : ends[-2] + 1]
 
 

@@ -149,6 +149,7 @@ class NativePlane:
             self._await(_Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops)), meter)
             traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
             self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
