@@ -1,15 +1,17 @@
 """What a comparison should show, written down before it runs, and whether it did. Pure.
 
-Each claim is a table in [[compare.claims]]: a figure of one method, of which others, and the limit.
+Each claim is a table in [[compare.claims]]: a figure of one method, of which others, and the limit. A pattern,
+`eager:*`, stands for the best of the methods that it fits, by the loss with the first seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from zeroband.compare.table import Row, find, gap, ppl_ratio
+from zeroband.compare.table import Row, gap, ppl_ratio
 from zeroband.errors import ConfigError
 
 FIGURES = {
@@ -76,13 +78,26 @@ def parse_claims(value: Any) -> tuple[Claim, ...]:
 
 def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[Verdict, ...]:
     """What the rows say of each claim."""
-    return tuple(Verdict(claim, _figure(claim, rows)) for claim in claims)
+    return tuple(_verdict(claim, rows) for claim in claims)
 
 
-def _figure(claim: Claim, rows: Sequence[Row]) -> float | None:
-    of, over, to = (find(rows, name) for name in (claim.of, claim.over, claim.to))
-    if of is None:
-        return None
+def _verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
+    of, over, to = (_best(rows, name) for name in (claim.of, claim.over, claim.to))
+    named = replace(claim, of=_named(claim.of, of), over=_named(claim.over, over), to=_named(claim.to, to))
+    return Verdict(named, None if of is None else _figure(claim.figure, of, over, to))
+
+
+def _best(rows: Sequence[Row], name: str) -> Row | None:
+    """The best of the methods that ended well and have this name or fit this pattern."""
+    fitting = [row for row in rows if row.losses and (row.arm == name or fnmatchcase(row.arm, name))]
+    return min(fitting, key=lambda row: row.losses[0], default=None)
+
+
+def _named(name: str, row: Row | None) -> str:
+    return name if row is None or row.arm == name else f"{name} ({row.arm})"
+
+
+def _figure(figure: str, of: Row, over: Row | None, to: Row | None) -> float | None:
     figures: Mapping[str, float | None] = {
         "ppl_ratio": ppl_ratio(of, over),
         "loss_ratio": None if over is None or over.loss is None or of.loss is None else of.loss / over.loss,
@@ -90,7 +105,7 @@ def _figure(claim: Claim, rows: Sequence[Row]) -> float | None:
         "bytes_ratio": _bytes_ratio(of, over),
         "payload_ratio": of.payload_ratio,
     }
-    return figures[claim.figure]
+    return figures[figure]
 
 
 def _bytes_ratio(of: Row, over: Row | None) -> float | None:
