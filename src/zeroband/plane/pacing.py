@@ -16,14 +16,18 @@ from dataclasses import dataclass, field, replace
 _LEAST_S = 1.0
 """A transfer that is over sooner depends on more than the rate of its links."""
 
-_MOST_BYTES_PER_S = 4e6
-"""Over one link. What is faster wants several streams, and is not the access of a home."""
+_MOST_BYTES_PER_S = 8e6
+"""Over one link. What is faster wants several streams, and is no access that a home has."""
 
 _TRIALS = 2
 """Transfers for each setting; the faster one counts."""
 
-_FIRST, _NEXT = 0.92, 0.97
-"""Of the time that the last one took: what is tried first, and then in steps."""
+_FIRST, _NEXT, _BOLDEST = 0.95, 0.97, 0.8
+"""Of the time that the last one took: what is tried first, and then in steps, which grow where many of them paid: the
+times that were seen before had other reasons than the links. To try too much costs little: it is as TCP has it."""
+
+_FEW = 3
+"""Steps that pay before they grow."""
 
 _WORTH = 0.985
 """A pace is kept where the transfer takes less than this part of the time before."""
@@ -46,6 +50,8 @@ class Pacing:
     best_s: float = math.inf
     """What it took, as it was kept."""
     trials: int = 0
+    paid: int = 0
+    """Steps in a row that did."""
     settled_in: int | None = None
     """The stretch of rounds; None: something is being tried."""
 
@@ -57,10 +63,13 @@ class Pacing:
         if self.target_s is None:
             return self._unpaced(took_s, stretch)
         if took_s <= _WORTH * self.best_s:
-            return Pacing(_NEXT * took_s, self.target_s, took_s)
+            paid = self.paid + 1
+            return Pacing(_step(paid) * took_s, self.target_s, took_s, paid=paid)
         if self.trials + 1 < _TRIALS:
             return replace(self, trials=self.trials + 1)
-        return replace(self, target_s=self.kept_s, trials=0, settled_in=stretch)
+        if self.paid > _FEW:
+            return replace(self, target_s=_NEXT * self.best_s, trials=0, paid=0)
+        return replace(self, target_s=self.kept_s, trials=0, paid=0, settled_in=stretch)
 
     def _unpaced(self, took_s: float, stretch: int) -> Pacing:
         seen = replace(self, best_s=min(self.best_s, took_s), trials=self.trials + 1)
@@ -79,6 +88,10 @@ class Pacing:
         if self.target_s is None:
             return Pacing()
         return replace(self, target_s=_NEXT * self.best_s, trials=0, settled_in=None)
+
+
+def _step(paid: int) -> float:
+    return _NEXT if paid <= _FEW else max(_BOLDEST, _NEXT**2 ** (paid - _FEW))
 
 
 @dataclass

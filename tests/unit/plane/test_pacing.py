@@ -44,6 +44,12 @@ def test_pace_comes_close_to_what_the_links_carry_and_stays_there() -> None:
     assert run.pacing.target_s == pytest.approx(CARRIES_S, rel=0.03)
 
 
+def test_times_that_had_other_reasons_are_soon_left_behind() -> None:
+    run = Run(lambda target_s: 40.0 if target_s is None else took(target_s))
+    assert len([took_s for took_s in run.go(STRETCH) if took_s > AS_TCP_HAS_IT_S]) <= 16, "not 70"
+    assert run.pacing.target_s == pytest.approx(CARRIES_S, rel=0.03)
+
+
 def test_pace_that_does_not_pay_is_left_for_the_rest_of_the_stretch() -> None:
     run = Run(lambda target_s: 4.5 if target_s is None else 4.48)
     run.go(4)
@@ -106,7 +112,7 @@ def learned(to_send: dict[str, int], took_s: float) -> Paces:
 
 def test_all_links_are_to_end_together() -> None:
     paces = learned(TO_SEND, 10.0)
-    assert paces.of(TO_SEND) == {"b": 326_087, "c": 108_696, "d": 108_696}  # in 9.2 s
+    assert paces.of(TO_SEND) == {"b": 315_790, "c": 105_264, "d": 105_264}  # in 9.5 s
 
 
 def test_kinds_of_transfers_are_paced_apart() -> None:
@@ -123,7 +129,7 @@ def test_other_members_begin_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("to_send", "took_s"), [({"b": 3_000_000}, 10.0), ({"b": 50_000_000, "c": 1}, 10.0)], ids=["no other", "fast"]
+    ("to_send", "took_s"), [({"b": 3_000_000}, 10.0), ({"b": 90_000_000, "c": 1}, 10.0)], ids=["no other", "fast"]
 )
 def test_link_that_shares_nothing_or_is_fast_is_left_to_tcp(to_send: dict[str, int], took_s: float) -> None:
     assert learned(to_send, took_s).of(to_send) == {}
