@@ -38,23 +38,16 @@ from zeroband.kernels.codec import CODECS
 from zeroband.plane.engine import Engine, Operation, State
 from zeroband.plane.handshake import OPEN, RunKey, StreamKeys
 from zeroband.plane.links import Links
-from zeroband.plane.pacing import Paces
 from zeroband.plane.shape import shape_of
 
 DEADLINE_S = 300.0
 LEAST_S = 6
 """Of a transfer with int8 over links that are used in full; iperf3 takes as long, from its first byte."""
 
-PACED_REPEATS = 10
-"""More than a pace takes to be found."""
-
 
 @dataclass(frozen=True)
 class Way:
-    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring/CONTROL` or `gloo/LANES`.
-
-    The control is a congestion control of TCP, or `paced`: CUBIC at the pace that is found as a run finds it.
-    """
+    """One way to average: `native/CODEC/STREAMS/sealed|open/all|ring/CONGESTION` or `gloo/LANES`."""
 
     name: str
 
@@ -140,28 +133,21 @@ class Worker:
 
     def _prepare_native(self, way: Way) -> Callable[[], None]:
         job = self.job
-        _, codec, streams, sealing, form, control = way.parts
+        _, codec, streams, sealing, form, congestion = way.parts
         engine = self.engines[way.name] = Engine(threads=1)
         links = Links(engine, RunKey(b""), sealing == "sealed")
         self._connect(way, engine, links, int(streams), sealing == "sealed")
-        others = [peer for peer in range(job.world) if peer != job.rank]
-        for peer in others:
-            engine.set_congestion(peer, "cubic" if control == "paced" else control)
+        for peer in range(job.world):
+            engine.set_congestion(peer, congestion)
         shape = replace(shape_of(job.numel, CODECS[codec], [1 / job.world] * job.world), is_ring=form == "ring")
-        numbers, paces = itertools.count(1), Paces()
+        numbers = itertools.count(1)
 
         def run() -> None:
-            number, began_at_s = next(numbers), time.monotonic()
-            operation = Operation(1, number << 16, 1, 1)
+            operation = Operation(1, next(numbers) << 16, 1, 1)
             reduction = engine.start(operation, shape, job.rank, range(job.world), self.values, self.result)
-            to_send = {str(peer): reduction.traffic(peer).to_send_bytes for peer in others}
-            pace = paces.of(to_send) if control == "paced" else {}
-            for peer in others:
-                engine.set_pace(peer, pace.get(str(peer), 0))
             state = reduction.wait(DEADLINE_S)
             reduction.close()
             assert state == State.DONE, state
-            paces.after(to_send, time.monotonic() - began_at_s, number)
 
         return run
 
@@ -340,8 +326,6 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
             there = {"host": wan.address, "prefix": wan.prefix}
             taken = measure(world, numel, ["gloo/1", "gloo/8"], repeats=0, **there)  # 30 seconds and more each
             taken |= measure(world, numel, native_ways, repeats=2, **there)
-            if world > 2:
-                taken |= measure(world, numel, ["native/int8/1/sealed/all/paced"], repeats=PACED_REPEATS, **there)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))
         for way, one in taken.items():
             size = 4 * numel if way.startswith("gloo") else CODECS["int8"].encoded_size(numel)

@@ -21,7 +21,6 @@ from zeroband.plane.calling import Address
 from zeroband.plane.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.meter import WINDOW_S, Learned, Meter
-from zeroband.plane.pacing import Paces
 from zeroband.plane.shape import piece_bytes, shape_of
 from zeroband.plane.tuning import LinkTuning, Senders
 
@@ -67,9 +66,6 @@ class NativePlane:
         """By member."""
         self._senders: dict[str, Senders] = {}
         """The same."""
-        self._paces = Paces()
-        self._is_paced = False
-        """The last transfer was, or the one that runs."""
         self._connect_s = connect_s
         self._silent_s = silent_s
         self._learned = Learned()
@@ -149,12 +145,11 @@ class NativePlane:
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
-            run = _Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops))
-            meter, began_s = Meter(), time.monotonic()
-            self._pace(run)
-            self._await(run, meter)
-            traffic = run.traffic()
-            self._learn(opening, traffic, time.monotonic() - began_s)
+            meter = Meter()
+            self._await(_Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops)), meter)
+            traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
+            self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
@@ -193,32 +188,11 @@ class NativePlane:
     def _tuning(self, member: str) -> LinkTuning:
         return self._tunings.get(member, self._first)
 
-    def _pace(self, run: _Run) -> None:
-        """Send at the pace that was found for such a transfer, over one stream to each member; or as TCP has it."""
-        to_send = {member: traffic.to_send_bytes for member, traffic in run.traffic().items()}
-        pace = self._paces.of(to_send)
-        for member in to_send if pace or self._is_paced else ():
-            senders = 1 if pace else self._senders.get(member, Senders()).of(run.links.state(member).streams)
-            run.links.set_pace(member, pace.get(member, 0))
-            run.links.set_senders(member, senders)
-        self._is_paced = bool(pace)
-
     def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
         """Of the streams to a member; all of them where the user chose how many there are."""
         if self._first.may_grow:
             senders = self._senders[member] = self._senders.get(member, Senders()).after(link)
             links.set_senders(member, senders.of(link.streams))
-
-    def _learn(self, opening: Opening, traffic: Mapping[str, Traffic], took_s: float) -> None:
-        """What a transfer that went well tells of how its links are to be driven."""
-        self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
-        before = {member: self._tuning(member) for member in traffic}
-        self._tunings = before
-        if not self._is_paced:
-            self._tunings = {m: before[m].after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
-        if self._first.may_grow and self._tunings == before:  # else it is not known what made it faster
-            to_send = {member: of_member.to_send_bytes for member, of_member in traffic.items()}
-            self._paces.after(to_send, took_s, opening.round)
 
     def _is_aborted(self, opening: Opening) -> bool:
         return self._board.aborted_version >= opening.version
@@ -231,8 +205,7 @@ class NativePlane:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
             for member, link in run.ask_links().items():
-                if not self._is_paced:
-                    self._choose_senders(run.links, member, link)
+                self._choose_senders(run.links, member, link)
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[running.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"

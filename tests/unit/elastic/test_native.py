@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -180,67 +179,3 @@ def test_crowded_link_is_left_to_one_stream_during_a_transfer(
     assert links.told[:1] == ([("b#1", 1)] if streams is None else [])
     a.close()
     late.close()
-
-
-@dataclass
-class ToldLinks(Links):
-    """Links that write down how they are to send."""
-
-    paces: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    senders: dict[str, int] = field(default_factory=dict[str, int])
-
-    def set_pace(self, member: str, bytes_per_s: int) -> None:
-        self.paces.append((member, bytes_per_s))
-        super().set_pace(member, bytes_per_s)
-
-    def set_senders(self, member: str, senders: int) -> None:
-        self.senders[member] = senders
-        super().set_senders(member, senders)
-
-
-@pytest.fixture
-def paced_links(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Those of the first node, and what has the first so many nodes make round N. Every transfer counts as slow, and is
-    to take as long again from its third round on."""
-    monkeypatch.setattr("zeroband.plane.pacing._LEAST_S", 0.0)
-    monkeypatch.setattr("zeroband.plane.pacing._MOST_BYTES_PER_S", 1e12)
-    monkeypatch.setattr("zeroband.plane.pacing._FIRST", 1.0)
-    nodes = [Node(member, tmp_path, ToldLinks, request.param) for member in OPENING.members]
-    for one, other in combinations(nodes, 2):
-        session = new_session()
-        for _ in range(8):
-            join(one, other, session=session)
-
-    def reduce(number: int, members: int) -> None:
-        ones = (1,) * members
-        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], weights=ones)
-        for reducing in [node.reduce(replace(opening, steps=ones, wants=ones)) for node in nodes[:members]]:
-            assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
-
-    yield cast(ToldLinks, nodes[0].links), reduce
-    for node in nodes:
-        node.close()
-
-
-@pytest.mark.parametrize("paced_links", [None], indirect=True, ids=["ours to choose"])
-def test_transfer_is_sent_at_the_pace_that_was_found_for_it(
-    paced_links: tuple[ToldLinks, Callable[[int, int], None]],
-) -> None:
-    links, reduce = paced_links
-    for number in (1, 2, 3):
-        assert links.paces == []
-        reduce(number, 3)
-    assert [member for member, _ in links.paces] == ["b#1", "c#1"] and all(pace > 0 for _, pace in links.paces)
-    assert links.senders == {"b#1": 1, "c#1": 1}
-    reduce(4, 2)  # a transfer between other members is another one
-    assert links.paces[2:] == [("b#1", 0)] and links.senders["b#1"] == 8
-
-
-@pytest.mark.parametrize("paced_links", [8], indirect=True, ids=["the user's"])
-def test_streams_that_the_user_chose_are_not_paced(
-    paced_links: tuple[ToldLinks, Callable[[int, int], None]],
-) -> None:
-    links, reduce = paced_links
-    for number in (1, 2, 3):
-        reduce(number, 3)
-    assert links.paces == [] and links.senders == {}
