@@ -121,6 +121,12 @@ def test_wait_until_fails_early_with_the_consoles_when_every_node_has_ended(tmp_
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
+def _hear_signals() -> None:
+    """Also where the tests themselves run under nohup or in the background of a shell."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Command:
     """`zeroband simulate` as a process of its own, in the foreground of nobody."""
 
@@ -140,7 +146,9 @@ class Command:
         self._output = folder / "output"
         command = [sys.executable, "-m", "zeroband.cluster", "2", "1", str(script), *arguments]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_hear_signals
+            )
 
     @property
     def output(self) -> str:
