@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -33,12 +32,12 @@ STORE_RTT_S = 5e-4
 """Redis on this machine, asked by Python."""
 
 INNER_STEPS = 20
-ROUNDS = 4
-"""That are measured; where every step is one, six times as many."""
+WARM_ROUNDS, ROUNDS = 12, 4
+"""That come before and are not measured, and that are. Nodes that meet connect and measure their links, which takes
+seconds where they are slow, and find a pace for them by trying; a forecast is for what comes after."""
 
-WARM_S = 12.0
-"""Of computing that come before: nodes that meet connect and measure their links, which takes seconds where they are
-slow, and a forecast is for what comes after."""
+WARM_STEPS, STEPS = 60, 24
+"""The same where every step is a round, of which none takes long enough to be paced."""
 
 PER_STEP = ("ddp", "ddp-bf16", "ddp-int8", "demo")
 """Methods that synchronise at every step."""
@@ -85,8 +84,8 @@ class Links:
 
 def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, int]:
     """What the nodes counted once they had met, up to the last round, and the model's size."""
-    round_steps, rounds = (1, 6 * ROUNDS) if preset in PER_STEP else (INNER_STEPS, ROUNDS)
-    warm = math.ceil(WARM_S / (round_steps * STEP_S))
+    per_step = preset in PER_STEP
+    round_steps, warm, rounds = (1, WARM_STEPS, STEPS) if per_step else (INNER_STEPS, WARM_ROUNDS, ROUNDS)
     steps = (warm + rounds + 1) * round_steps
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))

@@ -85,6 +85,7 @@ class PlaneParts:
                 codec_of(self._config),
                 reach,
                 streams=comm.streams,
+                paced=comm.pacing,
                 connect_s=time_outs.transfer_s,
                 silent_s=min(max(SILENT_S, 6 * time_outs.detect_s), time_outs.hung_s / 2),  # before leases end by it
             )

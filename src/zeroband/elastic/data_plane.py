@@ -29,6 +29,8 @@ class Rates:
     """Of this node's access link."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """To other members."""
+    took_ms: int = 0
+    """Milliseconds of the last transfer, as `Pacing.after` wants it; 0: there was none, or it failed."""
 
 
 @dataclass(frozen=True)

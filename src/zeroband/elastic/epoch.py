@@ -46,6 +46,8 @@ class Ready:
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """Mbit/s to each other member, as far as known."""
+    took_ms: int = 0
+    """Of its last transfer, as the data plane counts it for pacing; 0: it had none, or the last one failed."""
     norm: float = 0.0
     """Of what it contributes; 0: the run does not ask for it."""
     loss: float | None = None
@@ -298,7 +300,7 @@ def _seen(view: View, member: str) -> Seen:
     ready, peer = view.ready[member], view.peers.get(member)
     probed = {} if peer is None else peer.links
     links = {m: max(probed.get(m, 0), ready.links.get(m, 0)) for m in {*probed, *ready.links}}
-    return Seen(ready.rate, links, 0 if peer is None else peer.rtt_ms)
+    return Seen(ready.rate, links, 0 if peer is None else peer.rtt_ms, ready.took_ms)
 
 
 def has_quorum(view: View) -> bool:

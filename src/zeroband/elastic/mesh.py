@@ -112,7 +112,7 @@ class ElasticDeviceMesh:
 
         def announce() -> None:
             rates = self._plane.measured()
-            self.member.announce_ready(replace(ready, rate=rates.own, links=rates.links))
+            self.member.announce_ready(replace(ready, rate=rates.own, links=rates.links, took_ms=rates.took_ms))
 
         on_first_rank(self.local, announce)
 

@@ -6,6 +6,7 @@ Local rank 0 moves the whole node's state, which lies in shared memory; the othe
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from zeroband.plane.calling import Address
 from zeroband.plane.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.meter import WINDOW_S, Learned, Meter
+from zeroband.plane.pacing import Kind, Middle, Paces
 from zeroband.plane.shape import piece_bytes, shape_of
 from zeroband.plane.tuning import LinkTuning, Senders
 
@@ -41,6 +43,7 @@ class Reach:
 class NativePlane:
     """Reductions and gatherings by the engine. `reach`: on local rank 0 only.
 
+    `paced`: links that share a slow access link are sent to at an even pace, unless the user chose `streams`.
     `silent_s`: a link over which nothing that was sent is acknowledged for so long is dropped during a transfer.
     """
 
@@ -54,6 +57,7 @@ class NativePlane:
         reach: Reach | None,
         *,
         streams: int | None,
+        paced: bool,
         connect_s: float,
         silent_s: float,
     ) -> None:
@@ -66,6 +70,10 @@ class NativePlane:
         """By member."""
         self._senders: dict[str, Senders] = {}
         """The same."""
+        self._paces = Paces() if paced and streams is None else None
+        self._is_paced = False
+        """The last transfer was, or the one that runs."""
+        self._took_ms = 0
         self._connect_s = connect_s
         self._silent_s = silent_s
         self._learned = Learned()
@@ -92,7 +100,8 @@ class NativePlane:
             buffers, place = (contribution, result), (at.operation, shape, at.number, at.links)
             return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded)
 
-        return self._operate(self._reach, start, opening, member_id, on_progress, stops)
+        kind = (self._codec.encoded_size(result.numel()),)
+        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops)
 
     def gather(
         self,
@@ -124,7 +133,8 @@ class NativePlane:
                 allowed=allowed,
             )
 
-        return self._operate(self._reach, start, opening, member_id, on_progress, stops, lane=gathering.number)
+        kind = (gathering.total_bytes, gathering.number)
+        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops, lane=gathering.number)
 
     def _operate(
         self,
@@ -132,6 +142,7 @@ class NativePlane:
         start: Callable[[Engine, _Place, float], Running],
         opening: Opening,
         member_id: str,
+        kind: Kind,
         on_progress: Callable[[float], None],
         stops: Sequence[float],
         *,
@@ -145,10 +156,14 @@ class NativePlane:
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
-            meter = Meter()
-            self._await(_Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops)), meter)
-            traffic = {m: running.traffic(i) for i, m in enumerate(opening.members) if i != at}
-            self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            run = _Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops))
+            meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
+            self._pace(run, kind)
+            self._await(run, meter)
+            self._took_ms = math.ceil(1e3 * (time.monotonic() - began_s if self._is_paced else run.middle.whole_s))
+            traffic = run.traffic()
+            if not self._is_paced:
+                self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
@@ -188,6 +203,18 @@ class NativePlane:
     def _tuning(self, member: str) -> LinkTuning:
         return self._tunings.get(member, self._first)
 
+    def _pace(self, run: _Run, kind: Kind) -> None:
+        """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
+        opening, was_paced, target_s = run.opening, self._is_paced, None
+        if self._paces is not None:
+            last_took_s = opening.network.took_ms / 1e3
+            target_s = self._paces.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
+        self._is_paced = target_s is not None
+        for member, traffic in run.traffic().items() if self._is_paced or was_paced else ():
+            streams = self._senders.get(member, Senders()).of(run.links.state(member).streams)
+            run.links.set_pace(member, 0 if target_s is None else math.ceil(traffic.to_send_bytes / target_s))
+            run.links.set_senders(member, streams if target_s is None else 1)
+
     def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
         """Of the streams to a member; all of them where the user chose how many there are."""
         if self._first.may_grow:
@@ -205,7 +232,8 @@ class NativePlane:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
             for member, link in run.ask_links().items():
-                self._choose_senders(run.links, member, link)
+                if not self._is_paced:
+                    self._choose_senders(run.links, member, link)
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[running.detail]
             what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
@@ -215,7 +243,7 @@ class NativePlane:
         run.on_progress(1.0)
 
     def measured(self) -> Rates:
-        return Rates(self._learned.own_rate, self._learned.link_rates())
+        return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
 
     def leave_behind(self) -> None:
         """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
@@ -253,6 +281,9 @@ class _Run:
     asked_at_s: float = 0.0
     done: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
+
     def traffic(self) -> dict[str, Traffic]:
         return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
 
@@ -268,6 +299,7 @@ class _Run:
         expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
         sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
         meter.see(sent, received, now_s)
+        self.middle.see(received, now_s)
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)
             self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there

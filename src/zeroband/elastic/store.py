@@ -31,7 +31,7 @@ from zeroband.elastic.records import opening_from, peer_from, ready_from, verdic
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of what nodes tell one another: the records below, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 9
+ABI = 10
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -105,6 +105,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_link_drop": (None, (c_void_p, c_uint32)),
     "zb_link_state": (None, (c_void_p, c_uint32, POINTER(LinkRecord))),
     "zb_link_congestion": (None, (c_void_p, c_uint32, c_char_p)),
+    "zb_link_pace": (None, (c_void_p, c_uint32, c_uint64)),
     "zb_link_senders": (None, (c_void_p, c_uint32, c_uint32)),
     "zb_peak_bytes": (c_uint64, (c_void_p,)),
     "zb_forget_peak": (None, (c_void_p,)),

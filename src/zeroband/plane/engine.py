@@ -143,6 +143,10 @@ class Engine:
         """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
         self._library.zb_link_congestion(self._handle, link, name.encode())
 
+    def set_pace(self, link: int, bytes_per_s: int) -> None:
+        """The most that each stream of a link sends, evenly spaced, where the machine can; 0: what TCP finds."""
+        self._library.zb_link_pace(self._handle, link, bytes_per_s)
+
     def set_senders(self, link: int, senders: int) -> None:
         """Send over so many of a link's streams; all of them receive."""
         self._library.zb_link_senders(self._handle, link, senders)

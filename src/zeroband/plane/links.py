@@ -80,6 +80,10 @@ class Links:
         """How TCP finds the rate of the streams to a member that are there now."""
         self.engine.set_congestion(self.number(member), name)
 
+    def set_pace(self, member: str, bytes_per_s: int) -> None:
+        """The most that each stream to a member sends; 0: what TCP finds."""
+        self.engine.set_pace(self.number(member), bytes_per_s)
+
     def set_senders(self, member: str, senders: int) -> None:
         """Over how many of the streams to a member this node sends."""
         self.engine.set_senders(self.number(member), senders)

@@ -30,6 +30,8 @@ class Seen:
     """To other members, by name."""
     rtt_ms: int = UNKNOWN
     """To the farthest one."""
+    took_ms: int = UNKNOWN
+    """Of its last transfer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Network:
     slowest_in_ring: int = UNKNOWN
     rtt_ms: int = UNKNOWN
     """Between the two that are farthest from one another."""
+    took_ms: int = UNKNOWN
+    """Of the last transfer, of the member that it took longest; 0 unless all had it."""
 
 
 def plan(members: Sequence[str], seen: Sequence[Seen], before: Network) -> Network:
@@ -63,6 +67,7 @@ def plan(members: Sequence[str], seen: Sequence[Seen], before: Network) -> Netwo
         slowest_link=_steady(min(known.values(), default=UNKNOWN), before.slowest_link),
         slowest_in_ring=_steady(min((known[p] for p in _steps(ring) if p in known), default=0), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
+        took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
     )
 
 

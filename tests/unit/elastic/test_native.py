@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from zeroband.plane.engine import Encoded, Engine, LinkState
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import OPEN, RunKey, new_session
 from zeroband.plane.links import Links
+from zeroband.plane.topology import Network
 
 N = 700
 INT8 = CODECS["int8"]
@@ -35,7 +38,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         board = NodeBoard(tmp_path / "board", create=True)
         reach = Reach(links=cast(Any, None), addresses=lambda members: {})
-        plane = NativePlane("run", board, INT8, reach, streams=1, connect_s=1.0, silent_s=1.0)
+        plane = NativePlane("run", board, INT8, reach, streams=1, paced=True, connect_s=1.0, silent_s=1.0)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
         assert plane.reduce_mean(SOURCE, result, opening, "a#1", lambda share: None, **more) == (0, 0)
@@ -80,7 +83,7 @@ class Node:
         self._main = ThreadPoolExecutor(1)
         reach = Reach(self.links, addresses=lambda members: {})
         self._plane = NativePlane(
-            "run", self._board, CODECS["fp32"], reach, streams=streams, connect_s=DEADLINE_S, silent_s=0.1
+            "run", self._board, CODECS["fp32"], reach, streams=streams, paced=True, connect_s=DEADLINE_S, silent_s=0.1
         )
 
     def reduce(self, opening: Opening) -> Future[torch.Tensor]:
@@ -179,3 +182,67 @@ def test_crowded_link_is_left_to_one_stream_during_a_transfer(
     assert links.told[:1] == ([("b#1", 1)] if streams is None else [])
     a.close()
     late.close()
+
+
+@dataclass
+class ToldLinks(Links):
+    """Links that write down how they are to send."""
+
+    paces: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    senders: dict[str, int] = field(default_factory=dict[str, int])
+
+    def set_pace(self, member: str, bytes_per_s: int) -> None:
+        self.paces.append((member, bytes_per_s))
+        super().set_pace(member, bytes_per_s)
+
+    def set_senders(self, member: str, senders: int) -> None:
+        self.senders[member] = senders
+        super().set_senders(member, senders)
+
+
+@pytest.fixture
+def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """Those of the first node, and what has the first so many nodes make round N, of which the openings say that the
+    last one took two seconds."""
+    nodes = [Node(member, tmp_path, ToldLinks, request.param) for member in OPENING.members]
+    for one, other in combinations(nodes, 2):
+        session = new_session()
+        for _ in range(8):
+            join(one, other, session=session)
+
+    def reduce(number: int, members: int) -> None:
+        ones = (1,) * members
+        opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], weights=ones)
+        opening = replace(opening, steps=ones, wants=ones, network=Network(took_ms=2000))
+        for reducing in [node.reduce(opening) for node in nodes[:members]]:
+            assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
+
+    yield cast(ToldLinks, nodes[0].links), reduce
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.parametrize("paced_links", [None], indirect=True, ids=["ours to choose"])
+def test_transfer_is_sent_at_the_pace_that_was_found_for_it(
+    paced_links: tuple[ToldLinks, Callable[[int, int], None]],
+) -> None:
+    links, reduce = paced_links
+    reduce(1, 3)
+    reduce(2, 3)
+    assert links.paces == []
+    reduce(3, 3)
+    to_b, to_c = 4 * (256 + 256), 4 * (188 + 256)  # float32 of their shards and of its own
+    assert links.paces == [("b#1", ceil(to_b / 2)), ("c#1", ceil(to_c / 2))]
+    assert links.senders == {"b#1": 1, "c#1": 1}
+    reduce(4, 2)  # a transfer between other members is another one
+    assert links.paces[2:] == [("b#1", 0)] and links.senders["b#1"] == 8
+
+
+@pytest.mark.parametrize("paced_links", [8], indirect=True, ids=["the user's"])
+def test_streams_that_the_user_chose_are_not_paced(
+    paced_links: tuple[ToldLinks, Callable[[int, int], None]],
+) -> None:
+    links, reduce = paced_links
+    for number in (1, 2, 3, 4):
+        reduce(number, 3)
+    assert links.paces == [] and links.senders == {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from select import select
+from socket import SOL_SOCKET
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ FP32 = CODECS["fp32"]
 EACH_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 EACH_SHAPE = pytest.mark.parametrize("is_ring", [False, True], ids=["all-to-all", "ring"])
 EACH_SEALING = pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+SO_MAX_PACING_RATE = 47
+"""Of Linux; `socket` does not have it."""
+
 EACH_WORLD = pytest.mark.parametrize("world", range(2, 10))
 
 
@@ -193,6 +197,25 @@ def test_streams_that_may_send_now_begin_at_once(make_net: MakeNet) -> None:
     until(lambda: len(readable()) == 2)
     for _, theirs in far_ends:
         theirs.close()
+
+
+def test_streams_of_a_link_are_paced_until_they_are_told_otherwise(make_net: MakeNet) -> None:
+    net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(2)]
+    engine = net.engines[0]
+    seen = [ours.dup() for ours, _ in far_ends]
+    for ours, _ in far_ends:
+        engine.add_stream(1, ours, OPEN)
+
+    def limits() -> set[int]:
+        return {int.from_bytes(end.getsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, 8), "little") for end in seen}
+
+    engine.set_pace(1, 112_000)
+    engine.set_pace(7, 1)  # a link that there is not
+    assert limits() == {112_000}
+    engine.set_pace(1, 0)
+    assert limits() == {(1 << 64) - 1}
+    for end in (*seen, *(theirs for _, theirs in far_ends)):
+        end.close()
 
 
 @EACH_SHAPE

@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 9; }
+int zb_abi() { return 10; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -110,6 +110,7 @@ void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
 }
 
 void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }
+void zb_link_pace(Engine* engine, uint32_t link, uint64_t bytes_per_s) { engine->set_pace(link, bytes_per_s); }
 void zb_link_senders(Engine* engine, uint32_t link, uint32_t senders) { engine->set_senders(link, senders); }
 
 uint64_t zb_peak_bytes(Engine* engine) { return engine->pool().peak_bytes(); }

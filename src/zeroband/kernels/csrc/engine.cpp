@@ -15,6 +15,7 @@ namespace {
 
 constexpr uint32_t LONG_US = 500;          // round trip of what is more than a local network
 constexpr uint64_t ANY_LIMIT = 1ull << 40;  // bytes per second, more than any link has
+constexpr uint64_t NO_LIMIT = ~uint64_t{0};
 
 tcp_info info_of(int fd) {
     tcp_info info{};
@@ -32,8 +33,9 @@ uint32_t unanswered_ms(const tcp_info& info) {
 // A transfer fills both directions of a link, so on a long one the ACKs of one direction wait in the queue of the other, come
 // together and let the next window go as one burst, with silence after it. Below a limit, whatever it is, Linux spaces a window
 // evenly for CUBIC too. What refuses the option goes on as it is.
-void pace_if_long(int fd) {
-    if (info_of(fd).tcpi_rtt >= LONG_US) setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &ANY_LIMIT, sizeof ANY_LIMIT);
+void pace(int fd, uint64_t bytes_per_s) {
+    const uint64_t limit = bytes_per_s > 0 ? bytes_per_s : info_of(fd).tcpi_rtt >= LONG_US ? ANY_LIMIT : NO_LIMIT;
+    setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &limit, sizeof limit);
 }
 
 }  // namespace
@@ -64,7 +66,7 @@ void Engine::close() {
 
 void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key) {
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-    pace_if_long(fd);
+    pace(fd, 0);
     auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_closed_ || !links_[link].is_up) return;
@@ -111,6 +113,13 @@ void Engine::set_congestion(uint32_t link, const std::string& name) {
     if (found == links_.end()) return;
     for (const int fd : found->second.streams)
         setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
+}
+
+void Engine::set_pace(uint32_t link, uint64_t bytes_per_s) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return;
+    for (const int fd : found->second.streams) pace(fd, bytes_per_s);
 }
 
 void Engine::set_senders(uint32_t link, uint32_t senders) {

@@ -62,6 +62,8 @@ class Engine {
     LinkState link_state(uint32_t link);
     // Of all its streams; one that the machine lacks or does not allow changes nothing.
     void set_congestion(uint32_t link, const std::string& name);
+    // The most that each of its streams sends; 0: what TCP finds.
+    void set_pace(uint32_t link, uint64_t bytes_per_s);
     // So many of its streams send, the first ones; all receive.
     void set_senders(uint32_t link, uint32_t senders);
 

@@ -1,0 +1,176 @@
+"""How fast a node sends where its links share an access link: at an even pace, just below what that carries. Pure.
+
+TCP finds the rate of a link by filling its queue until packets are lost. Of several links that share one, some get more
+than others and are done long before them; in the end only a part of the access is used, and what was lost at a
+receiver's end was sent for nothing. Where every link gets as much as makes it end with all others, a little below what
+the access carries, nothing waits and nothing is lost.
+
+How long a transfer takes at that pace is guessed from the middle of one that was left to TCP, when all its links are
+busy, and then found by trying. All members learn from the openings of their rounds how the last one went, so all come
+to the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+_MIDDLE = (0.25, 0.65)
+"""Of what a node receives: before it TCP is still looking for the rate, after it the first links are done."""
+
+_FREE = 2
+"""Transfers that are left to TCP before one is paced; the better one counts, since nodes may have measured their links
+during the other."""
+
+_LEAST_S = 1.0
+"""A transfer that is over sooner depends on more than the rate of its links."""
+
+_MOST_BYTES_PER_S = 8e6
+"""Over one link. What is faster wants several streams, and is no access that a home has."""
+
+_MET, _MET_S = 1.03, 0.05
+"""A transfer that takes at most this factor and these seconds more than it was told to has kept its pace: a pace says
+nothing of the way to the first byte, and of the last one's."""
+
+_SLOWER = 1.03
+"""By this factor, while no pace was kept."""
+
+_WORTH = 0.975
+"""A pace is worth trying where it is to take less than this part of what one that was not kept took, which was much as
+TCP has it."""
+
+_STEP, _MOST_STEP, _BACK = 0.02, 0.16, 4
+"""Faster by the first, and by twice as much each time up to the second, while nothing was tried that is too fast; then
+by so many times less. A first step that is too fast ends the search."""
+
+_HARMFUL, _MOST_HARMFUL = 1.5, 2
+"""So many transfers in a row took longer by this factor than one that kept its pace, or than the first was told to: one
+stream cannot do it, as on a link that loses packets by itself."""
+
+_LATE, _MOST_LATE = 1.1, 3
+"""The same of a pace that was found: the links are not what they were."""
+
+_REST = 32
+"""Transfers for which what was found stays, before it is tried again."""
+
+
+class Middle:
+    """How long a transfer would take if all of it went as fast as the middle of it."""
+
+    def __init__(self, to_receive_bytes: int) -> None:
+        self._to_receive = to_receive_bytes
+        self._marks: list[tuple[int, float]] = []
+
+    def see(self, received_bytes: int, now_s: float) -> None:
+        """Take note of what came since the transfer began."""
+        if len(self._marks) < len(_MIDDLE) and received_bytes >= _MIDDLE[len(self._marks)] * self._to_receive:
+            self._marks.append((received_bytes, now_s))
+
+    @property
+    def whole_s(self) -> float:
+        """0 where it was over too soon to be seen."""
+        if len(self._marks) < len(_MIDDLE):
+            return 0.0
+        (first, first_s), (last, last_s) = self._marks
+        return self._to_receive * (last_s - first_s) / (last - first) if last > first else 0.0
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What was learned of one kind of transfer."""
+
+    target_s: float | None = None
+    """How long the next one is to take; None: as TCP has it."""
+    guess_s: float = math.inf
+    """Of those that were left to TCP, the shortest that their middle promised."""
+    free: int = 0
+    """How many those were."""
+    kept_s: float = math.inf
+    """The shortest time that was kept."""
+    tried: float = 0.0
+    """The step from that one to the next transfer."""
+    step: float = _STEP
+    """The one after it."""
+    is_fine: bool = False
+    """Something was too fast: steps do not grow."""
+    bad: int = 0
+    """Transfers in a row that were late or harmed."""
+    rests: int = 0
+    """So many transfers more nothing is tried."""
+
+    def after(self, took_s: float) -> Pacing:
+        """What is known after another transfer. One that was left to TCP took what its middle promised."""
+        if self.rests > 0:
+            return self._resting(took_s)
+        if self.target_s is None:
+            return self._left_to_tcp(took_s)
+        if took_s > _HARMFUL * (self.target_s if self.kept_s == math.inf else self.kept_s):
+            bad = self.bad + 1
+            return replace(self, bad=bad) if bad < _MOST_HARMFUL else Pacing(rests=_REST)
+        if took_s <= _MET * self.target_s + _MET_S:
+            return self._kept(self.target_s)
+        return self._missed(self.target_s, took_s)
+
+    def _left_to_tcp(self, took_s: float) -> Pacing:
+        seen = replace(self, guess_s=min(self.guess_s, took_s), free=self.free + 1)
+        if seen.free < _FREE:
+            return seen
+        return Pacing(target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else Pacing(rests=_REST)
+
+    def _kept(self, target_s: float) -> Pacing:
+        step = self.step if self.is_fine else min(2 * self.step, _MOST_STEP)
+        return replace(self, kept_s=target_s, target_s=target_s / (1 + self.step), tried=self.step, step=step, bad=0)
+
+    def _missed(self, target_s: float, took_s: float) -> Pacing:
+        kept_s = self.kept_s
+        if kept_s == math.inf:
+            slower_s = _SLOWER * target_s
+            return replace(self, target_s=slower_s, bad=0) if slower_s <= _WORTH * took_s else Pacing(rests=_REST)
+        if self.tried <= _STEP:
+            return Pacing(target_s=kept_s, kept_s=kept_s, rests=_REST)
+        step = max(self.tried / _BACK, _STEP)
+        return replace(self, target_s=kept_s / (1 + step), tried=step, step=step, is_fine=True, bad=0)
+
+    def _resting(self, took_s: float) -> Pacing:
+        is_late = self.target_s is not None and took_s > _LATE * self.target_s + _MET_S
+        bad = self.bad + 1 if is_late else 0
+        if bad == _MOST_LATE:
+            return Pacing()
+        if self.rests > 1:
+            return replace(self, bad=bad, rests=self.rests - 1)
+        if self.target_s is None:
+            return Pacing()
+        return Pacing(target_s=self.target_s / (1 + _STEP), kept_s=self.target_s, tried=_STEP, step=2 * _STEP)
+
+
+Kind = tuple[int, ...]
+"""Of transfers: the bytes of what is moved for all members together, and what else tells it from others."""
+
+
+@dataclass
+class Paces:
+    """Of all transfers between the same members, the same on all of them. Each kind is paced by itself."""
+
+    _between: tuple[int, tuple[str, ...]] = (0, ())
+    """The epoch and its members."""
+    _kinds: dict[Kind, Pacing] = field(default_factory=dict[Kind, Pacing])
+    _last: tuple[Kind, int] | None = None
+    """The last transfer, and its round."""
+
+    def target_s(
+        self, epoch: int, members: tuple[str, ...], kind: Kind, outer_round: int, last_took_s: float
+    ) -> float | None:
+        """How long a transfer is to take; None: as TCP has it.
+
+        `last_took_s`: of the one in the round before, which all members know alike; 0: they do not.
+        """
+        if (epoch, members) != self._between:
+            self._between, self._kinds, self._last = (epoch, members), {}, None
+        if self._last is not None and self._last[1] != outer_round and last_took_s > 0:
+            last = self._last[0]
+            self._kinds[last] = self._kinds.get(last, Pacing()).after(last_took_s)
+        self._last = (kind, outer_round)
+        target_s = self._kinds.get(kind, Pacing()).target_s
+        if target_s is None or len(members) < 3 or 2 * kind[0] / len(members) > _MOST_BYTES_PER_S * target_s:
+            return None  # nothing is shared, or it is no slow link
+        return target_s
