@@ -12,6 +12,7 @@ second SIGTERM or SIGUSR1; 1 anything else. torchrun makes 1 of every failure of
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import signal
@@ -59,6 +60,12 @@ _log = get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Returns the exit code."""
+    code = _main(argv)
+    gc.collect()  # the frames of an error hold process groups, whose threads can abort a process that ends with them
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     die_with_launcher()
     signal.signal(signal.SIGINT, _exit_on_signal)
     try:

@@ -24,8 +24,17 @@ from zeroband.observe.view import node_id_of
 
 DEADLINE_S = 180.0
 
-INTRUDER = "import sys; from zeroband.elastic import store; {patch}; from zeroband.train import main; sys.exit(main())"
-"""A trainer without a launcher, so that its own exit code is seen."""
+INTRUDER = """
+import sys
+from pathlib import Path
+from zeroband.elastic import store
+{patch}
+from zeroband.train import main
+code = main()
+print("threads:", *(name.read_text() for name in Path("/proc/self/task").glob("*/comm")), file=sys.stderr)
+sys.exit(code)
+"""
+"""A trainer without a launcher, so that its own exit code is seen; and what threads it had at its end."""
 
 PACE = "inner@+0=TAKES0.02"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""

@@ -24,7 +24,7 @@ from zeroband.plane.links import Links, Wanted
 from zeroband.plane.meter import WINDOW_S, Learned, Meter
 from zeroband.plane.pacing import Kind, Middle, Paces
 from zeroband.plane.shape import piece_bytes, shape_of
-from zeroband.plane.tuning import LinkTuning, Senders
+from zeroband.plane.tuning import CUBIC, LinkTuning, Senders
 
 _POLL_S = 0.0005
 _LOOK_S = 0.005
@@ -71,8 +71,8 @@ class NativePlane:
         self._senders: dict[str, Senders] = {}
         """The same."""
         self._paces = Paces() if paced and streams is None else None
-        self._is_paced = False
-        """The last transfer was, or the one that runs."""
+        self._paced: frozenset[str] = frozenset()
+        """Members whose links had a pace in the last transfer, or have one in that which runs."""
         self._took_ms = 0
         self._connect_s = connect_s
         self._silent_s = silent_s
@@ -160,12 +160,14 @@ class NativePlane:
             meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
             self._pace(run, kind)
             self._await(run, meter)
-            self._took_ms = math.ceil(1e3 * (time.monotonic() - began_s if self._is_paced else run.middle.whole_s))
+            took_s = time.monotonic() - began_s if self._paced else run.middle.whole_s
             traffic = run.traffic()
-            if not self._is_paced:
+            if not self._paced:
                 self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
+            is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
+            self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
             return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
         finally:
             running.close()
@@ -203,22 +205,30 @@ class NativePlane:
     def _tuning(self, member: str) -> LinkTuning:
         return self._tunings.get(member, self._first)
 
+    def _sending(self, member: str) -> Senders:
+        return self._senders.get(member, Senders())
+
     def _pace(self, run: _Run, kind: Kind) -> None:
         """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
-        opening, was_paced, target_s = run.opening, self._is_paced, None
+        opening, paces = run.opening, dict[str, int]()
         if self._paces is not None:
             last_took_s = opening.network.took_ms / 1e3
             target_s = self._paces.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
-        self._is_paced = target_s is not None
-        for member, traffic in run.traffic().items() if self._is_paced or was_paced else ():
-            streams = self._senders.get(member, Senders()).of(run.links.state(member).streams)
-            run.links.set_pace(member, 0 if target_s is None else math.ceil(traffic.to_send_bytes / target_s))
-            run.links.set_senders(member, streams if target_s is None else 1)
+            if target_s is not None:
+                paces = {m: math.ceil(traffic.to_send_bytes / target_s) for m, traffic in run.traffic().items()}
+        for member in self._paced - paces.keys():
+            run.links.set_pace(member, 0)
+            run.links.set_senders(member, self._sending(member).of(run.links.state(member).streams))
+        for member, pace in paces.items():
+            run.links.set_pace(member, pace)
+            run.links.set_senders(member, 1)
+            run.links.set_congestion(member, CUBIC)
+        self._paced = frozenset(paces)
 
     def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
         """Of the streams to a member; all of them where the user chose how many there are."""
         if self._first.may_grow:
-            senders = self._senders[member] = self._senders.get(member, Senders()).after(link)
+            senders = self._senders[member] = self._sending(member).after(link)
             links.set_senders(member, senders.of(link.streams))
 
     def _is_aborted(self, opening: Opening) -> bool:
@@ -232,7 +242,7 @@ class NativePlane:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
             run.look(meter)
             for member, link in run.ask_links().items():
-                if not self._is_paced:
+                if not self._paced:
                     self._choose_senders(run.links, member, link)
         if state in (State.PEER_LOST, State.FOREIGN_FRAME):
             member = opening.members[running.detail]

@@ -50,8 +50,8 @@ stream cannot do it, as on a link that loses packets by itself."""
 _LATE, _MOST_LATE = 1.1, 3
 """The same of a pace that was found: the links are not what they were."""
 
-_REST = 32
-"""Transfers for which what was found stays, before it is tried again."""
+_REST, _LONG_REST = 32, 1024
+"""Transfers for which what was found stays, before it is tried again; the long one where a pace did harm."""
 
 
 class Middle:
@@ -106,7 +106,7 @@ class Pacing:
             return self._left_to_tcp(took_s)
         if took_s > _HARMFUL * (self.target_s if self.kept_s == math.inf else self.kept_s):
             bad = self.bad + 1
-            return replace(self, bad=bad) if bad < _MOST_HARMFUL else Pacing(rests=_REST)
+            return replace(self, bad=bad) if bad < _MOST_HARMFUL else Pacing(rests=_LONG_REST)
         if took_s <= _MET * self.target_s + _MET_S:
             return self._kept(self.target_s)
         return self._missed(self.target_s, took_s)

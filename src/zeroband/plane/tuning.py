@@ -46,6 +46,11 @@ class LinkTuning:
         """For a number of streams that the user chose."""
         return LinkTuning(streams, may_grow=False)
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it loses packets by itself, as far as that was found out."""
+        return self.knows_congestion and self.congestion == BBR
+
     def after(self, sent_bytes: int, took_s: float) -> LinkTuning:
         """What is known after another transfer over the link."""
         if self.is_settled or sent_bytes < _LEAST_BYTES or took_s <= 0:

@@ -134,3 +134,12 @@ def test_few_packets_are_judged_with_those_that_follow() -> None:
 def test_link_of_new_streams_goes_on_as_the_old_one() -> None:
     senders = Senders(count=1, sent_packets=10_000, resent_packets=900)
     assert judged(Counters(), CROWDED, ALONE, first=senders) == [1, 1]
+
+
+@pytest.mark.parametrize(("bbr", "is_lossy"), [(20e6, True), (9e6, False)], ids=["loses packets", "loses none"])
+def test_link_is_lossy_where_it_was_found_out(bbr: float, is_lossy: bool) -> None:
+    tuning, seen = LinkTuning(), [False]
+    for _ in range(4):
+        tuning = tuning.after(64 * MB, 64 * MB / (bbr if tuning.congestion == BBR else 9e6))
+        seen.append(tuning.is_lossy)
+    assert seen == [False] * 4 + [is_lossy]
