@@ -32,12 +32,8 @@ _MET, _MET_S = 1.03, 0.05
 """A transfer that takes at most this factor and these seconds more than it was told to has kept its pace: a pace says
 nothing of the way to the first byte, and of the last one's."""
 
-_SLOWER = 1.03
-"""By this factor, while no pace was kept."""
-
-_WORTH = 0.975
-"""A pace is worth trying where it is to take less than this part of what one that was not kept took, which was much as
-TCP has it."""
+_SLOWER, _MOST_SLOWER = 1.03, 1.08
+"""By this factor, while no pace was kept, up to this one: more is not much less than what TCP makes of all of it."""
 
 _STEP, _MOST_STEP, _BACK = 0.02, 0.16, 4
 """Faster by the first, and by twice as much each time up to the second, while nothing was tried that is too fast; then
@@ -109,23 +105,24 @@ class Pacing:
             return replace(self, bad=bad) if bad < _MOST_HARMFUL else Pacing(rests=_LONG_REST)
         if took_s <= _MET * self.target_s + _MET_S:
             return self._kept(self.target_s)
-        return self._missed(self.target_s, took_s)
+        return self._missed(self.target_s)
 
     def _left_to_tcp(self, took_s: float) -> Pacing:
         seen = replace(self, guess_s=min(self.guess_s, took_s), free=self.free + 1)
         if seen.free < _FREE:
             return seen
-        return Pacing(target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else Pacing(rests=_REST)
+        return replace(seen, target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else Pacing(rests=_REST)
 
     def _kept(self, target_s: float) -> Pacing:
         step = self.step if self.is_fine else min(2 * self.step, _MOST_STEP)
         return replace(self, kept_s=target_s, target_s=target_s / (1 + self.step), tried=self.step, step=step, bad=0)
 
-    def _missed(self, target_s: float, took_s: float) -> Pacing:
+    def _missed(self, target_s: float) -> Pacing:
         kept_s = self.kept_s
         if kept_s == math.inf:
             slower_s = _SLOWER * target_s
-            return replace(self, target_s=slower_s, bad=0) if slower_s <= _WORTH * took_s else Pacing(rests=_REST)
+            pays = slower_s <= _MOST_SLOWER * self.guess_s
+            return replace(self, target_s=slower_s, bad=0) if pays else Pacing(rests=_REST)
         if self.tried <= _STEP:
             return Pacing(target_s=kept_s, kept_s=kept_s, rests=_REST)
         step = max(self.tried / _BACK, _STEP)
