@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -86,15 +87,22 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, 
     """What the nodes counted once they had met, up to the last round, and the model's size."""
     per_step = preset in PER_STEP
     round_steps, warm, rounds = (1, WARM_STEPS, STEPS) if per_step else (INNER_STEPS, WARM_ROUNDS, ROUNDS)
-    steps = (warm + rounds + 1) * round_steps
+    arguments = [*flags_of(Arm(preset, preset), nodes=nodes, inner_steps=INNER_STEPS)]
+    arguments += [f"--train.total-steps={(warm + rounds + 1) * round_steps}"]
+    records, params = trained(arguments, mbit, rtt_ms, nodes)
+    return measured([_in_the_middle(of_node, warm) for of_node in records]), params
+
+
+def trained(
+    arguments: Sequence[str], mbit: float, rtt_ms: float, nodes: int
+) -> tuple[list[list[dict[str, object]]], int]:
+    """The metrics of each node of a run with these flags, and the model's size."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroband-bench-")))
         wan = stack.enter_context(Wan(nodes, rate_mbit=mbit, rtt_ms=rtt_ms))
-        arm = flags_of(Arm(preset, preset), nodes=nodes, inner_steps=INNER_STEPS)
-        arguments = [*MODEL, *arm, f"--train.total-steps={steps}", f"--data.cache-dir={folder / 'cache'}"]
         cluster = LocalCluster(
             folder / "runs",
-            arguments,
+            [*MODEL, *arguments, f"--data.cache-dir={folder / 'cache'}"],
             nodes=nodes,
             env={"OMP_NUM_THREADS": "1"},
             network=Links(wan),  # it asks for these two methods only
@@ -105,9 +113,8 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, 
             cluster.start()
         codes = cluster.wait(timeout_s=1200)
         assert set(codes.values()) == {0}, cluster.describe()
-        records = [node.metrics() for node in cluster.nodes.values()]
         params = next(node.parameters for node in cluster.view().nodes if node.parameters)
-    return measured([_in_the_middle(of_node, warm) for of_node in records]), params
+        return [node.metrics() for node in cluster.nodes.values()], params
 
 
 def _in_the_middle(records: list[dict[str, object]], warm: int) -> list[dict[str, object]]:

@@ -24,7 +24,9 @@ from zeroband.plane.engine import Encoded, Engine, LinkState
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import OPEN, RunKey, new_session
 from zeroband.plane.links import Links
+from zeroband.plane.pacing import Middle
 from zeroband.plane.topology import Network
+from zeroband.plane.tuning import LinkTuning
 
 N = 700
 INT8 = CODECS["int8"]
@@ -95,6 +97,11 @@ class Node:
             return result
 
         return self._main.submit(reduce)
+
+    @property
+    def took_ms(self) -> int:
+        """What the others are told of its last transfer."""
+        return self._plane.measured().took_ms
 
     def close(self) -> None:
         self._plane.close()
@@ -239,6 +246,22 @@ def test_transfer_is_sent_at_the_pace_that_was_found_for_it(
     assert links.senders == {"b#1": 8, "c#1": 8}
     reduce(5, 2)
     assert len(links.paces) == 4, "and they stay as TCP has them"
+
+
+@pytest.mark.parametrize("is_lossy", [False, True])
+def test_time_of_a_transfer_is_not_told_where_links_lose_packets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lossy: bool
+) -> None:
+    monkeypatch.setattr(LinkTuning, "is_lossy", is_lossy)
+    monkeypatch.setattr(Middle, "whole_s", 1.5)
+    a, b = Node("a#1", tmp_path), Node("b#1", tmp_path)
+    join(a, b)
+    opening = replace(OPENING, members=OPENING.members[:2], weights=(1, 1), steps=(1, 1), wants=(1, 1))
+    for reducing in (a.reduce(opening), b.reduce(opening)):
+        reducing.result(DEADLINE_S)
+    assert a.took_ms == (0 if is_lossy else 1500)
+    a.close()
+    b.close()
 
 
 @pytest.mark.parametrize("paced_links", [8], indirect=True, ids=["the user's"])

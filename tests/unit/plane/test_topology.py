@@ -170,3 +170,12 @@ def test_noise_changes_no_plan() -> None:
 def test_members_that_know_nothing_plan_with_nothing() -> None:
     assert plan("abcd", [Seen()] * 4, Network()) == Network()
     assert plan("a", [Seen(5)], Network()) == Network((5,))
+
+
+def test_transfer_took_as_long_as_the_member_that_it_took_longest() -> None:
+    before = Network(took_ms=4_000)
+    assert plan("abc", [Seen(took_ms=4_100), Seen(took_ms=4_120), Seen(took_ms=4_090)], before).took_ms == 4_120
+
+
+def test_time_that_one_member_does_not_tell_is_not_known() -> None:
+    assert plan("abc", [Seen(took_ms=4_100), Seen(), Seen(took_ms=4_090)], Network(took_ms=4_000)).took_ms == 0
