@@ -40,11 +40,11 @@ _STEP, _MOST_STEP, _BACK = 0.02, 0.16, 4
 by so many times less. A first step that is too fast ends the search."""
 
 _HARMFUL, _MOST_HARMFUL = 1.5, 2
-"""So many transfers in a row took longer by this factor than one that kept its pace, or than the first was told to: one
-stream cannot do it, as on a link that loses packets by itself."""
+"""So many transfers in a row took longer by this factor than one that kept its pace: the links are not what they were.
+Or, where none did, than they were told to: one stream cannot do it, as on a link that loses packets by itself."""
 
 _LATE, _MOST_LATE = 1.1, 3
-"""The same of a pace that was found: the links are not what they were."""
+"""The same of a pace that was found."""
 
 _REST, _LONG_REST = 32, 1024
 """Transfers for which what was found stays, before it is tried again; the long one where a pace did harm."""
@@ -101,11 +101,15 @@ class Pacing:
         if self.target_s is None:
             return self._left_to_tcp(took_s)
         if took_s > _HARMFUL * (self.target_s if self.kept_s == math.inf else self.kept_s):
-            bad = self.bad + 1
-            return replace(self, bad=bad) if bad < _MOST_HARMFUL else Pacing(rests=_LONG_REST)
+            return self._harmed()
         if took_s <= _MET * self.target_s + _MET_S:
             return self._kept(self.target_s)
         return self._missed(self.target_s)
+
+    def _harmed(self) -> Pacing:
+        if self.bad + 1 < _MOST_HARMFUL:
+            return replace(self, bad=self.bad + 1)
+        return Pacing(rests=_LONG_REST) if self.kept_s == math.inf else Pacing()
 
     def _left_to_tcp(self, took_s: float) -> Pacing:
         seen = replace(self, guess_s=min(self.guess_s, took_s), free=self.free + 1)

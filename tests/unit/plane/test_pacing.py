@@ -79,6 +79,15 @@ def test_pace_that_one_stream_cannot_keep_is_left_at_once() -> None:
     assert run.go(REST) == [4.5, 4.5, 13.5, 13.5, *[4.5] * (REST - 4)]
 
 
+def test_search_begins_anew_where_links_carry_much_less_than_a_moment_before() -> None:
+    run = Run()
+    run.go(4)
+    assert run.pacing.kept_s < 10
+    run.takes = lambda target_s: 8.0
+    run.go(2)
+    assert run.pacing == Pacing()
+
+
 def test_one_transfer_that_something_else_held_up_changes_nothing_of_the_search() -> None:
     run = Run()
     run.go(4)
