@@ -20,7 +20,7 @@ from zeroband.compare.methods import Arm, flags_of
 
 NODES = 4
 INNER_STEPS = 5
-SEARCHING, ROUNDS = 14, 10
+SEARCHING, ROUNDS = 12, 6
 """Rounds that come before, and that count."""
 
 MODELS = {
