@@ -1,7 +1,7 @@
 """Links: whether this node and each other member reach one another, apart from whether both reach the store.
 
-Every guardian answers probes and sends them, a few bytes at a time over TCP connections to each member, and holds the
-node's one port, on which all other connections come in too. Runs an event loop in one thread of the guardian, so
+Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, and holds
+the node's one port, on which all other connections come in too. Runs an event loop in one thread of the guardian, so
 that a stall of the trainer's interpreter cuts no link. Decides nothing.
 """
 
@@ -20,11 +20,7 @@ from zeroband.plane.calling import Address
 from zeroband.plane.port import PROBE_CALL, Answer, Port
 
 _PROBE_BYTES = 8
-_CONNECTIONS = 2
-"""To each member. TCP repeats what was lost after ever longer pauses, so on a flooded link the answer of one may not
-come in time."""
-
-_MAX_ASKERS = 512
+_MAX_ASKERS = 256
 _START_DEADLINE_S = 10.0
 
 
@@ -120,7 +116,7 @@ class LinkMonitor:
         for writer in list(self._askers):
             writer.transport.abort()
         for link in self._links.values():
-            link.cancel()
+            link.task.cancel()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -152,32 +148,30 @@ class LinkMonitor:
 
     def _set_members(self, members: Mapping[str, Address]) -> None:
         for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
-            self._links.pop(member).cancel()
+            self._links.pop(member).task.cancel()
         for member, address in members.items():
             if member not in self._links:
-                link = self._links[member] = _Link(address)
-                link.tasks += [self._loop.create_task(self._probe(member, link)) for _ in range(_CONNECTIONS)]
+                self._links[member] = _Link(address, self._loop.create_task(self._probe(member, address)))
 
-    async def _probe(self, member: str, link: _Link) -> None:
+    async def _probe(self, member: str, address: Address) -> None:
         has_ended = False
         while True:
             try:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection(*link.address), self._detect_s)
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), self._detect_s)
             except ConnectionRefusedError:
-                if has_ended and not link.is_gone:
-                    link.is_gone = True
+                if has_ended:
                     self._on_gone(member)
-                has_ended = False
+                    has_ended = False
             except (OSError, TimeoutError):
                 pass
             else:
-                has_ended = await self._ask(member, link, reader, writer)
+                has_ended = await self._ask(member, reader, writer)
                 writer.close()
                 if has_ended:
                     continue  # dial again at once: a machine that is only cut off does not refuse
             await asyncio.sleep(self._probe_s)
 
-    async def _ask(self, member: str, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _ask(self, member: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Probe until the connection breaks. True: its other end closed it."""
         writer.write(PROBE_CALL)
         try:
@@ -186,6 +180,7 @@ class LinkMonitor:
                 writer.write(probe)
                 if await asyncio.wait_for(reader.readexactly(_PROBE_BYTES), self._detect_s) != probe:
                     return False
+                link = self._links[member]
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
                     link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
@@ -204,12 +199,9 @@ class LinkMonitor:
 class _Link:
     """One member as seen from here."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, task: asyncio.Task[None]) -> None:
         self.address = address
-        self.tasks: list[asyncio.Task[None]] = []
-        """One for each connection."""
-        self.is_gone = False
-        """Nobody listens there any more, which was said."""
+        self.task = task
         self.answered_at_s = time.monotonic()
         self.rtt_s: float | None = None
         """The shortest round trip so far."""
@@ -217,12 +209,7 @@ class _Link:
         """0: not measured."""
         self.measuring: asyncio.Task[None] | None = None
 
-    def cancel(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-
     def answered(self, asked_at_s: float) -> None:
-        self.is_gone = False
         self.answered_at_s = time.monotonic()
         took_s = self.answered_at_s - asked_at_s
         self.rtt_s = took_s if self.rtt_s is None else min(self.rtt_s, took_s)

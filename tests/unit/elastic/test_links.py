@@ -7,8 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -64,31 +62,6 @@ def silent() -> Iterator[socket.socket]:
     with socket.create_server((HOST, 0)) as listener:
         listener.settimeout(10)
         yield listener
-
-
-@contextmanager
-def answering(listener: socket.socket) -> Iterator[None]:
-    """Answers probes over every connection that comes from now on."""
-    stop, timeout_s = threading.Event(), listener.gettimeout()
-    listener.settimeout(0.01)
-
-    def echo(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            connection.settimeout(10)
-            connection.recv(len(PROBE_CALL), socket.MSG_WAITALL)
-            while not stop.is_set() and (probe := connection.recv(8)):
-                connection.sendall(probe)
-
-    def accept(pool: ThreadPoolExecutor) -> None:
-        while not stop.is_set():
-            with suppress(TimeoutError):
-                pool.submit(echo, listener.accept()[0])
-
-    with ThreadPoolExecutor() as pool:
-        pool.submit(accept, pool)
-        yield
-        stop.set()
-    listener.settimeout(timeout_s)
 
 
 def address_of(listener: socket.socket) -> tuple[str, int]:
@@ -150,21 +123,22 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
     assert connection.recv(len(PROBE_CALL), socket.MSG_WAITALL) == PROBE_CALL
     connection.sendall(connection.recv(8, socket.MSG_WAITALL))
     until(lambda: monitor.cut_off() == (B,))
-    with answering(silent):
-        until(lambda: monitor.cut_off() == ())
-    connection.close()
+    again, _ = silent.accept()
+    stop = threading.Event()
 
+    def echo() -> None:
+        again.settimeout(10)
+        again.recv(len(PROBE_CALL), socket.MSG_WAITALL)
+        while not stop.is_set() and (probe := again.recv(8)):
+            again.sendall(probe)
 
-def test_one_connection_that_nothing_comes_through_cuts_nobody_off(
-    open_monitor: OpenMonitor, silent: socket.socket
-) -> None:
-    monitor, from_s = open_monitor(), time.monotonic()
-    monitor.watch({B: address_of(silent)})
-    stuck, _ = silent.accept()
-    with answering(silent):
-        while time.monotonic() < from_s + 3 * DETECT_S:
-            assert monitor.cut_off() == ()
-    stuck.close()
+    echoing = threading.Thread(target=echo, daemon=True)
+    echoing.start()
+    until(lambda: monitor.cut_off() == ())
+    stop.set()
+    echoing.join(timeout=10)
+    for end in (connection, again):
+        end.close()
 
 
 def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: socket.socket) -> None:
