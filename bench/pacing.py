@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--mbit", nargs="+", type=float, default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--rtt-ms", type=float, default=20)
     arguments = parser.parse_args()
-    print("| Mbit/s | M values | TCP, s | range | paced, s | range | paced / TCP | the first 12 rounds |")
+    print(f"| Mbit/s | M values | TCP, s | range | paced, s | range | paced / TCP | the first {SEARCHING} rounds |")
     print("|---|---|---|---|---|---|---|---|")
     for mbit in arguments.mbit:
         free, params = transfers(mbit, arguments.rtt_ms, paced=False)

@@ -87,7 +87,7 @@ def run(preset: str, mbit: float, rtt_ms: float, nodes: int) -> tuple[Measured, 
     """What the nodes counted once they had met, up to the last round, and the model's size."""
     per_step = preset in PER_STEP
     round_steps, warm, rounds = (1, WARM_STEPS, STEPS) if per_step else (INNER_STEPS, WARM_ROUNDS, ROUNDS)
-    arguments = [*flags_of(Arm(preset, preset), nodes=nodes, inner_steps=INNER_STEPS)]
+    arguments = flags_of(Arm(preset, preset), nodes=nodes, inner_steps=INNER_STEPS)
     arguments += [f"--train.total-steps={(warm + rounds + 1) * round_steps}"]
     records, params = trained(arguments, mbit, rtt_ms, nodes)
     return measured([_in_the_middle(of_node, warm) for of_node in records]), params

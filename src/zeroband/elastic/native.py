@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -162,8 +162,9 @@ class NativePlane:
             self._await(run, meter)
             took_s = time.monotonic() - began_s if self._paced else run.middle.whole_s
             traffic = run.traffic()
+            self._tunings = {m: self._tuning(m) for m in traffic}
             if not self._paced:
-                self._tunings = {m: self._tuning(m).after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+                self._tunings = {m: self._tunings[m].after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
             self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
             self._learned = self._learned.after(meter.rate, _link_rates(traffic))
             is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
@@ -290,6 +291,7 @@ class _Run:
     looked_at_s: float = 0.0
     asked_at_s: float = 0.0
     done: float = 0.0
+    middle: Middle = field(init=False)
 
     def __post_init__(self) -> None:
         self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))

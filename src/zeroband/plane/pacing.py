@@ -83,10 +83,8 @@ class Pacing:
     """How many those were."""
     kept_s: float = math.inf
     """The shortest time that was kept."""
-    tried: float = 0.0
-    """The step from that one to the next transfer."""
-    step: float = _STEP
-    """The one after it."""
+    step: float = 0.0
+    """From that one to the target; 0: none was."""
     is_fine: bool = False
     """Something was too fast: steps do not grow."""
     bad: int = 0
@@ -118,8 +116,8 @@ class Pacing:
         return replace(seen, target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else Pacing(rests=_REST)
 
     def _kept(self, target_s: float) -> Pacing:
-        step = self.step if self.is_fine else min(2 * self.step, _MOST_STEP)
-        return replace(self, kept_s=target_s, target_s=target_s / (1 + self.step), tried=self.step, step=step, bad=0)
+        step = self.step if self.is_fine else min(2 * self.step, _MOST_STEP) or _STEP
+        return replace(self, kept_s=target_s, target_s=target_s / (1 + step), step=step, bad=0)
 
     def _missed(self, target_s: float) -> Pacing:
         kept_s = self.kept_s
@@ -127,10 +125,10 @@ class Pacing:
             slower_s = _SLOWER * target_s
             pays = slower_s <= _MOST_SLOWER * self.guess_s
             return replace(self, target_s=slower_s, bad=0) if pays else Pacing(rests=_REST)
-        if self.tried <= _STEP:
+        if self.step <= _STEP:
             return Pacing(target_s=kept_s, kept_s=kept_s, rests=_REST)
-        step = max(self.tried / _BACK, _STEP)
-        return replace(self, target_s=kept_s / (1 + step), tried=step, step=step, is_fine=True, bad=0)
+        step = max(self.step / _BACK, _STEP)
+        return replace(self, target_s=kept_s / (1 + step), step=step, is_fine=True, bad=0)
 
     def _resting(self, took_s: float) -> Pacing:
         is_late = self.target_s is not None and took_s > _LATE * self.target_s + _MET_S
@@ -141,7 +139,7 @@ class Pacing:
             return replace(self, bad=bad, rests=self.rests - 1)
         if self.target_s is None:
             return Pacing()
-        return Pacing(target_s=self.target_s / (1 + _STEP), kept_s=self.target_s, tried=_STEP, step=2 * _STEP)
+        return Pacing(target_s=self.target_s / (1 + _STEP), kept_s=self.target_s, step=_STEP)
 
 
 Kind = tuple[int, ...]
