@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
 from zeroband.kernels import native
@@ -480,11 +481,12 @@ def main() -> None:
     parser.add_argument("--job", type=job_of, help=argparse.SUPPRESS)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 1000], help="Mbit/s of the links")
     parser.add_argument("--rtts", type=float, nargs="+", default=[1, 80], help="ms")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="nodes")
+    parser.add_argument("--worlds", type=count, nargs="+", default=[2, 4], help="nodes")
     parser.add_argument("--loss", type=float, default=0.0, help="percent of packets")
     arguments = parser.parse_args()
     if arguments.job:
         return work(Worker(arguments.job))
+    require_known(parser, arguments.what, ("codecs", "loopback", "links", "messages", "accuracy"))
     for what in arguments.what:
         match what:
             case "codecs":
@@ -495,10 +497,8 @@ def main() -> None:
                 links(arguments.rates, arguments.rtts, arguments.worlds, arguments.loss)
             case "messages":
                 messages()
-            case "accuracy":
-                accuracy()
             case _:
-                parser.error(f"{what} is none of codecs, loopback, links, messages, accuracy")
+                accuracy()
 
 
 if __name__ == "__main__":

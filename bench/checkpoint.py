@@ -29,6 +29,7 @@ from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from evidence import count
 from torch import Tensor
 
 from zeroband.checkpoint.inner_state import views_of
@@ -36,13 +37,13 @@ from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.departure import Departure
+from zeroband.loop import forward_backward
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout
 from zeroband.parallel import init_local_mesh
 from zeroband.parts import shape_of
 from zeroband.sharding import local_part
 from zeroband.snapshots import Snapshots
-from zeroband.train import forward_backward
 from zeroband.trainer import TrainerParts, build_trainer
 
 PIECE = 16 << 20
@@ -254,7 +255,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[Bench]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/14M.toml")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=count, default=7)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", default=None)
     arguments = parser.parse_args()

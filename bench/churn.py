@@ -21,12 +21,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from evidence import count, finite, require
 
 from zeroband.checkpoint.layout import folder_of
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.cluster import LocalCluster
-from zeroband.offline.evaluate import evaluate_checkpoint
+from zeroband.offline.held_out import evaluate_checkpoint
 
 INNER_STEPS, BATCH, LENGTH = 20, 8, 64
 SLOW_STEP_S = 1.5
@@ -92,6 +93,7 @@ def train(nodes: int, steps: int, every_rounds: float | None, seed: int) -> Run:
                 str(folder / "ck" / "run" / folder_of(step)), torch.device("cpu"), samples=512
             ).loss
             found.curve.append((int(stamp.payload["progress"]["tokens"]), loss))
+    require(bool(found.curve), "the run left no checkpoint")
     return found
 
 
@@ -126,18 +128,20 @@ def loss_at(curve: Sequence[tuple[int, float]], tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--nodes", type=count, default=8)
+    parser.add_argument("--steps", type=count, default=800)
     parser.add_argument("--every-rounds", type=float, default=3.0, help="mean gap between two departures")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     static = train(arguments.nodes, arguments.steps, None, arguments.seed)
     moving = train(arguments.nodes, arguments.steps, arguments.every_rounds, arguments.seed)
+    require(moving.departures > 0, "no node left; raise --steps or lower --every-rounds")
     tokens = min(static.curve[-1][0], moving.curve[-1][0])
     at_static, at_moving = loss_at(static.curve, tokens), loss_at(moving.curve, tokens)
     print(f"{os.cpu_count()} cores, {arguments.nodes} nodes, {moving.departures} departures")
     print("| run | tokens | held-out loss there | of static | goodput | wall |\n|---|---|---|---|---|---|")
     for name, found, loss in (("static", static, at_static), ("churn", moving, at_moving)):
+        finite(loss, f"the loss of the {name} run at {tokens} tokens")
         ratio = f"{loss:.4f} | {loss / at_static:.4f}"
         print(f"| {name} | {tokens} | {ratio} | {100 * found.goodput:.1f} % | {found.wall_s:.0f} s |")
 

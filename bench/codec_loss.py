@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from evidence import finite, require
+
 ROOT = Path(__file__).parents[1]
 NODES = 4
 LAST_STEPS = 30
@@ -32,8 +34,8 @@ def final_loss(codec: str, seed: int) -> float:
         for file in Path(folder).glob("*/*/metrics.jsonl"):
             records = [json.loads(line) for line in file.read_text().splitlines()]
             losses += [record["train/loss"] for record in records if "train/loss" in record][-LAST_STEPS:]
-    assert len(losses) == NODES * LAST_STEPS, f"{len(losses)} losses were written"
-    return statistics.mean(losses)
+    require(len(losses) == NODES * LAST_STEPS, f"{len(losses)} losses of {NODES * LAST_STEPS} were written")
+    return finite(statistics.mean(losses), f"the loss with {codec}")
 
 
 def main() -> None:

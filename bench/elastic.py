@@ -13,6 +13,7 @@ not share a processor, so that two cores can carry four of them. Three measureme
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import statistics
@@ -23,6 +24,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from evidence import require, require_known
 
 from zeroband.cluster import LocalCluster, Network, NodeProcess
 from zeroband.elastic.progress import Progress
@@ -169,6 +172,7 @@ def rate_of(nodes: Iterable[NodeProcess], from_s: float, to_s: float) -> float:
     rate = 0.0
     for node in nodes:
         records = [r for r in node.metrics() if from_s <= r["at_s"] < to_s and r["step"] > 20]
+        require(len(records) > 1, f"{node.node_id} made no two inner steps in the phase")
         took_s = records[-1]["at_s"] - records[0]["at_s"]
         rate += (len(records) - 1) * TOKENS_PER_STEP / took_s
     return rate
@@ -229,7 +233,11 @@ MEASUREMENTS = {"slow": measure_slow_node, "joining": measure_joining, "detectio
 
 
 def main(argv: Sequence[str]) -> None:
-    for name in argv or MEASUREMENTS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="slow, joining, detection, or all")
+    asked = parser.parse_args(argv).what
+    require_known(parser, asked, MEASUREMENTS)
+    for name in asked or MEASUREMENTS:
         MEASUREMENTS[name]()
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from evidence import count, require_known
 from torch import Tensor, nn
 
 from zeroband.kernels import fused, waves
@@ -232,9 +233,11 @@ def compare_rounds(numel: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", default=["kernels", "waves", "round"])
-    parser.add_argument("--numel", type=int, default=1 << 28)
+    known = ("kernels", "waves", "round")
+    parser.add_argument("what", nargs="*", default=known)
+    parser.add_argument("--numel", type=count, default=1 << 28)
     arguments = parser.parse_args()
+    require_known(parser, arguments.what, known)
     if not torch.cuda.is_available():
         raise SystemExit("there is no NVIDIA GPU here; nothing is measured")
     if "kernels" in arguments.what:

@@ -37,6 +37,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from all_reduce import DEADLINE_S, Job, Lap, Taken, Way, heading, job_of, measure, values_of, work
+from evidence import count, finite, require
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 COMPRESSIONS = {
@@ -301,15 +302,17 @@ def _cpu_s_of(process: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=job_of, help=argparse.SUPPRESS)
-    parser.add_argument("--mb", type=int, default=64, help="MB (2^20 bytes) of float32 at each node")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="nodes")
-    parser.add_argument("--repeats", type=int, default=7, help="of each way, after one that warms up")
+    parser.add_argument("--mb", type=count, default=64, help="MB (2^20 bytes) of float32 at each node")
+    parser.add_argument("--worlds", type=count, nargs="+", default=[2, 4], help="nodes")
+    parser.add_argument("--repeats", type=count, default=7, help="of each way, after one that warms up")
     arguments = parser.parse_args()
     if arguments.job:
         return work(Worker(arguments.job))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # torchft does not choose its address
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of what others call that torch will drop
     reasons = {way: why_not(way) for way in WAYS}
+    others = [reason for way, reason in reasons.items() if not way.startswith(("gloo", "native"))]
+    require(None in others, f"no way of another package can be run here: {others[0]}")
     numel = arguments.mb << 18
     print(f"\n{arguments.mb} MB of float32 over loopback; {os.cpu_count()} cores, {load()}")
     heads = ("nodes", "way", "median s", "best s", "processor s", "gloo / way, medians", "bests")
@@ -329,7 +332,8 @@ def load() -> str:
 
 def row(one: Taken, gloo: Taken) -> str:
     ratios = f"{gloo.median_s / one.median_s:.2f} | {gloo.best_s / one.best_s:.2f}"
-    return f"{one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f} | {ratios} | {one.error:.2g} |"
+    error = finite(float("nan") if one.error is None else one.error, "the error of a mean")
+    return f"{one.median_s:.3f} | {one.best_s:.3f} | {one.cpu_s:.2f} | {ratios} | {error:.2g} |"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from evidence import count, require
 
 from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.recovery import StateFetch
@@ -92,10 +93,11 @@ def _cpu_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=512, help="megabytes of state")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=count, default=7)
     parser.add_argument("--donate", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     numel = int(arguments.mb * 1e6 / 4)
+    require(numel > 0, f"--mb {arguments.mb:g} is no state")
     if arguments.donate:
         return donate(numel, is_sealed=arguments.donate == "sealed")
     ways = [Way(name, numel) for name in ("in the clear", "sealed")]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from evidence import count
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--values", type=float, default=4e6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=count, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     side = max(64, round(math.sqrt(options.values) / 64) * 64)

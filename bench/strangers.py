@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 from all_reduce import measure
+from evidence import require_known
 from wan import Wan
 
-from zeroband.elastic.links import LinkMonitor
+from zeroband.elastic.links import Identity, LinkMonitor
 from zeroband.kernels.codec import CODECS
 from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handshake import DATA_CALL, OPEN, Caller, Introduction, RunKey
-from zeroband.plane.port import shake_hands
+from zeroband.plane.handshake import OPEN, Caller, Introduction, RunKey
 from zeroband.plane.shape import shape_of
 
 WAY = "native/int8/4/sealed/all/cubic"
@@ -43,10 +43,7 @@ CALLS_PER_S = 200
 def hold_door(host: str) -> None:
     """A guardian's port with nobody behind it, until this process is ended; says what memory it took, every second."""
 
-    async def refuse(connection: socket.socket) -> None:
-        await shake_hands(connection, RunKey(b"k" * 32), callee="node", is_sealed=True)
-
-    LinkMonitor(host, port=PORT, answers={DATA_CALL: refuse}, detect_s=3.0, on_gone=print)
+    LinkMonitor(host, port=PORT, identity=Identity("node", RunKey(b"k" * 32)), detect_s=3.0, on_gone=print)
     while True:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         print(pages * os.sysconf("SC_PAGE_SIZE") >> 10, flush=True)
@@ -142,11 +139,12 @@ def main() -> None:
     parser.add_argument("--door", help=argparse.SUPPRESS)
     parser.add_argument("--noise", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    known = {"noise": noise, "abort": abort}
+    require_known(parser, arguments.what, known)
     if arguments.door:
         hold_door(arguments.door)
     if arguments.noise:
         call_all_the_time(arguments.noise)
-    known = {"noise": noise, "abort": abort}
     for what in arguments.what or known:
         known[what]()
 

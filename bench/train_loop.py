@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from evidence import count, finite
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -108,8 +109,8 @@ def measure(loops: dict[str, Step], tokens: Tensor, targets: Tensor, steps: int)
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "14M.toml")
-    parser.add_argument("--steps", type=int, default=15, help="measured steps of each loop")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument("--steps", type=count, default=15, help="measured steps of each loop")
+    parser.add_argument("--batch", type=count, default=4, help="sequences in a step")
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of both loops")
@@ -140,6 +141,7 @@ def main() -> None:
     )
     bare = results[BARE]
     for name, result in results.items():
+        finite(result.loss, f"the loss of {name}")
         print(
             f"| {name} | {tokens.numel() / result.median_s:,.0f} | {tokens.numel() / result.best_s:,.0f} | "
             f"{result.loss:.5f} | {bare.median_s / result.median_s:.3f} | {bare.best_s / result.best_s:.3f} |"

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from evidence import count, require
 from wan import Wan
 
 from zeroband.cluster import LocalCluster, RedisServer
@@ -144,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=[name for name in known_presets() if name in PREDICTED])
     parser.add_argument("--mbit", nargs="+", type=float, default=[1, 3, 10, 30, 100])
-    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--nodes", type=count, default=4)
     parser.add_argument("--rtt-ms", type=float, default=20)
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
@@ -154,6 +155,7 @@ def main() -> None:
     for preset in arguments.methods:
         for mbit in arguments.mbit:
             found, params = run(preset, mbit, arguments.rtt_ms, arguments.nodes)
+            require(found.steps > 0 and found.wall_s > 0, f"{preset} at {mbit:g} Mbit/s recorded no inner step")
             said = predict(preset, found.step_s, params, mbit, arguments.rtt_ms, arguments.nodes)
             rows.append({"mbit": mbit, "params": params, "measured": asdict(found), "predicted": asdict(said)})
             print(row(preset, mbit, found, said), flush=True)

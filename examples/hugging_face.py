@@ -1,6 +1,7 @@
 """A small Llama of Hugging Face's transformers in a loop of one's own, trained by peers that come and go.
 
-Needs the extra `hf` (`uv sync --extra hf`). In two terminals, the second one a while later:
+Needs the extra `hf` (`pip install 'zeroband-elastic[hf]'`, or in a clone `uv sync --extra hf`). In two terminals, the
+second one a while later:
 
     python examples/hugging_face.py
     python examples/hugging_face.py --store unix:///tmp/zeroband-redis-XXXX/redis.sock    # as the first one says
@@ -20,9 +21,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, get_constant_schedule_with_warmup
 
 import zeroband
+from zeroband.installing import way_to_extra
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM, get_constant_schedule_with_warmup
+except ImportError:
+    raise SystemExit(f"this example needs transformers: {way_to_extra('hf')}") from None
 
 
 def standard_library() -> Tensor:

@@ -9,18 +9,23 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import redis
 
 from zeroband.cluster import RedisServer
 from zeroband.elastic.store import Store
 from zeroband.parallel import LocalMesh, init_local_mesh
+from zeroband.plane.handshake import RunKey
 
 
 def pytest_configure() -> None:
-    """Have interrupts interrupt, also where a shell that started the tests beside itself had them ignored."""
+    """Have interrupts interrupt, also where a shell that started the tests beside itself had them ignored; and have no
+    example of a property fail because it was slow."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    hypothesis.settings.register_profile("busy machines", deadline=None)
+    hypothesis.settings.load_profile("busy machines")
 
 
 @pytest.fixture(scope="session")
@@ -55,8 +60,11 @@ def open_store(redis_url: str) -> Iterator[Callable[..., Store]]:
     """Open stores of one run on the empty server; closed at the end."""
     stores: list[Store] = []
 
-    def open_one(run_id: str = "run", *, patience_s: float = 5.0) -> Store:
-        stores.append(Store(redis_url, run_id, patience_s=patience_s))
+    def open_one(
+        run_id: str = "run", *, token: str | None = None, lease_s: float = 5.0, patience_s: float = 5.0
+    ) -> Store:
+        key = None if token is None else RunKey.of(token, run_id)
+        stores.append(Store(redis_url, run_id, key=key, lease_s=lease_s, patience_s=patience_s))
         return stores[-1]
 
     yield open_one

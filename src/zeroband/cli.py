@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,11 +13,14 @@ from zeroband import __version__
 from zeroband.config import RunConfig, load_config
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
+from zeroband.config.model_size import parameter_count
 from zeroband.config.stability import Caution
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
+from zeroband.launched import end_without_a_word
 
 _EXIT_CONFIG = 2
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Command(NamedTuple):
@@ -26,8 +30,10 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "train": _Command("zeroband.train", "train on this machine, one process; torchrun starts several"),
-    "launch": _Command("zeroband.cluster.launch", "torchrun on this machine, ending as Docker and Slurm expect"),
+    "train": _Command("zeroband.train", "train on this machine, one process; launch starts several"),
+    "launch": _Command(
+        "zeroband.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
+    ),
     "simulate": _Command("zeroband.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
     "demo": _Command("zeroband.demo", "4 nodes train a small model here; one is killed and comes back"),
     "chaos": _Command("zeroband.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
@@ -52,8 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen: str = _parser().parse_args(arguments[:1]).command
     if chosen == "config":
         return show_config(arguments[1:])
-    run = cast(Callable[[Sequence[str]], int], import_module(_COMMANDS[chosen].module).main)
-    return run(arguments[1:])
+    try:
+        return _load(chosen)(arguments[1:])
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _load(command: str) -> Callable[[Sequence[str]], int]:
+    """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
+    numbers = end_without_a_word()
+    try:
+        return cast(Callable[[Sequence[str]], int], import_module(_COMMANDS[command].module).main)
+    finally:
+        for number, handler in numbers.items():
+            signal.signal(number, handler)
 
 
 def show_config(argv: Sequence[str]) -> int:
@@ -72,12 +90,9 @@ def show_config(argv: Sequence[str]) -> int:
 
 
 def _cautions(config: RunConfig) -> tuple[Caution, ...]:
-    """Of a node that trains alone there are none, and nothing more is loaded."""
-    if config.outer is None:
-        return ()
-    count = import_module("zeroband.model.size").parameter_count  # loads torch
+    """Those of a run between nodes; its vocabulary counts where it can be known without loading a tokenizer."""
     vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size if config.data.tokenizer == "byte" else 0
-    return cautions_of(config, params=count(config.model, vocab_size))
+    return cautions_of(config, params=parameter_count(config.model, vocab_size))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,14 +12,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from zeroband.checkpoint.authenticity import Trust
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
+from zeroband.config.resume import ResumeConfig
 from zeroband.elastic import orders
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
+from zeroband.plane.handshake import RunKey
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0
@@ -33,7 +36,10 @@ def main(argv: Sequence[str]) -> int:
         if config.store.url is None:
             raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
         url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
-        with closing(Store(url, config.run.id, lease_s=config.fault.time_outs.lease_s, patience_s=patience_s)) as store:
+        token = config.run.token.get_secret_value() if config.run.token else None
+        key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
+        with closing(Store(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)) as store:
+            store.require_token()
             print(_obey(options, config, store))
     except ConfigError as error:
         print(f"zeroband ctl: {error}", file=sys.stderr)
@@ -92,7 +98,9 @@ def _good_steps(config: RunConfig, wanted: int) -> list[int]:
     try:
         steps = steps_in_order(storage)
         if wanted in steps:
-            open_checkpoint(storage, wanted).require_sizes()
+            token, resume = config.run.token, config.resume or ResumeConfig()
+            trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
+            open_checkpoint(storage, wanted, trust=trust).require_sizes()
     except OSError as error:
         raise ConfigError(f"cannot look into {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged as error:

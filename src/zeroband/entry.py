@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import torch
 
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.resume import ResumeConfig
-from zeroband.elastic.beginning import Beginning, Way, beginning_after, way_in
+from zeroband.elastic.beginning import Beginning, Way, beginning_after, members_of, pending, way_in
 from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import is_restart, launch_of
@@ -32,7 +32,7 @@ from zeroband.outer.memory import HeldState
 from zeroband.outer.rollback import RolledBack
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
 from zeroband.parts import RunParts, shape_of
-from zeroband.restorer import Restorer, SavedState, source_of
+from zeroband.restorer import Restorer, SavedState, source_for
 from zeroband.trainer import TrainerParts
 
 PARAMS = "params"
@@ -55,11 +55,8 @@ class LoneEntry:
         self.hooks: SyncHooks = self._alone
 
     def enter(self) -> RoundReport | None:
-        resume = self._node.config.resume
-        if resume is None and on_first_rank(self._node.local, self._goes_on_after_crash):
-            resume = ResumeConfig()
-        if resume is not None:
-            self._begin_again(resume)
+        if self._node.config.resume is not None or on_first_rank(self._node.local, self._goes_on_after_crash):
+            self._begin_again()
         return None
 
     def _goes_on_after_crash(self) -> bool:
@@ -74,14 +71,14 @@ class LoneEntry:
             raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
         return owner is not None and owner.session == self._alone.payload["session"]
 
-    def _begin_again(self, resume: ResumeConfig) -> None:
+    def _begin_again(self) -> None:
         """Go on from a checkpoint; anew where there is none. Every local rank reads it, and takes its shards.
 
         Raises RecoveryFailed, ConfigError, RunOver.
         """
         node, config, local, from_s = self._node, self._node.config, self._node.local, time.monotonic()
         layout = FlatLayout.of(node.model)
-        source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
+        source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
         restorer = Restorer(source, node.node_id, layout, targets, node.faults)
 
@@ -93,6 +90,8 @@ class LoneEntry:
 
         saved = on_first_rank(local, read)
         if saved is None:
+            if local.rank == 0:
+                _say_new(source.own.url)
             return
         if local.rank != 0:
             restorer.restore(saved["step"])
@@ -156,11 +155,14 @@ class Entry:
             report = self._found(FOUNDING_ROUND)
         return report or self.join()
 
-    def _way_in(self) -> Way:
-        """Local rank 0."""
+    def _way_in(self) -> Way | Literal["follow"]:
+        """`follow`: join the run that others are about to begin again. Local rank 0."""
         while True:
             view = self.run.store.view(FOUNDING_ROUND)
             way = way_in(view, resumes=self.run.may_begin_again(view))
+            agreed = pending(view)
+            if way == "join" and agreed is not None and agreed.member in view.alive:
+                return "follow"
             if way != "wait":
                 return "begin" if isinstance(way, Beginning) else way
             time.sleep(_RETRY_S)
@@ -228,6 +230,7 @@ class Entry:
 
     def _without_checkpoint(self, view: View) -> dict[str, Any]:
         if view.committed is None:
+            _say_new(self.run.restorer.url)
             return {"way": "found"}
         raise RecoveryFailed(
             f"the nodes of this run are gone since round {view.committed.round}, and it has no checkpoint; "
@@ -316,11 +319,13 @@ class Entry:
                 taken = self._recover()
                 report = self.run.outer.join()
             except RecoveryFailed as error:
-                report = self._begin_again() if on_first_rank(self._local, self._way_in) == "begin" else None
+                way = on_first_rank(self._local, self._way_in)
+                report = self._begin_again() if way == "begin" else None
                 if report is not None:
                     return report
                 now_s = time.monotonic()
-                failing_since_s = math.inf if self._came_nearer(had_bytes, taken) else min(failing_since_s, now_s)
+                is_nearer = way == "follow" or self._came_nearer(had_bytes, taken)
+                failing_since_s = math.inf if is_nearer else min(failing_since_s, now_s)
                 if not broadcast_json(now_s - failing_since_s < self._patience_s, self._local):
                     raise RecoveryFailed(
                         f"{error}; came no further for {self._patience_s:g} s. If the run's nodes are gone, go on from "
@@ -328,11 +333,20 @@ class Entry:
                     ) from error
                 if str(error) != said:
                     said = str(error)
-                    _log.warning("no state yet", extra={"fields": {"why": said}})
+                    on_first_rank(self._local, lambda: self._say_wait(said, failing_since_s))  # noqa: B023
                 time.sleep(_RETRY_S)
                 continue
             self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
+
+    def _say_wait(self, why: str, since_s: float) -> None:
+        """Local rank 0."""
+        view = self.run.store.view(FOUNDING_ROUND)
+        left_s = min(since_s + self._patience_s - time.monotonic(), self._patience_s)
+        until = datetime.now(UTC) + timedelta(seconds=left_s)
+        fields = {"why": why, "waits_for": sorted(members_of(view) & view.alive), "until": f"{until:%H:%M:%SZ}"}
+        way_out = "if these nodes are gone: --resume goes on from a checkpoint as soon as their leases have run out"
+        _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
 
     def _came_nearer(self, had_bytes: int, taken: int | None) -> bool:
         """Whether a failed attempt was of use: it verified more of a state, or led on from the round that was taken.
@@ -360,6 +374,10 @@ class Entry:
     def _emit(self, kind: str, **fields: object) -> None:
         if self._events is not None:
             self._events.emit(kind, **fields)
+
+
+def _say_new(url: str) -> None:
+    _log.warning("nothing to resume: a new run begins", extra={"fields": {"no_checkpoint_in": url}})
 
 
 def get_in(entry: Entry | LoneEntry, why: Fenced | RolledBack | None = None) -> RoundReport | None:

@@ -2,8 +2,10 @@
 
 ZerobandError
 ├── ConfigError        the user's input is wrong: names the value and the way out
-│   └── JoinRefused    this node's run differs from the running one: names the differing key
+│   ├── JoinRefused    this node's run differs from the running one: names the differing key
+│   └── MachineUnfit   this machine lacks what the configuration needs: a line for each thing that is missing
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
+│   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
 ├── StoreLost          Redis did not answer within its deadline
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
@@ -39,12 +41,26 @@ class JoinRefused(ConfigError):
         self.ours = ours
 
 
+class MachineUnfit(ConfigError):
+    """This machine cannot do what the configuration asks for; another machine could."""
+
+
 class PeerLost(ZerobandError):
     """Other nodes were lost during a round; `member_ids` names them as far as they are known."""
 
     def __init__(self, message: str, member_ids: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.member_ids = member_ids
+
+
+class TransferStalled(PeerLost):
+    """No byte moved between this node and `member_ids` for `since_s`; `at_byte` of `of_bytes` had come from them."""
+
+    def __init__(self, message: str, member_ids: tuple[str, ...], since_s: float, at_byte: int, of_bytes: int) -> None:
+        super().__init__(message, member_ids)
+        self.since_s = since_s
+        self.at_byte = at_byte
+        self.of_bytes = of_bytes
 
 
 class StoreLost(ZerobandError):

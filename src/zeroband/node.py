@@ -6,14 +6,17 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.departure import Departure
 from zeroband.faults import FaultPoints
-from zeroband.outer.base import Inner
 from zeroband.outer.losses import StepLoss
-from zeroband.parallel import LocalMesh
-from zeroband.sharding import Parameters
+
+if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
+    from zeroband.outer.base import Inner
+    from zeroband.parallel import LocalMesh
+    from zeroband.sharding import Parameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,7 @@ from zeroband.observe.events import EventLog
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes
 from zeroband.outer.base import RoundReport
-
-CONFIG_FILE = "config.toml"
-"""The resolved configuration, in the node's folder of the run directory."""
+from zeroband.run_folder import CONFIG_FILE, RunFolder
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
 """Metrics of the console line."""
@@ -30,7 +28,7 @@ _log = get_logger(__name__)
 class NodeReport:
     """One node's metrics.jsonl and events.jsonl, and the console line. `total_steps`: None: the run has no end.
 
-    Raises ConfigError where another process writes to the node's folder.
+    Raises ConfigError where another process writes to the node's folder, or it holds another run; StoreLost.
     """
 
     def __init__(self, node: NodeParts, *, parameters: int, total_steps: int | None) -> None:
@@ -39,6 +37,12 @@ class NodeReport:
         self._parameters = parameters
         self._total_steps = total_steps
         self._claim = _claim(node)
+        self._folder = RunFolder(node.node_dir)
+        try:
+            self._folder.prepare(config, node.node_id, os.environ)
+        except BaseException:
+            os.close(self._claim)
+            raise
         (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
         self.events = EventLog(node.node_dir)
         sinks: list[Sink] = []
@@ -64,6 +68,10 @@ class NodeReport:
         """This node became a member."""
         self._round_event(round)
         self._steps_since_round = 0
+
+    def belongs_to(self, session: str) -> None:
+        """This node is in the run of this session."""
+        self._folder.belongs_to(session)
 
     def committed(self, round: RoundReport) -> None:
         """The state got another round, between two inner steps."""
@@ -143,6 +151,10 @@ class NodeReport:
         if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver | Leaving):
             self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
         self.events.emit("left", reason="done" if kind is None else str(error) or kind.__name__)
+
+    def cut_off(self) -> None:
+        """Say how it ends where the process does before `leave`. Another thread's."""
+        self.events.emit("left", reason="asked to leave, in the middle of an inner step that did not stop")
 
     def close(self) -> None:
         self._metrics.close()

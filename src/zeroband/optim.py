@@ -70,8 +70,8 @@ class InnerOptimizer:
 
     AdamW, or DeMo's theta <- theta (1 - lr weight_decay) - lr sign(gradient) (arXiv:2411.19870), which has no moments.
 
-    The decay is decoupled, and of matrices and embeddings only: vectors (norms) are not decayed. Uses torch's fused
-    kernel where the device has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
+    The decay is decoupled, and of vectors (norms) only with `decay_vectors`. Uses torch's fused kernel where the device
+    has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
     which those of the fused CPU kernel do; slower.
     The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
     can be written into them before the first step.
@@ -124,9 +124,11 @@ class InnerOptimizer:
         Without gradients parameters and moments stay as they are.
         """
         update = self._update if self._rule == "adamw" else self._step_by_signs
+        config = self._optim.adamw
+        of_vectors = config.weight_decay if config.decay_vectors else 0.0
         with torch.no_grad():
-            update([name for name, p in self._names.items() if p.ndim >= 2], self._optim.adamw.weight_decay)
-            update([name for name, p in self._names.items() if p.ndim < 2], 0.0)
+            update([name for name, p in self._names.items() if p.ndim >= 2], config.weight_decay)
+            update([name for name, p in self._names.items() if p.ndim < 2], of_vectors)
         self._step_count += 1
 
     def _update(self, names: Iterable[str], weight_decay: float) -> None:

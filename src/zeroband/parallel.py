@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,10 +22,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroband.config.schema import TrainConfig
 from zeroband.errors import ConfigError
+from zeroband.launched import RANKS_FILE
 from zeroband.sharding import Parameters, is_fsdp, is_sharded, local_part
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
 """Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ def init_local_mesh(
     Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun.
     """
     environ = os.environ if environ is None else environ
+    _stay_on_this_machine()
     rank, world_size = _rank_and_world_size(environ)
     gpus = torch.cuda.device_count()
     device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
@@ -94,9 +100,19 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
         return init_local_mesh(gpu=device if device.type == "cuda" else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+    _stay_on_this_machine()
     control = _control_group(CONTROL_TIMEOUT_S)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     return LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+
+
+def _stay_on_this_machine() -> None:
+    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another is nobody else's business.
+
+    Left to themselves they listen where the host's name leads. The groups between nodes choose an address of their own.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
 
 
 def _control_group(timeout_s: float) -> dist.ProcessGroup:
@@ -108,10 +124,15 @@ def _control_group(timeout_s: float) -> dist.ProcessGroup:
 def _store_of_this_start(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> Store:
     """Where the ranks tell each other their addresses.
 
-    torchrun's own store outlives a restart of its ranks, and the addresses of the dead ones still lie in it.
+    `zeroband launch` gives its ranks a file, another one at each start; torchrun has a store, which outlives a restart
+    of its ranks, and the addresses of the dead ones still lie in it.
     """
     if "RANK" not in environ:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    if file := environ.get(RANKS_FILE):
+        in_file = dist.FileStore(file, world_size)  # pyright: ignore[reportPrivateImportUsage]
+        in_file.set_timeout(timeout)
+        return in_file
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -16,13 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.serving import StateServer
-from zeroband.checkpoint.storage import open_storage
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
-from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.beginning import is_abandoned
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import (
     Rules,
@@ -54,8 +49,10 @@ from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
 from zeroband.parallel import LocalMesh, all_ok, barrier
 from zeroband.plane.handover import HandedOver
+from zeroband.plane.handshake import RunKey
 from zeroband.plane_parts import PlaneParts, codec_of
-from zeroband.restorer import Restorer, SavedState, source_of
+from zeroband.restorer import Restorer, SavedState, source_for
+from zeroband.vacancy import Vacancy
 
 _JOURNAL_ROUNDS = 1024
 _JOURNAL_BYTES = 4 << 30
@@ -64,9 +61,6 @@ _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 
 _FIRST_CONTACT_S = 30.0
 """A Redis that does not answer at the start for so long is most likely not there."""
-
-_RESTART_S = 60.0
-"""For launchers to notice a crash, to end the other ranks and to start the trainers again."""
 
 _log = get_logger(__name__)
 
@@ -112,7 +106,7 @@ class RunParts:
         self._server: StateServer | None = None
         self._is_left = False
         self._is_restart = is_restart(os.environ)
-        self._began_at_s = time.monotonic()
+        self._vacancy = Vacancy(config, node.node_id, is_restart=self._is_restart, on_event=on_event)
         with ExitStack() as stack:
             self.store = self._open_store(stack)
             layout = FlatLayout.of(node.model)
@@ -156,20 +150,26 @@ class RunParts:
         store = Store(
             self._store_url,
             config.run.id,
+            key=RunKey.of(self._token, config.run.id),
             lease_s=config.fault.time_outs.lease_s,
             patience_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
         stack.callback(store.close)
+        if self._token is None and self._node.local.rank == 0:
+            _log.warning(
+                "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+            )
         on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
+        store.trust_address()
         return store
 
     def _match_run(self) -> dict[str, str]:
         try:
-            return self.store.found_or_match(self._node.shared, self._token)
+            return self.store.found_or_match(self._node.shared)
         except JoinRefused:
             if self.resumes and self._outlives_dead_run():
-                return self.store.found_or_match(self._node.shared, self._token)
+                return self.store.found_or_match(self._node.shared)
             raise
 
     def _claim_folder(self, stack: ExitStack) -> None:
@@ -277,23 +277,12 @@ class RunParts:
         return self._node.config.resume is not None
 
     def may_begin_again(self, view: View) -> bool:
-        """Whether this node may found the run again on a checkpoint: if it was asked to, or its trainer crashed.
+        """Whether this node may found the run again on a checkpoint: if it was asked to, or nobody is left.
 
-        After a crash the checkpoints must be those of this very run, and the members had time to come back. Local
-        rank 0.
+        Without being asked, only where the checkpoints are those of this very run, and its members had time to come
+        back. Raises RecoveryFailed where they did not, and there is no checkpoint. Local rank 0.
         """
-        config = self._node.config
-        if self.resumes:
-            return True
-        if config.ckpt.path is None or view.committed is None or not (self._is_restart and is_abandoned(view)):
-            return False
-        others_wait_s = min(_RESTART_S, config.elastic.start_timeout_s / 2)
-        if time.monotonic() < self._began_at_s + others_wait_s:
-            return False
-        with contextlib.suppress(OSError):
-            owner = read_owner(open_storage(config.ckpt.path, config.run.id, self._node.node_id))
-            return owner is not None and owner.session == view.committed.payload["session"]
-        return False
+        return self.resumes or self._vacancy.is_over(view, self.mesh.member_id)
 
     def _outlives_dead_run(self) -> bool:
         """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
@@ -308,8 +297,7 @@ class RunParts:
         node, config = self._node, self._node.config
         if config.ckpt.path is None and config.resume is None:
             return None
-        resume = config.resume or ResumeConfig()
-        source = source_of(config.ckpt.path, config.run.id, node.node_id, other=resume.path, step=resume.step)
+        source = source_for(config, node.node_id)
         targets = {name: self.buffers[name] for name in self.outer.sections}
         return Restorer(source, node.node_id, layout, targets, node.faults, self._board.advance)
 

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.board import NodeBoard
@@ -16,6 +15,7 @@ from zeroband.elastic.epoch import FOUNDING_ROUND
 from zeroband.elastic.groups import LaneGroups, LaneOwnership
 from zeroband.elastic.lease import Door
 from zeroband.elastic.native import NativePlane, Reach
+from zeroband.elastic.stalls import TransferBounds
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
@@ -23,10 +23,11 @@ from zeroband.kernels.codec import CODECS, Codec
 from zeroband.observe.log import get_logger
 from zeroband.parallel import LocalMesh
 from zeroband.plane.calling import Address
+from zeroband.plane.descriptors import raise_limit, shortage
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
 from zeroband.plane.handshake import Purpose, RunKey
-from zeroband.plane.links import SILENT_S, Links
+from zeroband.plane.links import Links
 from zeroband.plane.sealed import Dialler
 
 _log = get_logger(__name__)
@@ -59,9 +60,12 @@ class PlaneParts:
             require_native(is_sealed=config.comm.encryption)
         if local.rank != 0:
             return
+        require_descriptors(config)
         takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {Purpose.STATE: answer_requests}
         if config.comm.backend == "native":
-            self._links = Links(Engine(config.comm.threads or _threads()), self._key, config.comm.encryption)
+            beat_s = TransferBounds.of(config.fault.time_outs).beat_s
+            engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
+            self._links = Links(engine, self._key, config.comm.encryption)
             takers[Purpose.DATA] = self._links.accept
         self.inbox = Inbox(takers)
 
@@ -86,8 +90,7 @@ class PlaneParts:
                 reach,
                 streams=comm.streams,
                 paced=comm.pacing,
-                connect_s=time_outs.transfer_s,
-                silent_s=min(max(SILENT_S, 6 * time_outs.detect_s), time_outs.hung_s / 2),  # before leases end by it
+                bounds=TransferBounds.of(time_outs),
             )
         return LaneGroups(
             self._store,
@@ -96,6 +99,7 @@ class PlaneParts:
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
             transfer_s=time_outs.transfer_s,
+            bounds=TransferBounds.of(time_outs),
         )
 
     def _addresses(self, members: Sequence[str]) -> Mapping[str, Address]:
@@ -120,11 +124,17 @@ def door_of(config: RunConfig, host: str, key: RunKey) -> Door:
     )
 
 
+def require_descriptors(config: RunConfig) -> None:
+    """Raise the limit of this process and its guardian. Raises ConfigError where it does not do for `start_nodes`."""
+    raise_limit()
+    problem = shortage(config.elastic.start_nodes, config.comm.streams)
+    if problem is not None:
+        raise ConfigError(f"elastic.start_nodes={config.elastic.start_nodes}: {problem}")
+
+
 def codec_of(config: RunConfig) -> Codec:
     """How this run encodes what it averages."""
-    if config.comm.backend == "gloo":
-        return CODECS["fp32"]
-    return CODECS[config.comm.codec or ("int8" if isinstance(config.outer, DilocoConfig) else "fp32")]
+    return CODECS[config.codec_name]
 
 
 def require_native(*, is_sealed: bool) -> None:

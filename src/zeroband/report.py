@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from zeroband.config.cautions import cautions_of
+from zeroband.config.model_size import flops_per_token, parameter_count
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.progress import Progress
-from zeroband.model.size import flops_per_token, parameter_count
 from zeroband.node_report import NodeReport
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import get_logger

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
+from zeroband.config.resume import ResumeConfig
+from zeroband.config.schema import RunConfig
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.faults import FaultPoints
 from zeroband.observe.log import get_logger
@@ -34,6 +37,7 @@ class Source:
     """Of another one, to begin with where this run has no checkpoint yet."""
     step: int | None = None
     """None: the newest that verifies."""
+    trust: Trust = ANYBODY
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,14 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
     return Source(open_storage(path, run_id, node_id), open_storage(place or ".", last, node_id), named or step)
 
 
+def source_for(config: RunConfig, node_id: str) -> Source:
+    """Where a node of this configuration looks. Raises ConfigError."""
+    resume, token = config.resume or ResumeConfig(), config.run.token
+    source = source_of(config.ckpt.path, config.run.id, node_id, other=resume.path, step=resume.step)
+    trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
+    return replace(source, trust=trust)
+
+
 class Restorer:
     """Reads checkpoints into this node.
 
@@ -94,6 +106,11 @@ class Restorer:
         self.staged: Mapping[str, Tensor] | None = None
         """What `stage` read, (n,) float32 each."""
 
+    @property
+    def url(self) -> str:
+        """Where this run's folder of checkpoints is."""
+        return self._source.own.url
+
     def steps(self) -> list[int]:
         """Steps of this run's checkpoints that look committed. Raises RecoveryFailed."""
         try:
@@ -104,7 +121,7 @@ class Restorer:
     def is_whole(self, step: int) -> bool:
         """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
         try:
-            open_checkpoint(self._source.own, step).require_sizes()
+            open_checkpoint(self._source.own, step, trust=self._source.trust).require_sizes()
         except CheckpointDamaged:
             return False
         except OSError as error:
@@ -121,13 +138,17 @@ class Restorer:
         if source.other is not None and (source.step is not None or not self.steps()):
             self._storage = source.other
         self._faults.at("restoring", 0)
-        restored = restore(self._storage, self._layout.slots, self._targets, step=wanted, on_piece=self._on_piece)
+        restored = self._read(self._targets, wanted)
         self._faults.at("restored", 0)
         if step is None:
             self._warn_of_newer()
         if restored is None and (source.other is not None or wanted is not None):
             raise ConfigError(f"there is no checkpoint in {self._storage.url}")
         return None if restored is None else _saved(restored)
+
+    def _read(self, targets: Mapping[str, Tensor], step: int | None) -> Restored | None:
+        trust = self._source.trust
+        return restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
 
     def _warn_of_newer(self) -> None:
         """Say what a command line that names a step leaves behind, at every start with it."""
@@ -145,7 +166,7 @@ class Restorer:
         self._storage = self._source.own
         self._faults.at("restoring", 0)
         targets = {name: torch.empty_like(target) for name, target in self._targets.items()}
-        restored = restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece)
+        restored = self._read(targets, step)
         assert restored is not None, "of a step there is one, or an error"
         self.staged = targets
         self._faults.at("restored", 0)
@@ -163,7 +184,7 @@ class Restorer:
 
         wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
-            checkpoint = open_checkpoint(self._storage, step, self._on_piece)
+            checkpoint = open_checkpoint(self._storage, step, self._on_piece, trust=self._source.trust)
             counters = checkpoint.node_state(self._node_id)
             if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
                 inner.seek(inner.step_count, update_count=int(counters["update_count"]))

@@ -21,14 +21,16 @@ from zeroband.checkpoint.random_states import gather_random_states
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
-from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
+from zeroband.checkpoint.writer_process import LOG_FILE, NoFellows, WriterProcess
 from zeroband.config.schema import RunConfig
 from zeroband.copying import HostCopier, copier_for
 from zeroband.data.corpus import Corpus
 from zeroband.elastic.groups import lane_bounds
 from zeroband.elastic.mesh import on_first_rank
 from zeroband.elastic.shm import NodeFolder
+from zeroband.elastic.store import Store
 from zeroband.observe.events import EventLog
+from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.base import RoundReport, SyncHooks
 from zeroband.outer.build import are_rounds_steps
@@ -41,6 +43,10 @@ from zeroband.trainer import TrainerParts
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
 _PARAMS = "params"
+_STORE_PATIENCE_S = 2.0
+"""Of what writers tell each other; it is said again a second later."""
+
+_log = get_logger(__name__)
 
 
 class Staging:
@@ -121,6 +127,27 @@ def _node_of(member_id: str) -> str:
     return member_id.rpartition("#")[0]
 
 
+class StoreFellows:
+    """What the writers of one checkpoint tell each other, through the run's store. Any thread; never raises."""
+
+    def __init__(self, store: Store, node_id: str) -> None:
+        self._store = store
+        self._node_id = node_id
+
+    def say(self, attempt: str, word: str) -> None:
+        try:
+            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
+            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        try:
+            return self._store.saving(attempt, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
+            return {}
+
+
 class NoSnapshots:
     """Nothing is saved."""
 
@@ -198,9 +225,11 @@ class Snapshots:
             rules=SaveRules(config.keep_last, config.keep_every, config.peer_wait_s, config.retry_s),
             max_file_bytes=max_file_bytes,
             lock=str((self._node.node_dir / _LOCK_FILE).absolute()),
+            token=token.get_secret_value() if (token := self._node.config.run.token) is not None else None,
         )
         log = self._node.node_dir / LOG_FILE
-        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event)
+        fellows = NoFellows() if self._run is None else StoreFellows(self._run.store, self._node.node_id)
+        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, fellows)
 
     def take_if_due(self, report: RoundReport | None) -> None:
         """Take a checkpoint if the newest committed round asks for one; `report`: of that round, None for a lone node.

@@ -21,6 +21,7 @@ from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
 from zeroband.observe.view import node_id_of
+from zeroband.plane.handshake import RunKey
 
 DEADLINE_S = 180.0
 
@@ -239,7 +240,8 @@ def record(folder: Path, setup: Setup, tell: Callable[[Story], None]) -> Recorde
         assert cluster.store_url is not None
         for number, ranks in enumerate(setup.ranks):
             cluster.start(ranks=ranks, arguments=setup.faults.get(f"node{number}", []))
-        with closing(Store(cluster.store_url, cluster.run_id, patience_s=10.0)) as store:
+        key = RunKey.of(setup.token, cluster.run_id)
+        with closing(Store(cluster.store_url, cluster.run_id, key=key, patience_s=10.0)) as store:
             story = Story(cluster, store, arguments)
             tell(story)
             story.end()

@@ -169,6 +169,15 @@ def test_lease_of_a_hung_trainer_runs_out_until_it_moves_again(start_trainer: Ca
     until(trainer.has_lease, within_s=SLACK_S)
 
 
+def test_lease_of_a_hung_trainer_ends_though_all_others_hang_too(start_trainer: Callable[..., Trainer]) -> None:
+    """Nobody renews any more then, which looks like a store that was away; its time stands still."""
+    trainer = start_trainer(hung_s=1.5)
+    assert MEMBER in trainer.store.view(0).alive
+    until(lambda: MEMBER not in trainer.store.view(0).alive, within_s=20)
+    trainer.send("go on")
+    until(lambda: MEMBER in trainer.store.view(0).alive, within_s=20)
+
+
 def test_leaving_ends_lease_and_guardian_and_leaves_the_folder_to_its_owner(
     start_trainer: Callable[..., Trainer],
 ) -> None:

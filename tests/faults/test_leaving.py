@@ -38,6 +38,25 @@ while True:
 
 LAUNCHER = "import sys; from zeroband.cli import main; sys.exit(main(['launch', *sys.argv[1:]]))"
 
+CRASHING = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, most = Path(sys.argv[1]), int(sys.argv[2])
+starts, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+Path(folder, f"{starts}-{rank}").touch()
+while rank == "0" and starts < most:
+    time.sleep(0.05)  # until the launcher ends it, since the other one has failed
+while not Path(folder, f"{starts}-0").exists():
+    time.sleep(0.01)
+if starts < most:
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[3] == "kill" else sys.exit(int(sys.argv[3]))
+assert os.environ["TORCHELASTIC_MAX_RESTARTS"] == "2" and os.environ["WORLD_SIZE"] == "2"
+assert os.stat(os.environ["ZEROBAND_RANKS_FILE"]).st_size == 0, "nothing of the ranks before"
+"""
+"""Two ranks of which the second one ends, in its first starts, as it is told."""
+
 Launch = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -47,10 +66,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     script, started = tmp_path / "stand_in.py", []
     script.write_text(STAND_IN)
 
-    def start(*arguments: str, ranks: int = 1) -> subprocess.Popen[bytes]:
-        torchrun = ["--standalone", "--local-addr", "localhost", f"--nproc_per_node={ranks}"]
-        command = [sys.executable, "-c", LAUNCHER, *torchrun, str(script), str(tmp_path), *arguments]
-        started.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    def start(*arguments: str, ranks: int = 1, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", LAUNCHER, f"--nproc_per_node={ranks}", *options, str(script), str(tmp_path)]
+        started.append(subprocess.Popen([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}))
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(ranks)))
         return started[-1]
 
@@ -67,10 +85,6 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_first_signal_asks_all_ranks_to_leave_and_gives_0(launch: Launch, number: signal.Signals) -> None:
     launcher = launch(ranks=2)
@@ -80,8 +94,7 @@ def test_first_signal_asks_all_ranks_to_leave_and_gives_0(launch: Launch, number
 
 def test_second_signal_ends_at_once_with_143(launch: Launch) -> None:
     launcher = launch("--deaf")
-    (torchrun,) = children_of(launcher.pid)
-    (rank,) = ranks_of(torchrun)
+    (rank,) = ranks_of(launcher.pid)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert launcher.poll() is None
@@ -96,8 +109,45 @@ def test_ctrl_c_gives_130(launch: Launch) -> None:
     assert launcher.wait(DEADLINE_S) == 130
 
 
-def test_killed_launcher_takes_torchrun_and_its_ranks_along(launch: Launch) -> None:
-    launcher = launch()
-    (torchrun,) = children_of(launcher.pid)
+def test_killed_launcher_takes_its_ranks_along(launch: Launch) -> None:
+    launcher = launch(ranks=2)
+    ranks = ranks_of(launcher.pid)
+    assert len(ranks) == 2
     launcher.kill()
-    wait_for(lambda: not Path(f"/proc/{torchrun}").exists())
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def crash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Launch the ranks that fail."""
+    script = folder / "crashing.py"
+    script.write_text(CRASHING)
+    options = ("--nproc-per-node", "2", "--max-restarts", "2", str(script), str(folder))
+    command = [sys.executable, "-c", LAUNCHER, *options, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def starts_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*-*"))
+
+
+def test_crashed_rank_has_all_ranks_started_again_in_a_file_of_their_own(tmp_path: Path) -> None:
+    done = crash(tmp_path, "2", "kill")
+    assert done.returncode == 0, done.stderr
+    assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    told = [line for line in done.stderr.splitlines() if line.startswith("zeroband: rank 1 was ended by SIGKILL")]
+    assert [line.rpartition("; ")[2] for line in told] == [
+        f"starting the ranks again, {number} of 2 times" for number in (1, 2)
+    ]
+
+
+def test_ranks_that_fail_too_often_give_1_and_the_reason_last(tmp_path: Path) -> None:
+    done = crash(tmp_path, "9", "kill")
+    assert done.returncode == 1
+    assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    assert done.stderr.splitlines()[-1] == "zeroband: rank 1 was ended by SIGKILL; was memory short?"
+
+
+def test_wrong_configuration_gives_2_and_is_not_tried_again(tmp_path: Path) -> None:
+    done = crash(tmp_path, "9", "2")
+    assert (done.returncode, done.stderr) == (2, "")
+    assert starts_of(tmp_path) == ["0-0", "0-1"]

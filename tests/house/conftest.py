@@ -13,11 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package: its dotted name, where it lies, its lines and its syntax tree."""
+    """One file of the package: its dotted name, where it lies and its syntax tree."""
 
     name: str
     path: Path
-    lines: int
     tree: ast.Module
 
 
@@ -33,5 +32,5 @@ def modules() -> dict[str, Module]:
     for path in sorted((source / "zeroband").rglob("*.py")):
         name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
         text = path.read_text(encoding="utf-8")
-        found[name] = Module(name, path.relative_to(ROOT), len(text.splitlines()), ast.parse(text))
+        found[name] = Module(name, path.relative_to(ROOT), ast.parse(text))
     return found

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zeroband.cluster import RedisServer
-from zeroband.doctor import command, pairs
+from zeroband.doctor import outside, pairs
 from zeroband.doctor.command import main
 from zeroband.doctor.pairs import Meeting, PairFinding
 from zeroband.elastic.lease import Door
@@ -71,7 +71,7 @@ def test_node_that_waited_for_others_in_vain_is_a_problem(
     redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "LEASE_S", 0.1)
-    assert doctor("--store.url", redis_url, "--nodes", "8", "--wait-s", "0") == 1
+    assert doctor("--store.url", redis_url, "--nodes", "8", "--wait-s", "0") == 3
     said = capsys.readouterr().out
     assert "FAIL  nodes" in said and "1 of 8 came" in said
 
@@ -80,7 +80,7 @@ def test_node_that_waited_for_others_in_vain_is_a_problem(
 def test_nodes_that_cannot_be_met_without_the_library_are_named(
     redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.native, "problem", lambda: "install a C++ compiler")
+    monkeypatch.setattr(outside.native, "problem", lambda: "install a C++ compiler")
     assert doctor("--store.url", redis_url, "--nodes", "8", "--comm.backend", "gloo") == 0
     assert "note  nodes" in capsys.readouterr().out
 
@@ -89,8 +89,8 @@ def test_nodes_that_cannot_be_met_without_the_library_are_named(
 def test_store_that_is_not_there_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_STORE_PATIENCE_S", 0.1)
-    assert doctor("--store.url", "redis://127.0.0.1:1") == 1
+    monkeypatch.setattr(outside, "_STORE_PATIENCE_S", 0.1)
+    assert doctor("--store.url", "redis://127.0.0.1:1") == 3
     said = capsys.readouterr().out
     assert "FAIL" in said and "127.0.0.1:1" in said
 

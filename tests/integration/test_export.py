@@ -18,9 +18,9 @@ from zeroband.cluster import RedisServer
 from zeroband.config import load_config
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError
+from zeroband.loop import train
 from zeroband.offline import evaluate, export
 from zeroband.parallel import init_local_mesh
-from zeroband.train import train
 
 TINY = {
     "model.d_model": 16,

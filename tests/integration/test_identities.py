@@ -20,9 +20,9 @@ from torch import Tensor
 from zeroband.cluster import LocalCluster
 from zeroband.config import RunConfig
 from zeroband.elastic.departure import Departure
+from zeroband.loop import forward_backward
 from zeroband.outer.flat import FlatLayout, ShardMap, digest_of, parameter_shards
 from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh
-from zeroband.train import forward_backward
 from zeroband.trainer import TrainerParts, build_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import zeroband.loop
 import zeroband.parts
 import zeroband.plane_parts
 import zeroband.train
@@ -125,13 +126,29 @@ def test_simulate_refuses_nodes_that_would_train_alone(launch: Callable[..., End
     assert not any(done.runs.iterdir())
 
 
+WRONG_KEY = "zeroband: unknown key train.mikro_bs (from --train.mikro_bs): did you mean train.micro_bs?"
+
+
 @pytest.mark.slow
-def test_torchrun_with_an_unknown_key_ends_with_one_line_of_ours(launch: Callable[..., Ended]) -> None:
+def test_torchrun_with_an_unknown_key_says_it_once_below_its_own_traceback(launch: Callable[..., Ended]) -> None:
     done = launch(*torchrun(2, "@configs/debug/normal.toml", "--train.mikro_bs", "4"))
     assert done.code != 0
-    ours = [line for line in done.errors.splitlines() if line.startswith("zeroband:")]
-    assert ours == ["zeroband: unknown key train.mikro_bs (from --train.mikro_bs): did you mean train.micro_bs?"]
+    lines = done.errors.splitlines()
+    ours = [number for number, line in enumerate(lines) if WRONG_KEY in line]
+    assert len(ours) == 1
+    assert set("".join(lines[ours[0] + 1 :])) == {"="}, "torchrun draws a line, and that is all"
     assert f"{ROOT}/src" not in done.errors  # no frame of this package in a traceback
+    assert not any(done.runs.iterdir())
+
+
+@pytest.mark.slow
+def test_launch_with_an_unknown_key_says_it_and_nothing_else(launch: Callable[..., Ended]) -> None:
+    zeroband = str(Path(sysconfig.get_path("scripts")) / "zeroband")
+    done = launch(
+        *(zeroband, "launch", "--nproc_per_node=2", "--max-restarts=3", TRAINER),
+        *("@configs/debug/normal.toml", "--train.mikro_bs", "4"),
+    )
+    assert (done.code, done.errors, done.output) == (2, f"{WRONG_KEY}\n", "")
     assert not any(done.runs.iterdir())
 
 
@@ -198,20 +215,28 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (("--train.mikro_bs=4",), "did you mean train.micro_bs?"),
         (("--outer.type=ddp",), "needs store.url"),
         (("--store.url=redis://localhost",), "there is no [outer] section: every node would train alone"),
-        (("--data.source.type=text", "--data.source.paths=/nowhere/*.txt"), "/nowhere/*.txt"),
-        pytest.param(
-            *(("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url={redis}"), "node.shm_dir='/nowhere'"),
-            marks=pytest.mark.slow,
-        ),
         (("--fault.inject=lunch@3=SIGKILL",), "lunch@3=SIGKILL"),
     ],
 )
 @pytest.mark.defect(12)
-def test_wrong_configuration_is_exit_code_2_and_one_line(
-    rank: Rank, redis_url: str, arguments: Sequence[str], said: str
-) -> None:
-    code, line = rank.main(*(argument.replace("{redis}", redis_url) for argument in arguments))
+def test_wrong_configuration_is_exit_code_2_and_one_line(rank: Rank, arguments: Sequence[str], said: str) -> None:
+    code, line = rank.main(*arguments)
     assert code == 2
+    assert line.startswith("zeroband: ") and "\n" not in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--data.source.type=text", "--data.source.paths=/nowhere/*.txt"), "/nowhere/*.txt"),
+        (("--node.shm_dir=/nowhere", "--outer.type=ddp", "--store.url=redis://localhost"), "node.shm_dir='/nowhere'"),
+    ],
+)
+@pytest.mark.defect(12)
+def test_what_this_machine_lacks_is_exit_code_3_and_one_line(rank: Rank, arguments: Sequence[str], said: str) -> None:
+    code, line = rank.main(*arguments)
+    assert code == 3
     assert line.startswith("zeroband: ") and "\n" not in line
     assert said in line
 
@@ -249,6 +274,18 @@ def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch
     assert f"127.0.0.1:{port}" in line and "store.url" in line and "s3cret" not in line
     last = (rank.node_dir / "events.jsonl").read_text().splitlines()[-2:]
     assert [json.loads(event)["kind"] for event in last] == ["run_failed", "left"]
+
+
+@pytest.mark.slow
+def test_port_that_is_taken_is_named_with_its_key(rank: Rank, redis_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line = rank.outer(redis_url, f"--node.port={port}")
+    assert code == 2
+    assert line == (
+        f"zeroband: node.port={port} is taken: another process of this machine listens (address 127.0.0.1); "
+        "end that one, or set another node.port"
+    )
 
 
 def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +326,9 @@ def test_stack_dumps_of_a_running_node_are_left_alone(rank: Rank) -> None:
 def test_run_directory_that_cannot_be_written_is_named(rank: Rank) -> None:
     (rank.folder / "runs").write_text("a file")
     code, line = rank.main()
-    assert code == 2
-    assert line.startswith(f"zeroband: cannot write to {rank.node_dir}: ") and line.endswith("may write to")
+    assert code == 3
+    assert line.startswith(f"zeroband: disk: run.dir='{rank.node_dir}': nothing can be written to ")
+    assert line.endswith("may write to")
 
 
 @pytest.mark.defect(12)
@@ -324,7 +362,7 @@ def test_signal_ends_the_run_through_its_clean_up(
         for number in numbers:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(zeroband.train, "train", interrupted)
+    monkeypatch.setattr(zeroband.loop, "train", interrupted)
     with pytest.raises(SystemExit) as ended:
         rank.main()
     assert (ended.value.code, given_back) == (code, ["all"])
@@ -342,7 +380,7 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
         asked.append(departure.is_asked)
         raise Leaving("left as asked")
 
-    monkeypatch.setattr(zeroband.train, "train", asked_to_leave)
+    monkeypatch.setattr(zeroband.loop, "train", asked_to_leave)
     assert rank.main() == (0, "zeroband: left as asked")
     assert asked == [True]
 
@@ -358,16 +396,25 @@ def test_other_ranks_leave_the_word_to_the_first(rank: Rank, monkeypatch: pytest
 @pytest.mark.slow
 def test_node_of_another_run_is_refused_at_join(rank: Rank, redis_url: str) -> None:
     assert rank.outer(redis_url, "--run.token=first")[0] == 0
-    for arguments, key in [(["--run.token=second"], "run.token"), (["--run.token=first", "--run.seed=7"], "run.seed")]:
+    assert "no run.token" not in (rank.node_dir / "rank0.log").read_text()
+    elsewhere = f"--run.dir={rank.folder / 'elsewhere'}"
+    for arguments, key in [
+        (["--run.token=second", elsewhere], "run.token"),
+        (["--run.token=first", "--run.seed=7"], "run.seed"),
+    ]:
         code, line = rank.outer(redis_url, *arguments)
         assert code == 2
         assert line.startswith(f"zeroband: refused at join: {key} is ") and "\n" not in line
         assert "first" not in line and "second" not in line
+    code, line = rank.outer(redis_url, "--run.token=second")  # in the folder of that run
+    assert code == 2 and line.startswith("zeroband: run.token: the nodes of this run have another one")
 
 
 @pytest.mark.slow
 def test_node_that_comes_to_a_complete_run_is_told_so_and_is_no_failure(rank: Rank, redis_url: str) -> None:
     assert rank.outer(redis_url)[0] == 0
+    warning = "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+    assert (rank.node_dir / "rank0.log").read_text().count(warning) == 1
     code, line = rank.outer(redis_url)
     assert code == 0
     assert re.fullmatch(r"zeroband: the run is complete since round 1; start another with a new run\.id", line)

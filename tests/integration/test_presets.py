@@ -15,11 +15,11 @@ import pytest
 
 from zeroband.cluster import RedisServer
 from zeroband.config import RunConfig, load_config
+from zeroband.config.model_size import parameter_count
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.departure import Departure
-from zeroband.model.size import parameter_count
+from zeroband.loop import train
 from zeroband.parallel import init_local_mesh
-from zeroband.train import train
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))

@@ -22,13 +22,13 @@ from zeroband.config import load_config
 from zeroband.copying import Pairs
 from zeroband.elastic.departure import Departure
 from zeroband.errors import ConfigError
+from zeroband.loop import train
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.outer.alone import Alone
 from zeroband.outer.flat import FlatLayout, parameter_shards
 from zeroband.parallel import init_local_mesh
 from zeroband.parts import shape_of
 from zeroband.snapshots import Snapshots
-from zeroband.train import train
 from zeroband.trainer import TrainerParts, build_trainer
 
 pytestmark = pytest.mark.slow

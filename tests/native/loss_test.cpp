@@ -56,7 +56,7 @@ using Parts = std::vector<std::unique_ptr<Part>>;
 // Engines whose links have a new number whenever they are made.
 struct Nodes {
     explicit Nodes(std::mt19937& random) : random(random) {
-        for (auto& engine : engines) engine = std::make_unique<Engine>(1 + static_cast<int>(random() % 2));
+        for (auto& engine : engines) engine = std::make_unique<Engine>(1 + static_cast<int>(random() % 2), BEAT_S);
         for (uint32_t a = 0; a < WORLD; ++a)
             for (uint32_t b = a + 1; b < WORLD; ++b) join(a, b);
     }
@@ -77,7 +77,7 @@ struct Nodes {
 
     // Another process in the place of one that died.
     void restart(uint32_t member) {
-        engines[member] = std::make_unique<Engine>(1 + static_cast<int>(random() % 2));
+        engines[member] = std::make_unique<Engine>(1 + static_cast<int>(random() % 2), BEAT_S);
         for (uint32_t other = 0; other < WORLD; ++other)
             if (other != member) join(std::min(member, other), std::max(member, other));
     }

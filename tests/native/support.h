@@ -21,6 +21,8 @@
 
 namespace zeroband {
 
+constexpr double BEAT_S = 0.001;  // so often that beats stand between the frames of every test
+
 struct Case {
     uint32_t world;
     uint64_t numel;
@@ -69,7 +71,7 @@ struct Members {
         std::mt19937 random(static_cast<unsigned>(c.world));
         std::normal_distribution<float> normal;
         for (uint32_t member = 0; member < c.world; ++member) {
-            engines.push_back(std::make_unique<Engine>(c.threads));
+            engines.push_back(std::make_unique<Engine>(c.threads, BEAT_S));
             in.emplace_back(c.numel);
             out.emplace_back(c.numel);
             error.emplace_back(c.numel);

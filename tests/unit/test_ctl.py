@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ def give(redis_url: str, *order: str) -> int:
 @pytest.fixture
 def run(store: Store) -> Store:
     """A run of two nodes that has committed round 0; one of them stands before round 1."""
-    store.found_or_match({}, None)
+    store.found_or_match({})
     for member in (A, B):
         node = member.partition("#")[0]
         assert store.renew_lease(member, Peer(node, f"host-{node}", 7, True), first=True) is not None
@@ -89,3 +90,19 @@ def test_status_shows_who_waits_where_and_for_what(
         "a#1  host-a:7  at the boundary",
         "b#1  host-b:7  in its round, leaves after its round",
     ]
+
+
+def test_order_without_the_token_of_the_run_says_so(
+    open_store: Callable[..., Store],
+    redis_url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = open_store(token="sesame")
+    run.found_or_match({})
+    assert give(redis_url, "pause") == 2
+    assert "run.token: the nodes of this run have another one" in capsys.readouterr().err
+    assert run.view(0).orders == Orders()
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "sesame")
+    assert give(redis_url, "pause") == 0
+    assert run.view(0).orders == Orders(1, is_paused=True)

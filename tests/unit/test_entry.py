@@ -83,6 +83,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         monkeypatch.setattr("zeroband.fetcher.StateFetch", lambda dialler, sections: attempts)
         monkeypatch.setattr(Fetcher, "_donors", lambda self: [])
         monkeypatch.setattr(Entry, "_way_in", lambda self: "join")
+        monkeypatch.setattr(Entry, "_say_wait", lambda self, why, since_s: None)
         anything: Any = {"params": None}
         board = NodeBoard(tmp_path / "board", create=True)
         fetcher = Fetcher(anything, anything, anything, board, FaultPoints(()))

@@ -19,6 +19,8 @@ class Agreement:
         """The first node that recorded a round, and what it recorded."""
         self._recovered: list[tuple[str, int, str]] = []
         self.mismatches = 0
+        self.compared: set[int] = set()
+        """Rounds that more than one node recorded."""
 
     def digest_of(self, round: int) -> str | None:
         """Of the outer state after a round, by the first node that recorded it."""
@@ -31,6 +33,8 @@ class Agreement:
         if event["kind"] != "round_committed":
             return self._check_recovered()
         other, first = self._first.setdefault(event["round"], (node_id, event))
+        if other != node_id:
+            self.compared.add(event["round"])
         names = [name for name in ("digest", "epoch", "members", "weights", "progress") if event[name] != first[name]]
         self.mismatches += "digest" in names
         return [

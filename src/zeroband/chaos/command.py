@@ -5,7 +5,6 @@ Checks all along that no result diverges, no data is lost and nobody hangs, and 
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shlex
@@ -18,7 +17,9 @@ from pathlib import Path
 
 from zeroband.chaos.checks import Pulse
 from zeroband.chaos.effects import left_behind
-from zeroband.chaos.measure import compare, round_costs
+from zeroband.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
+from zeroband.chaos.measure import Comparison, Fence, RoundCost, compare, round_costs
+from zeroband.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
 from zeroband.chaos.plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
 from zeroband.chaos.report import Counts, Setting, render
 from zeroband.chaos.soak import Soak, SoakFailed, SoakRules
@@ -31,36 +32,12 @@ from zeroband.config import RunConfig, load_config
 from zeroband.data.audit import Audit
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError
+from zeroband.plane.handshake import RunKey
 
-_CONFIG = Path(__file__).parents[3] / "configs" / "chaos.toml"
-_EXIT_VIOLATED, _EXIT_CONFIG = 1, 2
+_EXIT_CONFIG = 2
 _STORE_PATIENCE_S = 10.0
-_LEAVING_S = 15.0
+_LEAVING_S = 60.0
 """For the last guardians to clean up."""
-
-
-@dataclass(frozen=True)
-class ChaosOptions:
-    """What to run, and for how long."""
-
-    arguments: tuple[str, ...]
-    """Of every node: `@config.toml --section.key value`."""
-    nodes: int = 8
-    mtbf_s: float = 20.0
-    """Mean time between two faults of the whole run."""
-    minutes: float = 10.0
-    baseline_minutes: float | None = None
-    """Undisturbed before that. None: a fifth of `minutes`."""
-    seed: int = 1
-    keep_undisturbed: int = 2
-    slack_s: float = 10.0
-    """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
-    directory: Path = Path("runs")
-    """Becomes run.dir."""
-
-    @property
-    def calm_minutes(self) -> float:
-        return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
 
 
 @dataclass(frozen=True)
@@ -68,69 +45,33 @@ class Outcome:
     """How a soak ended."""
 
     report: str
-    violations: tuple[str, ...]
+    judgement: Judgement
     run_dir: Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0 only if all invariants held, 1 if not, 2 for wrong arguments."""
-    parser = _parser()
-    known, arguments = parser.parse_known_args(argv)
-    if not any(argument.startswith("@") for argument in arguments):
-        arguments.insert(0, f"@{_CONFIG}")
-    options = ChaosOptions(
-        arguments=tuple(arguments),
-        nodes=known.nodes,
-        mtbf_s=known.mtbf_s,
-        minutes=known.minutes,
-        baseline_minutes=known.baseline_minutes,
-        seed=known.seed,
-        keep_undisturbed=known.keep_undisturbed,
-        slack_s=known.slack_s,
-        directory=Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")),
-    )
+    """Run the command. Returns the exit code: 0 only if all invariants held, and were seen to.
+
+    1: one did not; 2: wrong arguments; 3: nothing can be concluded; 130: Ctrl-C.
+    """
     try:
+        options, report = read_options(argv)
         with counted_interrupts() as interrupts:
             outcome = soak(options, is_stopped=lambda: interrupts.count > 0)
             print(f"\n{outcome.report}")
-            if known.report is not None:
-                known.report.write_text(outcome.report, encoding="utf-8")
+            if report is not None:
+                report.write_text(outcome.report, encoding="utf-8")
             if interrupts.count:
                 return interrupts.exit_code
-            return _EXIT_VIOLATED if outcome.violations else 0
+            for line in outcome.judgement.lines:
+                print(f"zeroband chaos: {line}", file=sys.stderr)
+            return outcome.judgement.exit_code
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
     except SoakFailed as error:
         print(f"zeroband: {error}", file=sys.stderr)
-        return _EXIT_VIOLATED
-
-
-def _parser() -> argparse.ArgumentParser:
-    default = ChaosOptions(())
-    parser = argparse.ArgumentParser(
-        prog="zeroband chaos",
-        usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
-        description="Several nodes on this machine train together while faults strike them and their store at random; "
-        f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nodes", type=int, default=default.nodes, help="default: %(default)s")
-    parser.add_argument("--mtbf-s", type=float, default=default.mtbf_s, help="mean gap of faults, default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=default.minutes, help="with faults, default: %(default)s")
-    parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
-    parser.add_argument(
-        "--keep-undisturbed",
-        type=int,
-        default=default.keep_undisturbed,
-        help="nodes left in peace, default: %(default)s",
-    )
-    parser.add_argument(
-        "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
-    )
-    parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
-    return parser
+        return EXIT_UNJUDGED
 
 
 def soak(
@@ -140,22 +81,25 @@ def soak(
     say: Callable[[str], None] = lambda line: print(line, flush=True),
 ) -> Outcome:
     """Run a soak. Raises ConfigError for wrong options, SoakFailed where the nodes do not begin to train."""
-    if options.nodes < options.keep_undisturbed or min(options.mtbf_s, options.minutes, options.nodes) <= 0:
-        raise ConfigError("--nodes must be at least --keep-undisturbed; --mtbf-s and --minutes must be above 0")
+    require_soak(options)
     obstacle = Network.obstacle()
     violations = Violations(say)
     with ExitStack() as stack:
         network = None if obstacle else stack.enter_context(Network())
         cluster = stack.enter_context(_open_cluster(options, network))
         config = load_config(cluster.arguments, cluster.environment("node0", 1))
+        require_own(config, cluster)
+        require_endless(config, options)
         say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
         outcome = _Conducted(options, cluster, config, violations, obstacle)
         outcome.conduct(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
-    report = outcome.report()
+    judgement = outcome.judge(is_interrupted=is_stopped())
+    report = outcome.report(judgement)
+    cluster.run_dir.mkdir(parents=True, exist_ok=True)
     (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
-    return Outcome(report, tuple(violations.found), cluster.run_dir)
+    return Outcome(report, judgement, cluster.run_dir)
 
 
 def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
@@ -164,7 +108,7 @@ def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluste
         options.directory,
         options.arguments,
         nodes=options.nodes,
-        run_id=time.strftime("chaos-%Y%m%d-%H%M%S", time.gmtime()) + f"-{os.getpid()}",
+        run_id=options.run_id,
         env={"OMP_NUM_THREADS": "1"},
         network=network,
         redis=redis,
@@ -184,6 +128,11 @@ class _Conducted:
         names = tuple(f"node{number}" for number in range(options.nodes))
         self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
         self._plan = self._planned(names)
+        if not self._plan:
+            raise ConfigError(
+                f"no fault falls into --minutes={options.minutes:g} with --mtbf-s={options.mtbf_s:g} and "
+                f"--seed={options.seed}, so a soak would show nothing; raise --minutes or lower --mtbf-s"
+            )
 
     def _planned(self, names: tuple[str, ...]) -> tuple[Fault, ...]:
         kinds = tuple(kind for kind in PLANNED if not (self._obstacle and kind in OF_NETWORK))
@@ -215,20 +164,24 @@ class _Conducted:
         assert cluster.redis is not None
         rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)
         url, run_id = cluster.redis.local_url, cluster.run_id
-        with closing(Store(url, run_id, lease_s=fault.time_outs.lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+        token = self._config.run.token
+        key = RunKey.of(token.get_secret_value() if token else None, run_id)
+        lease_s = fault.time_outs.lease_s
+        with closing(Store(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
             self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
             soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
             self._course = soak.course
             soak.found(self._ranks())
             say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
             round_s = soak.stay_calm(60 * options.calm_minutes)
-            watch.pulse = Pulse(round_s=round_s, detect_s=fault.detect_s, slack_s=options.slack_s)
-            for node in cluster.nodes:
-                watch.pulse.advanced(node, self._now())
-            say(f"{self._now():7.1f} s  {len(self._plan)} faults in {options.minutes:g} minutes")
-            soak.storm(self._plan, 60 * options.minutes)
-            say(f"{self._now():7.1f} s  no more faults; all nodes shall come back")
-            soak.calm_down()
+            if round_s is not None:  # without a baseline nothing that comes later can be judged
+                watch.pulse = Pulse(round_s=round_s, detect_s=fault.detect_s, slack_s=options.slack_s)
+                for node in cluster.nodes:
+                    watch.pulse.advanced(node, self._now())
+                say(f"{self._now():7.1f} s  {len(self._plan)} faults in {options.minutes:g} minutes")
+                soak.storm(self._plan, 60 * options.minutes)
+                say(f"{self._now():7.1f} s  no more faults; all nodes shall come back")
+                soak.calm_down()
             soak.end()
         self._audit: Audit = watch.check_data(is_final=True)
 
@@ -242,36 +195,63 @@ class _Conducted:
     def check_left_behind(self, *, is_closed: bool) -> None:
         """Report what is there and should not be; guardians may take a moment to clean up."""
         end_s = time.monotonic() + _LEAVING_S
-        while left := left_behind(self._cluster.run_id, self._cluster, is_closed=is_closed):
+        shm_dir = self._config.node.shm_dir
+        while left := left_behind(self._cluster.run_id, self._cluster, shm_dir, is_closed=is_closed):
             if time.monotonic() > end_s:
                 when = "after everything was closed" if is_closed else "after all nodes had ended"
                 self._violations.add(f"left behind {when}: {', '.join(left)}")
                 return
             time.sleep(0.1)
 
-    def report(self) -> str:
-        """The page."""
-        course, options = self._course, self._options
-        costs, fences = [], []
+    def _compare(self) -> Comparison:
+        """Healthy nodes with faults on others, against the undisturbed phase."""
+        costs, fences, course = list[RoundCost](), list[Fence](), self._course
         for node, records in self._files.records.items():
             of_node = round_costs(node, records)
             costs += of_node[0]
             fences += of_node[1]
-        comparison = compare(costs, fences, course.struck, course.calm, course.end_s)
+        return compare(costs, fences, course.struck, course.calm, course.end_s)
+
+    def judge(self, *, is_interrupted: bool) -> Judgement:
+        """What may be concluded from all that was seen."""
+        course, watch = self._course, self._watch
+        evidence = Evidence(
+            run_dir=str(self._cluster.run_dir),
+            rounds=self._audit.rounds,
+            samples=self._audit.trained,
+            compared=len(watch.agreement.compared),
+            calm_rounds=min(course.calm_rounds, self._compare().undisturbed.rounds),
+            calm_s=course.calm[1] - course.calm[0],
+            planned=len(self._plan),
+            struck=len(course.planned),
+            later_rounds=course.later_rounds,
+            complete_s=watch.complete_s,
+        )
+        found = self._violations
+        return Judgement(tuple(found.found), tuple(evidence.lacking()), tuple(found.starved), is_interrupted)
+
+    def _counts(self) -> Counts:
+        course, audit = self._course, self._audit
         calm_s = course.calm[1] - course.calm[0]
-        audit = self._audit
         events = [record for records in self._files.records.values() for record in records if "kind" in record]
-        counts = Counts(
+        return Counts(
             rounds=audit.rounds,
             retries=len({(e["round"], e["reason"]) for e in events if e["kind"] == "round_retried"}),
             fences=sum(e["kind"] == "fenced" for e in events),
             mismatches=self._watch.agreement.mismatches,
             hangs=self._watch.hangs,
             planned=len(self._plan),
+            struck=len(course.planned),
             audit=_data_line(audit),
             cpu_share=course.calm_cpu_s / calm_s / (os.cpu_count() or 1) if calm_s else 0.0,
+            calm_starved=self._watch.starvation.share(*course.calm),
+            starved=self._watch.starvation.share(course.calm[1], course.end_s),
             restart_cpu_s=tuple(one.restart_cpu_s for one in course.struck if one.restart_cpu_s is not None),
         )
+
+    def report(self, judgement: Judgement) -> str:
+        """The page."""
+        options = self._options
         setting = Setting(
             machine=_machine(),
             command=shlex.join(["zeroband", "chaos", *options.arguments]),
@@ -283,7 +263,7 @@ class _Conducted:
             mtbf_s=options.mtbf_s,
             left_out=self._left_out,
         )
-        return render(setting, course.struck, comparison, counts, self._violations.found)
+        return render(setting, self._course.struck, self._compare(), self._counts(), judgement)
 
 
 def _data_line(audit: Audit) -> str:

@@ -16,6 +16,7 @@ from zeroband.cluster.network import Network
 from zeroband.cluster.node import NodeProcess
 from zeroband.cluster.processes import pids_with, signal_all
 from zeroband.cluster.redis_server import RedisServer
+from zeroband.elastic.shm import NodeFolder
 
 _TICKS_PER_S = 100.0
 _BACKGROUND_PRIORITY = 10
@@ -129,9 +130,10 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
             continue
 
 
-def left_behind(run_id: str, cluster: LocalCluster, *, is_closed: bool) -> list[str]:
+def left_behind(run_id: str, cluster: LocalCluster, shm_dir: Path, *, is_closed: bool) -> list[str]:
     """Processes and shared memory of a run; with `is_closed`, also its server's folder and its network."""
-    found = [f"/dev/shm/{path.name}" for path in Path("/dev/shm").glob(f"zeroband-{run_id}@*")]
+    folders = NodeFolder.path_of(shm_dir, run_id, "*")
+    found = [str(path) for path in folders.parent.glob(folders.name)]
     found += [f"process {pid}" for pid in pids_with("ZERO_BAND_RUN__ID", run_id)]
     if is_closed:
         assert cluster.redis is not None

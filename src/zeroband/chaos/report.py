@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroband.chaos.judgement import Judgement
 from zeroband.chaos.measure import Comparison, KindRow, Share, Struck, percentile, rows_of
 
 _TITLE = "# Chaos soak"
@@ -37,23 +38,28 @@ class Counts:
     mismatches: int
     hangs: int
     planned: int
+    struck: int
+    """Of them."""
     audit: str
     cpu_share: float
     """Of all cores, by all nodes and the store, in the undisturbed phase."""
+    calm_starved: float
+    """Part of the undisturbed phase in which some member waited for a processor."""
+    starved: float
+    """The same of the phase with faults."""
     restart_cpu_s: tuple[float, ...]
     """CPU time that each restarted node needed until it was a member."""
 
 
 def render(
-    setting: Setting, struck: Sequence[Struck], comparison: Comparison, counts: Counts, violations: Sequence[str]
+    setting: Setting, struck: Sequence[Struck], comparison: Comparison, counts: Counts, judgement: Judgement
 ) -> str:
     """The whole page."""
-    verdict = f"{len(violations)} VIOLATION{'S' * (len(violations) > 1)}" if violations else "all invariants held"
     parts = [
-        f"{_TITLE}: {verdict}",
+        f"{_TITLE}: {judgement.headline}",
         _setting(setting, counts),
-        "## Invariants\n\n" + _invariants(counts, violations),
-        "## Faults\n\n" + _faults(rows_of(struck), setting, counts, len(struck)),
+        "## Invariants\n\n" + _invariants(counts, judgement),
+        "## Faults\n\n" + _faults(rows_of(struck), counts),
         "## What survivors lost\n\n" + _survivors(comparison),
         "## How to read this\n\n" + _NOTES.format(cpu=_restart_cpu(counts.restart_cpu_s)),
     ]
@@ -68,19 +74,22 @@ def _setting(setting: Setting, counts: Counts) -> str:
         f"- seed {setting.seed}, {setting.nodes} nodes, mean time between faults {setting.mtbf_s:g} s, "
         f"{setting.baseline_minutes:g} minutes undisturbed, then {setting.minutes:g} minutes with faults",
         f"- CPU of all nodes and the store in the undisturbed phase: {counts.cpu_share:.0%} of all cores",
+        f"- some member waited for a processor for {counts.calm_starved:.0%} of the undisturbed phase, and for "
+        f"{counts.starved:.0%} of the phase with faults",
     ]
     return "\n".join([*lines, *([f"- left out: {setting.left_out}"] if setting.left_out else [])])
 
 
-def _invariants(counts: Counts, violations: Sequence[str]) -> str:
+def _invariants(counts: Counts, judgement: Judgement) -> str:
     lines = [
         f"{counts.rounds} rounds committed, {counts.retries} openings of a round retried, {counts.fences} fences, "
         f"{counts.mismatches} digest mismatches, {counts.hangs} hangs; data: {counts.audit}.",
     ]
-    return "\n".join([*lines, *([""] if violations else []), *(f"- VIOLATION: {_first_line(v)}" for v in violations)])
+    found = [f"- {line}" for line in judgement.lines]
+    return "\n".join([*lines, *([""] if found else []), *found])
 
 
-def _faults(rows: Sequence[KindRow], setting: Setting, counts: Counts, struck: int) -> str:
+def _faults(rows: Sequence[KindRow], counts: Counts) -> str:
     head = (
         "| fault | count | detected | p50 s | p99 s | max s | back after p50 s | max s |\n"
         "|---|---|---|---|---|---|---|---|"
@@ -88,8 +97,11 @@ def _faults(rows: Sequence[KindRow], setting: Setting, counts: Counts, struck: i
     lines = [head, *map(_row, rows)]
     detected = [value for row in rows for value in row.detected_s]
     back = [value for row in rows for value in row.recovered_s]
-    lines.append(f"| all | {struck} | {len(detected)} | {_three(detected)} | {_two(back)} |")
-    lines += ["", f"{struck} of {counts.planned} planned faults struck; one waits while too few nodes are in peace."]
+    lines.append(f"| all | {sum(row.count for row in rows)} | {len(detected)} | {_three(detected)} | {_two(back)} |")
+    lines += [
+        "",
+        f"{counts.struck} of {counts.planned} planned faults struck; one waits while too few nodes are in peace.",
+    ]
     return "\n".join(lines)
 
 
@@ -154,7 +166,3 @@ _NOTES = """\
   difference, which is the noise of the figure.
 - Not counted: the CPU of restarting processes, which on machines of their own would take nothing from the others. As
   root they run in the background until they are members: {cpu}."""
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]

@@ -13,7 +13,8 @@ from itertools import pairwise
 from zeroband.chaos.effects import Striker, cpu_s, set_background
 from zeroband.chaos.measure import Struck
 from zeroband.chaos.plan import OF_PROCESSES, OF_STORE, Fault, Kind
-from zeroband.chaos.watch import Watch
+from zeroband.chaos.starvation import QueueTimes
+from zeroband.chaos.watch import Wait, Watch
 from zeroband.cluster.local import LocalCluster
 from zeroband.cluster.node import NodeProcess
 from zeroband.elastic.epoch import Verdict
@@ -22,10 +23,18 @@ from zeroband.errors import ZerobandError
 _PENDING_PAUSE_S, _PAUSE_S = 0.02, 0.1
 _SURVEY_EVERY_S = 0.5
 _FOUNDING_S = 300.0
+_PIDS_EVERY_S = 5.0
+_MOST_PATIENCE = 3.0
+"""A starved host prolongs a wait to so many times its length at most."""
 _ENDING_S = 60.0
 """For processes that were struck to end by themselves, and for all nodes to leave at the end."""
+_BUSY = 0.2
+"""A share of time: a host that keeps nodes waiting for a processor longer than this is said to be busy."""
 _BACK_S = 120.0
 """Beyond two rounds, from the end of a node's fault until it contributes again: starting Python, fetching the state."""
+
+
+_STORE, _OURS = "the store", "this command"
 
 
 class SoakFailed(ZerobandError):
@@ -52,6 +61,15 @@ class Course:
     struck: list[Struck] = field(default_factory=list[Struck])
     calm_cpu_s: float = 0.0
     """CPU time of all nodes and the store in the undisturbed phase."""
+    calm_rounds: int = 0
+    """Whole rounds of the run in it."""
+    later_rounds: int = 0
+    """Committed after the first fault."""
+
+    @property
+    def planned(self) -> list[Struck]:
+        """The faults that struck, without nodes that ended by themselves."""
+        return [one for one in self.struck if one.fault.kind is not Kind.ENDED]
 
 
 class Soak:
@@ -77,6 +95,10 @@ class Soak:
         self._was_member: dict[int, bool] = {}
         self._starting: dict[str, Struck] = {}
         self._ended: list[tuple[float, NodeProcess]] = []
+        self._queue_times = QueueTimes()
+        self._pids: dict[str, tuple[int, ...]] = {}
+        self._pids_due_s = 0.0
+        self._overslept_s = 0.0
         self.course = Course()
 
     # -- phases ---------------------------------------------------------------------------------------------------
@@ -86,33 +108,41 @@ class Soak:
         for number in ranks:
             self._cluster.start(ranks=number)
         if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(ranks), _FOUNDING_S):
-            raise SoakFailed(f"the nodes do not train together\n{self._cluster.describe()}")
+            lost = self._watch.starvation.share(0.0, self._now())
+            busy = f" (the host kept them waiting for a processor {lost:.0%} of the time)" if lost > _BUSY else ""
+            raise SoakFailed(f"the nodes do not train together{busy}\n{self._cluster.describe()}")
 
-    def stay_calm(self, duration_s: float) -> float:
-        """The undisturbed phase. Gives the length of its longest round, or of what came before, in seconds."""
+    def stay_calm(self, duration_s: float) -> float | None:
+        """The undisturbed phase. Gives the length of its longest round in seconds; None where none fell into it."""
         began_s, used_s = self._now(), self._cpu_s()
         committed: list[float] = []
-        while self._now() < began_s + duration_s and not self._is_stopped():
+        while self._now() < began_s + duration_s and not self._is_over:
             committed += [self._now() for _ in self._tick()]
         self.course.calm = (began_s, self._now())
         self.course.calm_cpu_s = self._cpu_s() - used_s
         gaps = [after - before for before, after in pairwise(committed)]
-        return max(gaps, default=duration_s)
+        self.course.calm_rounds = len(gaps)
+        return max(gaps, default=None)
 
     def storm(self, faults: Sequence[Fault], duration_s: float) -> None:
         """The phase with faults."""
         began_s = self._now()
         self._queue = list(faults)
-        while self._now() < began_s + duration_s and not self._is_stopped():
+        while self._now() < began_s + duration_s and not self._is_over:
             self._tick(began_s)
         self.course.end_s = self._now()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no phase goes on: the user wants to end, or the run is complete, so that its nodes end."""
+        return self._is_stopped() or self._watch.complete_s is not None
 
     def calm_down(self) -> None:
         """Undo what lasts, and wait until all nodes contribute; those that do not come back are violations."""
         self._queue.clear()
         lasting_s = max([0.0, *(one.at_s + one.fault.lasts_s - self._now() for one in self._lasting())])
         is_over = self._until(lambda: not self._open(), lasting_s + _ENDING_S + self._back_s)
-        if not is_over and not self._is_stopped():
+        if not is_over and not self._is_over:
             for one in self._open():
                 self._report_not_back(one)
 
@@ -121,20 +151,30 @@ class Soak:
         running = self._cluster.running
         for node in running:
             node.terminate()
-        end_s = self._now() + _ENDING_S
-        while self._now() < end_s and any(node.is_running for node in running):
-            time.sleep(_PAUSE_S)
+        from_s = self._now()
+        while any(node.is_running for node in running) and not self._is_time_over(from_s, _ENDING_S):
+            self._pause(_PAUSE_S)
+            self._note_starvation()
         for node in running:
+            wait = Wait(f"{node.node_id} did not end", from_s, _ENDING_S, (node.node_id,))
+            if node.is_running and not self._watch.is_too_late(wait, self._now()):
+                continue
             if node.exit_code != 0:
                 how = "did not end" if node.is_running else f"ended with exit code {node.exit_code}"
                 self._watch.violations.add(f"{node.node_id} {how} when it was asked to leave", node.console_tail(30))
         self._watch.read(self._now())
 
     def _until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        end_s = self._now() + timeout_s
-        while not is_so() and self._now() < end_s and not self._is_stopped():
+        from_s = self._now()
+        while not is_so() and not self._is_time_over(from_s, timeout_s) and not self._is_over:
             self._tick()
         return is_so()
+
+    def _is_time_over(self, from_s: float, timeout_s: float) -> bool:
+        """Whether so much time went by, without that in which anybody waited for a processor, up to a limit."""
+        took_s = self._now() - from_s
+        lost_s = self._watch.starvation.lost_s(from_s, self._now(), self._cluster.nodes)
+        return took_s - lost_s > timeout_s or took_s > _MOST_PATIENCE * timeout_s
 
     # -- one look -------------------------------------------------------------------------------------------------
 
@@ -142,6 +182,7 @@ class Soak:
         fresh = self._watch.look(self._now)
         for verdict in fresh:
             self._note_recoveries(verdict)
+        self.course.later_rounds += len(fresh) if self.course.planned else 0
         for one in self._lasting():
             if self._now() >= one.at_s + one.fault.lasts_s:
                 self._undo(one)
@@ -149,9 +190,29 @@ class Soak:
             self._strike_if_due(storm_began_s)
         if self._now() - self._surveyed_s > _SURVEY_EVERY_S:
             self._surveyed_s = self._now()
+            self._note_starvation()
             self._survey()
-        time.sleep(_PENDING_PAUSE_S if self._watch.awaits_detection else _PAUSE_S)
+        self._pause(_PENDING_PAUSE_S if self._watch.awaits_detection else _PAUSE_S)
         return fresh
+
+    def _pause(self, duration_s: float) -> None:
+        """Sleep, and note how much later this thread woke up: then the others did, too."""
+        from_s = self._now()
+        time.sleep(duration_s)
+        self._overslept_s += max(0.0, self._now() - from_s - duration_s)
+
+    def _note_starvation(self) -> None:
+        """Note who waited for a processor since the last time, and how long."""
+        now_s = self._now()
+        if now_s >= self._pids_due_s:  # finding all processes takes longer than asking those that are known
+            self._pids_due_s = now_s + _PIDS_EVERY_S
+            running = self._cluster.running
+            self._pids = {node.node_id: tuple(pid for pid in node.pids if pid != node.pid) for node in running}
+            if self._cluster.redis is not None and self._watch.is_store_up:
+                self._pids[_STORE] = (self._cluster.redis.pid,)
+        waited_s = {**self._queue_times.read(self._pids), _OURS: self._overslept_s}
+        self._overslept_s = 0.0
+        self._watch.starvation.note(now_s, waited_s, background=self._starting)
 
     def _lasting(self) -> list[Struck]:
         return [one for one in self.course.struck if one.undone_s is None]
@@ -246,7 +307,10 @@ class Soak:
         """Whether the struck node is gone, as it must be after some time, and how it left."""
         node = self._cluster.nodes[one.fault.nodes[0]]
         if node.is_running:
-            if self._now() < one.at_s + one.fault.lasts_s + _ENDING_S:
+            wait = Wait(
+                f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s, _ENDING_S, one.names
+            )
+            if not self._watch.is_too_late(wait, self._now()):
                 return False
             what = f"{node.node_id} still runs {self._now() - one.at_s:.0f} s after {one.fault}"
             self._watch.violations.add(what, node.console_tail(30))
@@ -270,12 +334,22 @@ class Soak:
         for one in watch.overdue(now_s, bound_s):
             watch.violations.add(f"the store does not show {one.fault} after {bound_s:g} s", watch.context(faults))
         for one in self._open():
-            if one.undone_s is not None and now_s - one.undone_s > self._back_s:
+            if one.undone_s is not None and watch.is_too_late(self._wait_for(one, one.undone_s), now_s):
                 self._report_not_back(one)
+        self._look_after_ended(now_s, bound_s)
+
+    def _wait_for(self, one: Struck, undone_s: float) -> Wait:
+        """For the nodes of a fault that was undone, until they contribute again."""
+        return Wait(f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names)
+
+    def _look_after_ended(self, now_s: float, bound_s: float) -> None:
+        """Processes of nodes that ended must be gone some time later."""
         for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
-            self._ended.remove((at_s, node))
-            if node.pids:
-                watch.violations.add(f"{node.node_id} left processes {node.pids} behind", node.console_tail(10))
+            if not (pids := node.pids):
+                self._ended.remove((at_s, node))
+            elif self._watch.is_too_late(Wait(f"{node.node_id} left processes behind", at_s, bound_s), now_s):
+                self._ended.remove((at_s, node))
+                self._watch.violations.add(f"{node.node_id} left processes {pids} behind", node.console_tail(10))
 
     def _open_faults(self) -> list[str]:
         return [f"{one.fault} at {one.at_s:.1f} s" for one in self._open()]
@@ -302,11 +376,13 @@ class Soak:
                 del self._starting[node_id]
 
     def _look_for_ended(self) -> None:
-        """Start nodes again that ended though no fault explains it."""
+        """Start nodes again that ended though no fault explains it, and the run is not complete."""
         explained = {name for one in self._lasting() if one.fault.kind in OF_PROCESSES for name in one.names}
-        for node_id, node in list(self._cluster.nodes.items()):
-            if node.is_running or node_id in explained:
-                continue
+        nodes = self._cluster.nodes.items()
+        ended = [(node_id, node) for node_id, node in nodes if not node.is_running and node_id not in explained]
+        if ended:
+            self._watch.read(self._now())  # what they wrote last
+        for node_id, node in ended if self._watch.complete_s is None else ():
             start = self._starting.get(node_id)
             if start is None or not self._was_hit_since(start):
                 tail = node.console_tail(40)

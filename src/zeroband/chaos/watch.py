@@ -14,6 +14,7 @@ from typing import Any
 from zeroband.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.chaos.measure import Struck
 from zeroband.chaos.plan import Kind
+from zeroband.chaos.starvation import Starvation
 from zeroband.data.audit import Audit, audit, read_rounds
 from zeroband.elastic.epoch import Verdict, View
 from zeroband.elastic.store import Store
@@ -35,12 +36,31 @@ class Violations:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.found: list[str] = []
+        self.starved: list[str] = []
+        """What was late because the host had no processor for it, which is no violation, and no proof that all held."""
 
     def add(self, what: str, context: str = "") -> None:
         """Report a violation, once."""
         if what not in self.found:
             self.found.append(what)
             self._say(f"VIOLATION: {what}" + (f"\n{context}" if context else ""))
+
+    def starve(self, what: str) -> None:
+        """Report what cannot be judged because the host was too busy."""
+        self.starved.append(what)
+        self._say(f"STARVED, cannot judge: {what}")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Something that must be over within a bound, and is not yet."""
+
+    what: str
+    """Who or what is late."""
+    from_s: float
+    bound_s: float
+    nodes: tuple[str, ...] = ()
+    """Whose own waiting for a processor counts, beside that of all members."""
 
 
 class NodeFiles:
@@ -106,6 +126,10 @@ class Watch:
         self.pulse: Pulse | None = None
         self.agreement, self.line = Agreement(), CommittedLine()
         self.hangs = 0
+        self.starvation = Starvation()
+        self.complete_s: float | None = None
+        """When the run was seen to be complete: its nodes end, and that is no fault."""
+        self._starved: set[tuple[str, float]] = set()
         self._pending: list[_Pending] = []
         self._audit_due_s = _AUDIT_EVERY_S
         self._missing: Collection[int] = ()
@@ -134,9 +158,32 @@ class Watch:
         """Expect this fault no longer to be seen, or none, because the store itself is away."""
         self._pending = [p for p in self._pending if struck is not None and p.struck is not struck]
 
+    def is_too_late(self, wait: Wait, now_s: float) -> bool:
+        """Whether a bound is missed, and would be on a host with a processor to spare.
+
+        The time that processes waited for one is taken off. Where only that keeps the bound, it is said, once.
+        """
+        took_s = now_s - wait.from_s
+        if took_s <= wait.bound_s:
+            return False
+        lost_s = self.starvation.lost_s(wait.from_s, now_s, wait.nodes)
+        if took_s - lost_s > wait.bound_s:
+            return True
+        if (one := (wait.what, round(wait.from_s, 3))) not in self._starved:
+            self._starved.add(one)
+            self.violations.starve(
+                f"{wait.what} for {took_s:.1f} s at {now_s:.0f} s (bound {wait.bound_s:.1f} s), "
+                f"and nodes waited {lost_s:.1f} s of that for a processor"
+            )
+        return False
+
     def overdue(self, now_s: float, bound_s: float) -> list[Struck]:
         """Faults that the view should show by now; each is given once."""
-        late = [p.struck for p in self._pending if now_s - p.struck.at_s > bound_s]
+        late = [
+            p.struck
+            for p in self._pending
+            if self.is_too_late(Wait(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s), now_s)
+        ]
         self._pending = [p for p in self._pending if p.struck not in late]
         return late
 
@@ -161,6 +208,8 @@ class Watch:
         for verdict in fresh:
             for member in verdict.opening.contributors():
                 self.contributed[node_id_of(member)] = verdict.round
+            if self.complete_s is None and verdict.payload.get("progress", {}).get("is_complete"):
+                self.complete_s = now()
         return fresh
 
     def read(self, now_s: float) -> None:
@@ -170,6 +219,8 @@ class Watch:
                 continue
             if record["kind"] == "joined":
                 self.joined_s[node] = record["at_s"]
+            if record["kind"] == "run_finished" and self.complete_s is None:
+                self.complete_s = record["at_s"]
             if record["kind"] == "round_committed" and self.pulse is not None:
                 self.pulse.advanced(node, record["at_s"])
             for wrong in self.agreement.add(node, record):
@@ -196,8 +247,10 @@ class Watch:
         if self.pulse is None or not self.is_store_up:
             return
         for node, since_s in self.pulse.hung(healthy, now_s).items():
-            self.hangs += 1
             bound_s = self.pulse.bound_s(node)
+            if not self.is_too_late(Wait(f"{node} finished no round", now_s - since_s, bound_s), now_s):
+                continue
+            self.hangs += 1
             what = f"{node} hangs: at {now_s:.0f} s, no round for {since_s:.1f} s (bound {bound_s:.1f} s)"
             self.violations.add(what, self.context(faults))
             self.pulse.advanced(node, now_s)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-import xxhash
-
+from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.errors import CheckpointDamaged
 
@@ -71,7 +70,7 @@ def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]
     return tensors
 
 
-def read_header(file: BinaryIO, size: int, seen: xxhash.xxh3_128) -> list[StoredTensor]:
+def read_header(file: BinaryIO, size: int, seen: FileHash) -> list[StoredTensor]:
     """Read a safetensors file up to its data; `seen` hashes what was read. Raises CheckpointDamaged, EOFError."""
     length_field = bytearray(_LENGTH_BYTES)
     read_exactly(file, [memoryview(length_field)])

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zeroband.checkpoint.layout import hub_name
+from zeroband.config.schema import ModelConfig
 from zeroband.errors import ConfigError
 from zeroband.model.hf import differences, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard
@@ -106,12 +107,17 @@ def start_from(model: Transformer, folder: Path, *, used_ids: int) -> WeightFile
 
     Raises: ConfigError naming what differs from the model's configuration, or the tensors that do not fit.
     """
-    found = differences(model_config_of(read_config(folder), str(folder / CONFIG_FILE)), model.config)
-    if found:
-        raise ConfigError(f"train.init_from={str(folder)!r} holds another model: {'; '.join(found)}; set them equal")
+    require_model(folder, model.config)
     files = WeightFiles(folder)
     load_weights(model, files, used_ids=used_ids)
     return files
+
+
+def require_model(folder: Path, config: ModelConfig) -> None:
+    """Raise ConfigError where a directory in Hugging Face's layout holds another model than [model] describes."""
+    found = differences(model_config_of(read_config(folder), str(folder / CONFIG_FILE)), config)
+    if found:
+        raise ConfigError(f"train.init_from={str(folder)!r} holds another model: {'; '.join(found)}; set them equal")
 
 
 def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> None:

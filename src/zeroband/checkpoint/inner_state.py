@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.headers import StoredTensor, read_header
 from zeroband.checkpoint.layout import Slot, numel_of
@@ -87,7 +87,7 @@ class _Reader(StorageReader):
         self._file = file
         self._on_piece = on_piece
         self._expected = expected
-        self._seen = xxhash.xxh3_128()
+        self._seen = FileHash.like(expected)
         self._tensors: list[StoredTensor] = read_header(file, expected.size, self._seen)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -128,8 +128,9 @@ class _Reader(StorageReader):
                 self._on_piece()
             for item in wanted.get(tensor.name, []):
                 _take(whole.view(tensor.shape), item, planner)
-        if self._file.read(1) or self._seen.hexdigest() != self._expected.hash:
-            raise CheckpointDamaged(f"it has hash {self._seen.hexdigest()}, the manifest says {self._expected.hash}")
+        if self._file.read(1):
+            raise CheckpointDamaged(f"it has more than {self._expected.size} bytes")
+        self._seen.require(self._expected)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import xxhash
 
+from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.headers import read_header
 from zeroband.checkpoint.layout import LATEST, MANIFEST, Slot, folder_of, hub_name, numel_of, step_of
@@ -111,7 +112,7 @@ class Checkpoint:
         self, path: str, file: StoredFile, targets: Mapping[str, Slot], section: str, buffer: Tensor
     ) -> set[tuple[str, str]]:
         """Fill the section's buffer from one file; what it held, as (section, tensor)."""
-        seen, found = xxhash.xxh3_128(), set[tuple[str, str]]()
+        seen, found = FileHash.like(file), set[tuple[str, str]]()
         with self.storage.open(f"{self.folder}/{path}") as opened:
             spans: list[tuple[int, int]] = []
             for tensor in read_header(opened, file.size, seen):
@@ -125,7 +126,7 @@ class Checkpoint:
                     read_exactly(opened, [piece])
                     seen.update(piece)
                     self.on_piece()
-        _require_hash(seen, file)
+        seen.require(file)
         return found
 
     def node_state(self, node_id: str) -> dict[str, Any] | None:
@@ -151,12 +152,14 @@ class Checkpoint:
 
     def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
         data = self.storage.read(f"{self.folder}/{path}")
-        _require_hash(xxhash.xxh3_128(data), file)
+        seen = FileHash.like(file)
+        seen.update(data)
+        seen.require(file)
         return cast("dict[str, Any]", json.loads(data))
 
     def _hash(self, path: str, file: StoredFile) -> set[tuple[str, str]]:
         """Compare the hash of a file; it holds no tensor."""
-        seen, left, piece = xxhash.xxh3_128(), file.size, bytearray(min(_PIECE_BYTES, file.size))
+        seen, left, piece = FileHash.like(file), file.size, bytearray(min(_PIECE_BYTES, file.size))
         with self.storage.open(f"{self.folder}/{path}") as opened:
             while left:
                 part = memoryview(piece)[: min(left, len(piece))]
@@ -166,7 +169,7 @@ class Checkpoint:
                 self.on_piece()
             if opened.read(1):
                 raise CheckpointDamaged(f"it has more than {file.size} bytes")
-        _require_hash(seen, file)
+        seen.require(file)
         return set()
 
     def _reading(self, path: str, read: Callable[[], T]) -> T:
@@ -183,11 +186,6 @@ class Checkpoint:
                     raise CheckpointDamaged(f"{self.folder}/{path}: {reason_of(error)}") from error
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
-
-
-def _require_hash(seen: xxhash.xxh3_128, file: StoredFile) -> None:
-    if seen.hexdigest() != file.hash:
-        raise CheckpointDamaged(f"it has hash {seen.hexdigest()}, the manifest says {file.hash}")
 
 
 def _section_of(path: str, sections: Sequence[str]) -> str:
@@ -216,11 +214,15 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
         yield view[start : start + _PIECE_BYTES]
 
 
-def open_checkpoint(storage: Storage, step: int, on_piece: Callable[[], object] = lambda: None) -> Checkpoint:
-    """A committed checkpoint by its step. Raises CheckpointDamaged, which is also what a half-written one is."""
+def open_checkpoint(
+    storage: Storage, step: int, on_piece: Callable[[], object] = lambda: None, *, trust: Trust = ANYBODY
+) -> Checkpoint:
+    """A committed checkpoint by its step. Raises CheckpointDamaged, which is also what a half-written one is, and one
+    that is not to be trusted."""
     path = f"{folder_of(step)}/{MANIFEST}"
     try:
         manifest = parse_manifest(storage.read(path))
+        trust.require(manifest)
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{path} is missing: it was never finished") from error
     except (CheckpointDamaged, OSError) as error:
@@ -264,6 +266,7 @@ def restore(
     step: int | None = None,
     also: Callable[[Checkpoint], None] = lambda checkpoint: None,
     on_piece: Callable[[], object] = lambda: None,
+    trust: Trust = ANYBODY,
 ) -> Restored | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
@@ -278,7 +281,7 @@ def restore(
     rejected: list[Rejected] = []
     for candidate in steps:
         try:
-            checkpoint = open_checkpoint(storage, candidate, on_piece)
+            checkpoint = open_checkpoint(storage, candidate, on_piece, trust=trust)
             checkpoint.require_sizes()
             checkpoint.read_outer(slots, buffers)
             _require_digest(checkpoint, buffers)
@@ -287,6 +290,8 @@ def restore(
             rejected.append(Rejected(candidate, str(error)))
             _log.error("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
             continue
+        if (remark := trust.remark(checkpoint.manifest)) is not None:
+            _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
         return Restored(checkpoint, tuple(rejected))
     if not rejected:
         return None

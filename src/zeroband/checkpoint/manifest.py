@@ -1,13 +1,13 @@
 """The manifest of a checkpoint: which state it is, and the size and hash of every file. Written last; pure.
 
-Its own hash is in it, so a changed bit anywhere in a checkpoint is found.
+Its own hash is in it, so a changed bit anywhere in a checkpoint is found; in a run with a token its MAC as well.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import xxhash
@@ -24,6 +24,17 @@ class StoredFile:
 
     size: int
     hash: str
+    sha256: str = ""
+    """In a run with a token; empty in others."""
+
+    def to_record(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"size": self.size, "hash": self.hash}
+        return record | ({"sha256": self.sha256} if self.sha256 else {})
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> StoredFile:
+        """The inverse. Raises LookupError, TypeError, ValueError."""
+        return StoredFile(int(record["size"]), str(record["hash"]), str(record.get("sha256", "")))
 
 
 @dataclass(frozen=True)
@@ -66,34 +77,52 @@ class Manifest:
     files: Mapping[str, StoredFile]
     """By path relative to the checkpoint's folder; the manifest itself is not among them."""
 
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Members whose own state is not here, and why."""
+    mac: str = ""
+    """MAC of the content, under a key of the run's token; empty: the run had none."""
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """Nodes whose own state is here."""
         return tuple(sorted({path.split("/")[1] for path in self.files if path.startswith("nodes/")}))
 
-    def to_json(self) -> bytes:
+    def with_mac(self, mac: str) -> Manifest:
+        return replace(self, mac=mac)
+
+    def content(self) -> bytes:
+        """All but hash and MAC, which stand under it; one text for equal manifests."""
+        return _compact(self._record())
+
+    def _record(self) -> dict[str, Any]:
         content = {
             "format": FORMAT,
             **asdict(self.stamp),
-            "files": {path: asdict(file) for path, file in sorted(self.files.items())},
+            "files": {path: file.to_record() for path, file in sorted(self.files.items())},
+            **({"missing": dict(self.missing)} if self.missing else {}),
         }
-        content = json.loads(json.dumps(content))  # keys become strings before they are sorted
-        return json.dumps({**content, "hash": _hash(content)}, indent=1, sort_keys=True).encode()
+        return json.loads(json.dumps(content))  # keys become strings before they are sorted
+
+    def to_json(self) -> bytes:
+        content = self._record()
+        content["hash"] = _hash(content)
+        return json.dumps({**content, **({"mac": self.mac} if self.mac else {})}, indent=1, sort_keys=True).encode()
 
 
 def parse_manifest(data: bytes) -> Manifest:
     """Read a manifest. Raises CheckpointDamaged unless it is whole and of a format that this version knows."""
     try:
         content = cast("dict[str, Any]", json.loads(data))
-        said = content.pop("hash")
+        said, mac = content.pop("hash"), str(content.pop("mac", ""))
         if _hash(content) != said:
             raise CheckpointDamaged("its content does not have the hash that it says")
         if content["format"] != FORMAT:
             raise CheckpointDamaged(f"it has format {content['format']}, this version reads {FORMAT}")
         del content["format"]
-        files = {path: StoredFile(file["size"], file["hash"]) for path, file in content.pop("files").items()}
+        files = {path: StoredFile.of_record(file) for path, file in content.pop("files").items()}
+        missing = {str(node): str(why) for node, why in content.pop("missing", {}).items()}
         sections, members = tuple(content.pop("sections")), tuple(content.pop("members"))
-        manifest = Manifest(Stamp(**content, sections=sections, members=members), files)
+        manifest = Manifest(Stamp(**content, sections=sections, members=members), files, missing, mac)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"it cannot be read: {error!r:.200}") from error
     if manifest.to_json() != data:
@@ -102,4 +131,8 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _hash(content: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_128_hexdigest(_compact(content))
+
+
+def _compact(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -5,22 +5,22 @@ first of them waits for the others' records, writes what a lost one left, then t
 (on stores without renames the manifest itself does, which appears whole or not at all). Then `latest`, then clean-up.
 
 All members hold the same outer state, so any of them can commit. Each stays until somebody has, and takes its turn when
-those before it are out: they said so, or the run lost them, or they were waited for long enough. A member that was only
-slow may then commit as well: what both write has the same bytes, and each looks before it replaces what is committed.
+those before it are out: they said so, or the run lost them, or they were silent for long enough. A member whose storage
+fails says so at once, and the others commit without its own state. A member that was only slow may commit as well: what
+both write has the same bytes, and each looks before it replaces what is committed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import xxhash
-
+from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -37,7 +37,7 @@ from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
 from zeroband.checkpoint.owner import require
 from zeroband.checkpoint.retention import clean_up, remove_checkpoint
 from zeroband.checkpoint.shares import Shares
-from zeroband.checkpoint.storage import Data, Storage, reason_of
+from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
 from zeroband.errors import CheckpointDamaged, CheckpointFailed
 
 POINTS = (
@@ -58,6 +58,10 @@ _LONGEST_PAUSE_S = 30.0
 """Between two attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 """Between two looks for what the other members wrote."""
+SILENT = "nothing was heard of its share"
+"""Why a member was not waited for any longer: the beginning of the words."""
+_HEALS_S = 3.0
+"""A storage that fails for longer is not waited for by the others."""
 
 T = TypeVar("T")
 
@@ -69,10 +73,24 @@ class SaveRules:
     keep_last: int
     keep_every: int | None
     peer_wait_s: float
-    """Longest wait of who commits for the others' records; the next member waits for it twice as long."""
+    """Longest wait of who commits for a member that falls silent; the next member waits for it twice as long."""
     retry_s: float
     """Longest time for which one file is tried again."""
     files_at_once: int = 2
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What another member of a save said of itself."""
+
+    out: str | None = None
+    """Why nobody needs to wait for it; None: it is at work, for all that is known."""
+    is_lost: bool = False
+    """The run goes on without it."""
+    beats: int = 0
+    """Grows as long as it works at its share, or waits for the others."""
+    is_waiting: bool = False
+    """It has written its share, and its record ought to be seen."""
 
 
 class Surroundings(Protocol):
@@ -90,8 +108,16 @@ class Surroundings(Protocol):
         """So many bytes more were handed to the storage. Any thread."""
         ...
 
-    def lost(self) -> Collection[str]:
-        """Node ids that the run went on without since this was staged. Any thread."""
+    def working(self, *, is_waiting: bool) -> None:
+        """Show the other members that this node is at work, or that it has written its share and waits. Any thread."""
+        ...
+
+    def excuse(self, attempt: str, why: str | None) -> None:
+        """Tell the other members not to wait for this node in this save, or, with None, that they may. Any thread."""
+        ...
+
+    def heard(self, member: str) -> Heard:
+        """What is known of another member of this save. Any thread."""
         ...
 
     def at(self, point: str) -> None: ...
@@ -114,7 +140,8 @@ class Staged:
 class Save:
     """One checkpoint as this node writes it.
 
-    `members`: the node ids that share the work, sorted; this one among them.
+    `members`: the node ids that share the work, sorted; this one among them. `key`: of the run's token; None: it has
+    none. `trust`: tells this run's checkpoints from others that lie in their place.
     """
 
     def __init__(
@@ -126,8 +153,12 @@ class Save:
         members: Sequence[str],
         rules: SaveRules,
         around: Surroundings,
+        key: CheckpointKey | None = None,
+        trust: Trust = ANYBODY,
     ) -> None:
         self._storage = storage
+        self._key = key
+        self._trust = trust
         self._stamp = stamp
         self._staged = staged
         self._node_id = node_id
@@ -137,9 +168,14 @@ class Save:
         self._final = folder_of(stamp.inner_step)
         self._folder = f"{self._final}{TEMPORARY}" if storage.renames else self._final
         self._files: dict[str, StoredFile] = {}
-        self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths)
+        self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths, key)
         self._is_published = False
         """Others may build on this node's files."""
+        self._failing: set[str] = set()
+        """What cannot be written at the moment, so that the others need not wait."""
+        self._listening_since_s = 0.0
+        self._signs: dict[str, tuple[object, float]] = {}
+        """The newest sign of each member, and since when it is that."""
 
     @property
     def _ahead(self) -> tuple[str, ...]:
@@ -152,12 +188,19 @@ class Save:
 
     def run(self) -> bool:
         """Write, and commit in one's turn. Returns whether the checkpoint stands; failures are told, not raised."""
+        failure = None
         try:
             self._run()
         except CheckpointFailed as error:
-            if not self._stands():  # another member may have committed it meanwhile, files and all
-                self._give_up(str(error))
-                return False
+            failure = str(error)
+        manifest = self._committed()  # another member may have committed it, files and all
+        stands = manifest is not None and manifest.stamp.attempt == self._stamp.attempt
+        if failure is not None and not stands:
+            self._give_up(failure)
+            return False
+        if manifest is not None and stands and self._node_id not in manifest.nodes:
+            reason = failure or manifest.missing.get(self._node_id, "the others did not wait for it")
+            self._around.tell("checkpoint_left_out", **self._place(), reason=reason)
         return True
 
     def _run(self) -> None:
@@ -177,8 +220,7 @@ class Save:
         written_at_s = self._around.now_s()
         if not self._await_turn(written_at_s):
             return
-        self._gather(written_at_s + self._rules.peer_wait_s)
-        self._commit()
+        self._commit(self._gather(written_at_s))
         total = sum(file.size for file in self._files.values())
         self._around.tell("checkpoint_committed", **self._place(), bytes=total, took_s=self._since(from_s))
         self._tidy()
@@ -189,23 +231,26 @@ class Save:
     def _since(self, from_s: float) -> float:
         return round(self._around.now_s() - from_s, 3)
 
-    def _committed_attempt(self) -> str | None:
+    def _committed(self) -> Manifest | None:
         """Which save of this step is committed; None: there is none to be seen."""
         try:
-            return open_checkpoint(self._storage, self._stamp.inner_step).manifest.stamp.attempt
+            return open_checkpoint(self._storage, self._stamp.inner_step, trust=self._trust).manifest
         except CheckpointDamaged:
             return None
 
     def _stands(self) -> bool:
         """Whether this very save is committed, by whichever member."""
-        return self._committed_attempt() == self._stamp.attempt
+        found = self._committed()
+        return found is not None and found.stamp.attempt == self._stamp.attempt
 
     def _is_done(self) -> bool:
         """Whether it stands already; another save in its place is uncommitted where folders do not rename."""
-        found = self._committed_attempt()
-        if found not in (None, self._stamp.attempt) and not self._storage.renames:
+        found = self._committed()
+        if found is not None and found.stamp.attempt == self._stamp.attempt:
+            return True
+        if not self._storage.renames:
             self._retry(MANIFEST, lambda: self._storage.remove(f"{self._final}/{MANIFEST}"))
-        return found == self._stamp.attempt
+        return False
 
     def _write_share(self, files: Sequence[OuterFile], *, with_indices: bool) -> None:
         for path, data in self._staged.plan.indices.items() if with_indices else ():
@@ -237,7 +282,7 @@ class Save:
 
     def _store(self, path: str, pieces: Iterable[Data]) -> None:
         """Write a file of the checkpoint, and note its size and hash."""
-        seen, size = xxhash.xxh3_128(), 0
+        seen, size = FileHash(is_sealed=self._key is not None), 0
 
         def passing() -> Iterator[Data]:
             nonlocal size
@@ -248,21 +293,44 @@ class Save:
                 self._around.count(memoryview(piece).nbytes)
 
         self._storage.write(f"{self._folder}/{path}", passing())
-        self._files[path] = StoredFile(size, seen.hexdigest())
+        self._files[path] = seen.of(size)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
-        """Try again with growing pauses. Raises CheckpointFailed when the patience is over."""
+        """Try again with growing pauses. Raises CheckpointFailed when the patience is over, or the others went on."""
         from_s, pause_s = self._around.now_s(), 0.5
         while True:
             try:
-                return action()
+                result = action()
             except OSError as error:
                 reason = f"{self._storage.url}/{self._folder}/{what}: {reason_of(error)}"
-                if self._around.now_s() - from_s + pause_s > self._rules.retry_s:
+                failing_s = self._around.now_s() - from_s
+                if failing_s + pause_s > self._rules.retry_s:
                     raise CheckpointFailed(reason) from error
                 self._around.tell("checkpoint_retrying", **self._place(), reason=reason)
-            self._around.sleep(pause_s)
+                if is_lasting(error) or failing_s > _HEALS_S:
+                    self._note_failing(what, reason)
+            else:
+                self._note_working(what)
+                return result
+            self._pause(pause_s, reason)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _note_failing(self, what: str, reason: str) -> None:
+        self._failing.add(what)
+        self._excuse(reason)
+
+    def _note_working(self, what: str) -> None:
+        if what in self._failing:
+            self._failing.discard(what)
+            self._around.excuse(self._stamp.attempt, None)
+
+    def _pause(self, seconds: float, reason: str) -> None:
+        """Wait before another attempt. Raises CheckpointFailed once the others have committed without this node."""
+        until_s = self._around.now_s() + seconds
+        while (left_s := until_s - self._around.now_s()) > 0:
+            self._around.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._others else left_s)
+            if self._failing and self._others and self._stands():
+                raise CheckpointFailed(reason)
 
     # -- between the members -------------------------------------------------------------------------------------------
 
@@ -271,59 +339,105 @@ class Save:
             self._retry(PARTS, lambda: self._shares.publish(self._node_id, self._files))
             self._is_published = True
 
-    def leave_out(self) -> None:
+    def leave_out(self, why: str) -> None:
         """Tell the others not to wait for this node, which does not take part. Any thread; never raises."""
         if self._others:
+            self._excuse(why)
             self._shares.leave_out(self._node_id)
 
+    def _excuse(self, why: str) -> None:
+        if self._others:
+            self._around.excuse(self._stamp.attempt, why)
+
+    def _why_out(self, member: str, files: Mapping[str, StoredFile] | None) -> str | None:
+        """Why this member takes no part; None: it does, or may. `files`: of its record."""
+        return self._around.heard(member).out or ("it did not take part" if files == {} else None)
+
     def _is_out(self, member: str) -> bool:
-        """Whether this member will not commit any more."""
-        return member in self._around.lost() or self._shares.read(member) == {}
+        return self._why_out(member, self._shares.read(member)) is not None
+
+    def _has_ended(self, member: str) -> bool:
+        """Whether this member will never commit: one that only says that its storage fails may do so yet."""
+        return self._around.heard(member).is_lost or self._shares.read(member) == {}
+
+    def _is_silent(self, member: str, patience_s: float, *, counts_waiting: bool) -> bool:
+        """Whether nothing was heard of a member for so long. `counts_waiting`: that it waits for others is a sign."""
+        heard = self._around.heard(member)
+        sign = heard.beats if counts_waiting or not heard.is_waiting else "waiting"
+        known, since_s = self._signs.get(member, (0, self._listening_since_s))
+        if sign != known:
+            since_s = self._around.now_s()
+        self._signs[member] = sign, since_s
+        return self._around.now_s() - since_s >= patience_s
 
     def _await_turn(self, from_s: float) -> bool:
-        """Wait until all members before this one are out, or had the time for it; False when the checkpoint stands."""
-        until_s = from_s + 2 * len(self._ahead) * self._rules.peer_wait_s
+        """Wait until all members before this one are out or silent; False when the checkpoint stands."""
+        self._listen_from(from_s)
+        patience_s = 2 * len(self._ahead) * self._rules.peer_wait_s
         pauses = self._pauses()
-        while not all(self._is_out(member) for member in self._ahead) and self._around.now_s() < until_s:
+        while True:
+            quiet = [self._is_silent(member, patience_s, counts_waiting=True) for member in self._ahead]
+            if all(self._is_out(m) or is_quiet for m, is_quiet in zip(self._ahead, quiet, strict=True)):
+                break
             if self._stands():
                 return False
             next(pauses)
         return not self._stands()
 
-    def _gather(self, until_s: float) -> None:
-        """Take over the others' records; write oneself what is missing when the wait is over."""
-        missing, pauses = set(self._others), self._pauses()
+    def _listen_from(self, from_s: float) -> None:
+        self._listening_since_s = from_s
+        self._signs.clear()
+
+    def _gather(self, from_s: float) -> dict[str, str]:
+        """Take over the others' records, as long as they work at them; write oneself what is missing then.
+
+        Returns the members whose own state is not there, and why.
+        """
+        self._listen_from(from_s)
+        missing, pauses = dict.fromkeys(self._others, ""), self._pauses()
         while True:
-            for member in sorted(missing):
+            is_over = True
+            for member in self._others:
                 files = self._shares.read(member)
-                if files is not None:
+                if files:
                     self._files |= files
-                    missing.remove(member)
-            if not missing - set(self._around.lost()) or self._around.now_s() >= until_s:
+                    missing.pop(member, None)
+                elif member in missing:
+                    is_silent = self._is_silent(member, self._rules.peer_wait_s, counts_waiting=False)
+                    missing[member] = self._why_out(member, files) or (self._silence if is_silent else "")
+                    is_over = is_over and missing[member] != ""
+            if is_over:
                 break
             next(pauses)
         if missing:
-            self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing))
+            self._around.tell("checkpoint_without", **self._place(), nodes=sorted(missing), why=missing)
         plan = self._staged.plan
         left = [file for file in plan.files if file.path not in self._files]
         self._write_share(left, with_indices=not plan.indices.keys() <= self._files.keys())
+        return missing
+
+    @property
+    def _silence(self) -> str:
+        return f"{SILENT} for {self._rules.peer_wait_s:g} s"
 
     def _pauses(self) -> Iterator[None]:
         """Sleeps between two looks at the storage: short ones first."""
         pause_s = _SHORTEST_LOOK_S
         while True:
+            self._around.working(is_waiting=True)
             self._around.sleep(pause_s)
             yield
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     # -- the commit ----------------------------------------------------------------------------------------------------
 
-    def _commit(self) -> None:
+    def _commit(self, missing: Mapping[str, str]) -> None:
         self._require_stored(self._folder)
         self._retry("owner.json", partial(require, self._storage, self._stamp.session))
         self._around.at("before_manifest")
-        manifest = Manifest(self._stamp, self._files).to_json()
-        self._retry(MANIFEST, lambda: self._storage.write(f"{self._folder}/{MANIFEST}", (manifest,)))
+        manifest = Manifest(self._stamp, self._files, missing)
+        data = (manifest if self._key is None else self._key.sign(manifest)).to_json()
+        self._retry(MANIFEST, lambda: self._storage.write(f"{self._folder}/{MANIFEST}", (data,)))
         self._around.at("before_rename")
         is_ours = not self._storage.renames or self._retry(self._final, self._rename)
         self._around.at("renamed")
@@ -372,7 +486,7 @@ class Save:
     def _give_up(self, reason: str) -> None:
         """Say why, and give back the space: of this node's files, or of everybody's when nobody is left to commit."""
         self._around.tell("checkpoint_failed", **self._place(), reason=reason)
-        is_last = all(self._is_out(member) for member in self._others)
+        is_last = all(self._has_ended(member) for member in self._others)
         with contextlib.suppress(OSError):
             if is_last and self._storage.renames:
                 self._storage.remove(self._folder)
@@ -380,7 +494,7 @@ class Save:
                 for path in self._files:
                     self._storage.remove(f"{self._folder}/{path}")
         if not is_last:
-            self.leave_out()
+            self.leave_out(reason)
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

@@ -24,6 +24,7 @@ Data = bytes | memoryview
 _ERRNO_WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "no file may grow so large here",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
@@ -32,6 +33,7 @@ _ERRNO_WORDS = {
     errno.ENOTCONN: "the network mount is gone",
     errno.ENODEV: "the mount is gone",
 }
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "NoCredentials", "401")
 
 
@@ -44,6 +46,11 @@ def reason_of(error: BaseException) -> str:
     if any(word in chain for word in _CREDENTIALS):
         return f"the credentials are refused or expired ({told:.300})"
     return told[:300]
+
+
+def is_lasting(error: OSError) -> bool:
+    """Whether storage will most likely go on failing until somebody does something about it."""
+    return error.errno in _LASTING
 
 
 class Storage(ABC):

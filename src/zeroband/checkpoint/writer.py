@@ -19,24 +19,27 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic import TypeAdapter
 
+from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.layout import OuterPlan, PlainSlot, plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import Save, SaveRules, Staged
+from zeroband.checkpoint.saving import Heard, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import open_storage
 
-IDLE, PROGRESS = "idle", "progress"
+IDLE, PROGRESS, EXCUSE = "idle", "progress", "excuse"
 """Kinds of answers beside the events of a save."""
-LOST = "lost"
-"""Key of a line to the writer that is no order: the nodes that the run goes on without."""
+LOST, HEARD = "lost", "heard"
+"""Keys of lines to the writer that are no orders: the nodes that the run goes on without; what the others said."""
 
 _NICENESS = 10
 _SAY_S = 1.0
+_LONGEST_EXCUSE = 500
+"""Characters."""
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
@@ -57,6 +60,8 @@ class WriterSpec:
     max_file_bytes: int
     lock: str
     """A file that the writers of one node hold in turn."""
+    token: str | None = None
+    """The run's token; None: it has none, and its checkpoints no MAC."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -85,15 +90,38 @@ class SaveOrder:
         return TypeAdapter(SaveOrder).validate_json(text)
 
 
+@dataclass(frozen=True)
+class Word:
+    """What a member's writer says of a save to those of the others, through the run's store; JSON."""
+
+    beats: int = 0
+    is_waiting: bool = False
+    out: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> Word | None:
+        """The inverse; None of what is no such word, which anybody may have written who reaches the store."""
+        try:
+            word = TypeAdapter(Word).validate_json(text)
+        except ValueError:
+            return None
+        return word if word.out is None else replace(word, out=word.out[:_LONGEST_EXCUSE])
+
+
 class Answers:
-    """Lines to the trainer, and what a save needs of its process. Any thread."""
+    """Lines to the trainer and from it, and what a save needs of its process. Any thread."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._lock = threading.Lock()
         self._written = self._said = 0
         self._began_at_s = self._said_at_s = time.monotonic()
+        self._is_waiting = False
         self._lost: frozenset[str] = frozenset()
+        self._words: Mapping[str, Word] = {}
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -104,38 +132,66 @@ class Answers:
     def at(self, point: str) -> None:
         """Nothing strikes here; tests have other surroundings."""
 
-    def lost(self) -> Collection[str]:
-        return self._lost
+    def heard(self, member: str) -> Heard:
+        if member in self._lost:
+            return Heard("the run goes on without it", is_lost=True)
+        word = self._words.get(member, Word())
+        return Heard(word.out, beats=word.beats, is_waiting=word.is_waiting)
 
     def lose(self, nodes: Collection[str]) -> None:
-        """Note the nodes that the run goes on without; none again when another checkpoint is ordered."""
+        """Note the nodes that the run goes on without."""
         self._lost = frozenset(nodes)
+
+    def hear(self, words: Mapping[str, str]) -> None:
+        """Note what the other members said of the save in hand."""
+        parsed = {node: Word.parse(text) for node, text in words.items()}
+        self._words = {node: word for node, word in parsed.items() if word is not None}
+
+    def forget(self) -> None:
+        """Another checkpoint is ordered: what was heard was of the one before."""
+        self._lost, self._words = frozenset(), {}
 
     def tell(self, kind: str, **fields: Any) -> None:
         with self._lock:
             self._say({"kind": kind, **fields})
 
+    def excuse(self, attempt: str, why: str | None) -> None:
+        self.tell(EXCUSE, attempt=attempt, why=why)
+
     def begin(self) -> None:
         """A save begins: its bytes are counted from here."""
         with self._lock:
             self._written = self._said = 0
+            self._is_waiting = False
             self._began_at_s = self._said_at_s = time.monotonic()
+            self._show(at_once=True)
 
     def end(self) -> None:
         """The save is over, and the writer free again."""
         with self._lock:
             rate = self._written / max(time.monotonic() - self._began_at_s, 1e-6)
-            self._say({"kind": PROGRESS, "written_bytes": self._written, "bytes_per_s": round(rate)})
+            self._say_progress(rate)
             self._say({"kind": IDLE})
 
     def count(self, written_bytes: int) -> None:
         with self._lock:
             self._written += written_bytes
-            since_s = time.monotonic() - self._said_at_s
-            if since_s >= _SAY_S:
-                rate = (self._written - self._said) / since_s
-                self._say({"kind": PROGRESS, "written_bytes": self._written, "bytes_per_s": round(rate)})
-                self._said, self._said_at_s = self._written, time.monotonic()
+            self._show()
+
+    def working(self, *, is_waiting: bool) -> None:
+        with self._lock:
+            has_changed, self._is_waiting = is_waiting != self._is_waiting, is_waiting
+            self._show(at_once=has_changed)
+
+    def _show(self, *, at_once: bool = False) -> None:
+        since_s = time.monotonic() - self._said_at_s
+        if since_s >= _SAY_S or at_once:
+            self._say_progress((self._written - self._said) / max(since_s, 1e-6))
+            self._said, self._said_at_s = self._written, time.monotonic()
+
+    def _say_progress(self, rate: float) -> None:
+        progress = {"written_bytes": self._written, "bytes_per_s": round(rate), "is_waiting": self._is_waiting}
+        self._say({"kind": PROGRESS, **progress})
 
     def _say(self, message: Mapping[str, Any]) -> None:
         try:
@@ -156,20 +212,25 @@ class Writer:
         self._outer = {name: _map_buffer(descriptor) for name, descriptor in spec.outer.items()}
         self._inner = {name: _map_buffer(descriptor) for name, descriptor in spec.inner.items()}
         self._plan: OuterPlan = plan_outer(self._slots, tuple(spec.outer), max_bytes=spec.max_file_bytes)
+        self._key = None if spec.token is None else CheckpointKey.of(spec.token, spec.run_id)
+        self._trust = ANYBODY if spec.token is None else Trust(spec.token)
         self._orders: queue.Queue[SaveOrder | None] = queue.Queue()
 
     def listen(self, lines: TextIO) -> None:
         """Take orders from a stream until it ends; a thread of its own, so that a save in hand does not hold it up."""
         for line in lines:
-            lost = json.loads(line).get(LOST)
-            if lost is not None:
-                self._answers.lose(lost)
+            said = json.loads(line)
+            if LOST in said:
+                self._answers.lose(said[LOST])
+                continue
+            if HEARD in said:
+                self._answers.hear(said[HEARD])
                 continue
             order = SaveOrder.from_json(line)
             if order.is_left_out:
-                self._save_of(order).leave_out()
+                self._save_of(order).leave_out("an earlier checkpoint is still being written there")
             else:
-                self._answers.lose(())
+                self._answers.forget()
                 self._orders.put(order)
         self._orders.put(None)
 
@@ -182,8 +243,10 @@ class Writer:
 
     def _save_of(self, order: SaveOrder) -> Save:
         staged = Staged(self._slots, self._plan, self._outer, self._inner, order.node_state)
-        spec = self._spec
-        return Save(self._storage, order.stamp, staged, spec.node_id, order.members, spec.rules, self._answers)
+        spec, vouching = self._spec, (self._key, self._trust)
+        return Save(
+            self._storage, order.stamp, staged, spec.node_id, order.members, spec.rules, self._answers, *vouching
+        )
 
 
 def _map_buffer(descriptor: int) -> memoryview:

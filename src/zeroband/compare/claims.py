@@ -6,6 +6,7 @@ Each claim is a table in [[compare.claims]]: a figure of one method, of which ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -47,7 +48,9 @@ class Verdict:
 
     claim: Claim
     found: float | None
-    """None: a run that it needs did not end well."""
+    """None: what it needs is not there."""
+    why: str = ""
+    """Why nothing was found."""
 
     @property
     def is_met(self) -> bool | None:
@@ -59,7 +62,7 @@ class Verdict:
 
     def __str__(self) -> str:
         word = {True: "met", False: "NOT MET", None: "not measured"}[self.is_met]
-        return f"{word}: {self.claim}" + ("" if self.found is None else f"; found {self.found:.4g}")
+        return f"{word}: {self.claim}; " + (self.why if self.found is None else f"found {self.found:.4g}")
 
 
 def parse_claims(value: Any) -> tuple[Claim, ...]:
@@ -84,13 +87,36 @@ def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[Verdict, ...]:
 def _verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
     of, over, to = (_best(rows, name) for name in (claim.of, claim.over, claim.to))
     named = replace(claim, of=_named(claim.of, of), over=_named(claim.over, over), to=_named(claim.to, to))
-    return Verdict(named, None if of is None else _figure(claim.figure, of, over, to))
+    for name, row in ((claim.of, of), (claim.over, over), (claim.to, to)):
+        if name and (why := _lacking(name, row, rows)):
+            return Verdict(named, None, why)
+    assert of is not None, "a claim is about a method"
+    try:
+        found = _figure(claim.figure, of, over, to)
+    except (OverflowError, ZeroDivisionError) as error:
+        return Verdict(named, None, f"the figure cannot be computed: {error}")
+    if found is None:
+        return Verdict(named, None, "the runs do not give this figure")
+    return Verdict(named, found) if math.isfinite(found) else Verdict(named, None, f"the figure is {found}")
+
+
+def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
+    """What keeps a method from being evidence; empty where nothing does."""
+    if row is None:
+        is_there = any(_fits(one, name) for one in rows)
+        return f"no run of {name} ended with a loss" if is_there else f"{name} is not in this comparison"
+    lost = (*row.lost, *row.failures)
+    return f"{row.arm} has a run without a loss ({lost[0].partition(chr(10))[0]})" if lost else ""
 
 
 def _best(rows: Sequence[Row], name: str) -> Row | None:
     """The best of the methods that ended well and have this name or fit this pattern."""
-    fitting = [row for row in rows if row.losses and (row.arm == name or fnmatchcase(row.arm, name))]
+    fitting = [row for row in rows if row.losses and _fits(row, name)]
     return min(fitting, key=lambda row: row.losses[0], default=None)
+
+
+def _fits(row: Row, name: str) -> bool:
+    return row.arm == name or fnmatchcase(row.arm, name)
 
 
 def _named(name: str, row: Row | None) -> str:

@@ -2,7 +2,8 @@
 
 Every method gets the same start, the same data, the same number of steps and the same tries at a learning rate. A run
 that fails is shown as failed and the others go on; an interrupted comparison goes on where it was.
-Exit codes: 0 done, 1 a run failed, 2 wrong arguments, 130 after Ctrl-C.
+Exit codes: 0 done, and every claim is met; 1 a run failed, none ended with a loss, or a claim was not measured; 2 wrong
+arguments; 3 a claim is not met; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from zeroband.compare.trials import Trial, shared_folder, total_work, trial, war
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import load_config
 from zeroband.errors import ConfigError
+from zeroband.installing import way_to_extra
 
-_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+_EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3
 _PAGE, _TABLE = "index.html", "table.md"
 
 
@@ -47,14 +49,21 @@ def main(argv: Sequence[str]) -> int:
             command = shlex.join(["zeroband", "compare", *argv])
             comparison = Comparison(options, command, is_stopped=lambda: interrupts.count > 0)
             try:
-                comparison.run(Console())
+                comparison.run(Console(force_terminal=sys.stdout.isatty()))
             except Stopped:
                 print(f"interrupted; the same command goes on. So far: {options.out / _PAGE}", file=sys.stderr)
                 return interrupts.exit_code
     except (ConfigError, RunFailed) as error:
         print(f"zeroband compare: {error}", file=sys.stderr)
         return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_FAILED
-    return _EXIT_FAILED if any(outcome.failure for outcome in comparison.outcomes) else 0
+    if lacking := comparison.lacking():
+        for line in lacking:
+            print(f"zeroband compare: {line}", file=sys.stderr)
+        return _EXIT_FAILED
+    broken = [verdict for verdict in comparison.report().verdicts if not verdict.is_met]
+    for verdict in broken:
+        print(f"zeroband compare: {verdict}", file=sys.stderr)
+    return _EXIT_NOT_MET if broken else 0
 
 
 class Comparison:
@@ -90,7 +99,8 @@ class Comparison:
         console.print(markdown(self.report()), highlight=False, markup=False, soft_wrap=True)
         console.print(f"\npage: {self._options.out / _PAGE}", highlight=False)
         if not pngs:
-            console.print("no PNG files: matplotlib is not installed (`uv sync --extra compare`)", highlight=False)
+            missing = f"no PNG files: matplotlib is not installed; {way_to_extra('compare')}"
+            console.print(missing, highlight=False, markup=False, soft_wrap=True)
 
     def _warm_start(self, bar: Bar) -> Path | None:
         """The directory that every run starts from, made once for all comparisons that have it in common."""
@@ -158,6 +168,13 @@ class Comparison:
             for arm in options.methods
             if any(outcome.arm == arm.name for outcome in self.outcomes)
         )
+
+    def lacking(self) -> list[str]:
+        """What keeps this comparison from showing what it was to show; empty where nothing does."""
+        failed = [f"{o.arm}, lr {o.lr:g}, seed {o.seed} failed" for o in self.outcomes if o.failure]
+        if not any(outcome.loss is not None for outcome in self.outcomes):
+            failed.append("no run ended with a loss, so nothing was compared")
+        return failed + [str(verdict) for verdict in self.report().verdicts if verdict.is_met is None]
 
     def report(self) -> Report:
         """What the page shows."""

@@ -18,7 +18,6 @@ from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.stability import safe_lr
 from zeroband.errors import ConfigError
-from zeroband.outer.custom import load_algorithm
 
 Way = Literal["none", "all_reduce", "all_gather"]
 """How bytes travel: it decides what a counted byte is worth and how long a transfer takes."""
@@ -166,12 +165,19 @@ def _known() -> str:
     return f"{', '.join(known_presets())}, and custom:algorithm=FILE"
 
 
+def digest_of_algorithm(outer: CustomConfig) -> str:
+    """Of the file of an algorithm of one's own. Raises ConfigError where it has none."""
+    from zeroband.outer.custom import load_algorithm  # torch, which no other method needs
+
+    return load_algorithm(outer).digest
+
+
 def objection(arm: Arm) -> str:
     """Why the installed schema refuses a method; empty where it does not."""
     try:
         config = load_config(flags_of(arm, nodes=2, inner_steps=20), {} if arm.is_alone else NO_STORE)
         if isinstance(config.outer, CustomConfig):
-            load_algorithm(config.outer)
+            digest_of_algorithm(config.outer)
     except ConfigError as error:
         return str(error)
     return ""

@@ -20,10 +20,6 @@ from zeroband.compare.results import Outcome, Point, finite
 from zeroband.compare.trials import Trial, start_flags
 from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
-from zeroband.offline.arguments import device_of
-from zeroband.offline.directory import write_directory
-from zeroband.offline.evaluate import evaluate_checkpoint
-from zeroband.offline.opened import open_trained
 
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -73,6 +69,9 @@ class Runner:
 
     def warm_up(self, arguments: Sequence[str], run_id: str, out: Path, on_progress: OnProgress) -> None:
         """Train the common start and write it as a directory that runs start from. Raises RunFailed, Stopped."""
+        from zeroband.offline.directory import write_directory  # torch, which the command's start need not wait for
+        from zeroband.offline.opened import open_trained
+
         try:
             self._train(run_id, arguments, 1, True, on_progress)
             trained = open_trained(str(self._checkpoints / run_id))
@@ -128,6 +127,9 @@ class Runner:
 
     def _evaluate(self, run_id: str) -> tuple[Point, ...]:
         """Held-out loss of every outer state that was kept, in the order of the steps."""
+        from zeroband.offline.device import device_of  # torch, as above
+        from zeroband.offline.held_out import evaluate_checkpoint
+
         steps = sorted(steps_in_order(open_storage(str(self._checkpoints), run_id)))
         if not steps:
             raise RunFailed("the run left no checkpoint")

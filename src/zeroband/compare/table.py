@@ -30,6 +30,8 @@ class Row:
     """Of each seed that ended well, at the best learning rate."""
     failures: tuple[str, ...]
     """Of all its runs."""
+    lost: tuple[str, ...] = ()
+    """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
     runs: tuple[Outcome, ...] = ()
     """At the best learning rate, those that ended well."""
     payload_ratio: float | None = None
@@ -69,6 +71,7 @@ def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: 
         is_bracketed=is_bracketed(search),
         losses=tuple(o.loss for o in chosen if o.loss is not None),
         failures=failures,
+        lost=tuple(f"lr {o.lr:g}, seed {o.seed}: {_why_lost(o)}" for o in own if o.lr == lr and o.loss is None),
         runs=chosen,
     )
     counted = row.measured
@@ -77,6 +80,10 @@ def row_of(arm: Arm, outcomes: Sequence[Outcome], link: Link, *, overlap_steps: 
     ratio = payload_ratio(counted, arm.way, chosen[0].params)
     predicted = at_link(counted, arm.way, link, overlap_steps=overlap_steps, step_s=step_s)
     return replace(row, payload_ratio=ratio, at_link=predicted)
+
+
+def _why_lost(outcome: Outcome) -> str:
+    return outcome.failure.partition("\n")[0] or "it diverged"
 
 
 def find(rows: Sequence[Row], arm: str) -> Row | None:

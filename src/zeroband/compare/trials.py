@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import zeroband
-from zeroband.compare.methods import NO_STORE, Arm, flags_of
+from zeroband.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
 from zeroband.compare.options import Options
 from zeroband.compare.results import FORMAT
 from zeroband.config.cautions import overlap_steps, round_steps
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
-from zeroband.outer.custom import load_algorithm
 
 WARM_SEED = 271828
 """Of the common start's data, so that no run begins with the samples that it has just seen."""
@@ -75,7 +74,7 @@ def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str) -> Tr
     config = load_config(common, {} if arm.is_alone else NO_STORE)
     arguments = (*common, f"--ckpt.every-rounds={_rounds_between(config, options.points)}")
     config = load_config(arguments, {} if arm.is_alone else NO_STORE)
-    custom = load_algorithm(config.outer).digest if isinstance(config.outer, CustomConfig) else ""
+    custom = digest_of_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else ""
     digest = digest_of(config, nodes, {"start": start, "samples": options.samples, "algorithm": custom})
     return Trial(arm, lr, seed, nodes, arguments, config, digest)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from zeroband.config.section import NODE_LOCAL, Section
+
+ExportDtype = Literal["bfloat16", "float32"]
+EXPORT_DTYPES: tuple[ExportDtype, ...] = get_args(ExportDtype)
 
 
 class ExportConfig(Section):
@@ -15,5 +18,5 @@ class ExportConfig(Section):
 
     path: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Folder to make; one that is there already is left alone. None: `<run.dir>/<run.id>/<node id>/export`."""
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
+    dtype: ExportDtype = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
     """Type of the weights in it; float32 keeps them bit for bit."""

@@ -17,6 +17,8 @@ from zeroband.config.schema import NODE_LOCAL, RunConfig, Section
 Path = tuple[str, ...]
 """A dotted key in its parts: ("train", "micro_bs")."""
 
+_MOST_GUESSES = 3
+
 TAG = "type"
 """The key that chooses the variant of a section."""
 
@@ -101,13 +103,20 @@ class SchemaKeys:
         section = self.sections.get(path)
         return section.is_nullable if section else any(key.is_nullable for key in self.keys[path])
 
-    def nearest(self, name: str) -> str | None:
-        """The key or section that a wrong dotted name may have meant: one like it, or with a last part like its own."""
+    def nearest(self, name: str) -> list[str]:
+        """What a wrong dotted name may have meant, the likeliest first: one key like it, or some with its last part."""
         known = [key for key in map(dotted, (*self.keys, *self.sections)) if not name.startswith(f"{key}.")]
-        if close := _closest(name, known, cutoff=0.75):
-            return close
-        close_leaf = _closest(_leaf(name), {_leaf(key) for key in known}, cutoff=0.7)
-        return _closest(name, [key for key in known if _leaf(key) == close_leaf], cutoff=0.0)
+        beside = [key for key in known if key.partition(".")[0] == name.partition(".")[0] != name]
+        guesses = (
+            _closest(name, known, cutoff=0.85),
+            _with_leaf(_leaf(name), beside),
+            _with_leaf(_close_leaf(name, beside, cutoff=0.75), beside)[:1],
+            _with_leaf(_leaf(name), known),
+            _closest(name, known, cutoff=0.75),
+            _closest(name, _with_leaf(_close_leaf(name, known, cutoff=0.7), known), cutoff=0.0),
+            [str(Variant(path, name)) for path, section in self.sections.items() if name in section.variants],
+        )
+        return next((guess for guess in guesses if guess), [])[:_MOST_GUESSES]
 
 
 @cache
@@ -173,5 +182,15 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _closest(name: str, known: Collection[str], *, cutoff: float) -> str | None:
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+def _with_leaf(leaf: str, known: Collection[str]) -> list[str]:
+    """The keys whose last part is this one, the shortest first."""
+    return sorted((key for key in known if leaf and _leaf(key) == leaf), key=lambda key: (key.count("."), key))
+
+
+def _close_leaf(name: str, known: Collection[str], *, cutoff: float) -> str:
+    """The last part of a key that is closest to that of a name; empty where none is."""
+    return next(iter(_closest(_leaf(name), {_leaf(key) for key in known}, cutoff=cutoff)), "")
+
+
+def _closest(name: str, known: Collection[str], *, cutoff: float) -> list[str]:
+    return difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)

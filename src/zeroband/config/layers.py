@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
 
-from zeroband.config.keys import Path, SchemaKeys, dotted
+from zeroband.config.keys import TAG, Path, SchemaKeys, dotted
 from zeroband.errors import ConfigError
 
 ENV_PREFIX = "ZERO_BAND_"
@@ -55,10 +57,16 @@ def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
             flag, equals, value = argument.partition("=")
             flags.append((flag, value if equals else _value_after(flag, rest, schema)))
         else:
-            raise ConfigError(
-                f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value"
-            )
+            raise ConfigError(_unexpected(argument, schema))
     return CommandLine(tuple(files), tuple(flags), bool(switches & {"-h", "--help"}), "--dry-run" in switches)
+
+
+def _unexpected(argument: str, schema: SchemaKeys) -> str:
+    """What to say of an argument that is neither a file nor a flag."""
+    name = argument.lstrip("-")
+    if _path_of_flag(name.partition("=")[0])[0] in schema:
+        return f"unexpected argument {argument!r}: did you mean --{name}?"
+    return f"unexpected argument {argument!r}: a file is given as @{argument}, a value as --key value"
 
 
 def _value_after(flag: str, rest: list[str], schema: SchemaKeys) -> str | None:
@@ -131,16 +139,40 @@ def layer_of_file(file: FilePath, schema: SchemaKeys) -> list[Setting]:
         with file.open("rb") as stream:
             table = tomllib.load(stream)
     except OSError as error:
-        raise ConfigError(f"@{file}: {error.strerror or error}") from error
+        raise ConfigError(f"@{file}: {error.strerror or error}{_files_beside(file)}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no valid TOML: {error}") from error
+        raise ConfigError(f"{file} is no valid TOML: {error}{_line_of(error, file, schema)}") from error
     return _flat(table, str(file), schema)
+
+
+def _files_beside(file: FilePath) -> str:
+    """The TOML files where one is missing, those with a name like it first."""
+    if file.is_dir():
+        return "; name one of its files"
+    names = [path.name for path in sorted(file.parent.glob("*.toml"))] if file.parent.is_dir() else []
+    where = file.parent.absolute()
+    if not names:
+        return f"; there is no TOML file in {where}"
+    close = difflib.get_close_matches(file.name, names, n=1, cutoff=0.75)
+    return f"; did you mean @{file.parent / close[0]}?" if close else f"; in {where} there are {', '.join(names[:8])}"
+
+
+def _line_of(error: ValueError, file: FilePath, schema: SchemaKeys) -> str:
+    """The line of a file that an error of its syntax names, and where in it; not one that may hold a secret."""
+    place = re.search(r"at line (\d+), column (\d+)", str(error))
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    if place is None or int(place[1]) > len(lines):
+        return ""
+    line = lines[int(place[1]) - 1]
+    if any(key[-1] in line and schema.holds_secret(key) for key in schema.keys):
+        return ""
+    return f"\n  {line}\n  {' ' * (int(place[2]) - 1)}^"
 
 
 def _decoded(path: Path, text: str, origin: str, schema: SchemaKeys) -> list[Setting]:
     """What a text means for a key: a list as JSON or with commas, a section as JSON; all else is pydantic's matter."""
     if path in schema.sections and text.lower() != NONE:
-        return _flat(_nested(path, _json_table(text, path, origin)), origin, schema)
+        return _flat(_nested(path, _json_table(text, path, origin, schema)), origin, schema)
     if any(key.is_list for key in schema.keys.get(path, ())) and text.lower() != NONE:
         return [Setting(path, _list(text, path, origin), origin)]
     return [Setting(path, _none_where_allowed(path, text, schema), origin)]
@@ -156,14 +188,16 @@ def _list(text: str, path: Path, origin: str) -> list[Any]:
         raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON list: {error}") from error
 
 
-def _json_table(text: str, path: Path, origin: str) -> dict[str, Any]:
+def _json_table(text: str, path: Path, origin: str, schema: SchemaKeys) -> dict[str, Any]:
     """A section written as JSON. Its text may hold a secret and is not shown."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        name = dotted(path)
+        name, tags = dotted(path), [tag for tag in schema.sections[path].variants if tag]
+        if text in tags:
+            raise ConfigError(f"{name} (from {origin}) is a section: did you mean --{name}.{TAG} {text}?")
         raise ConfigError(
             f"{name} (from {origin}) is a section: set its keys, such as {name}.KEY, or give JSON {{...}}"
         )
@@ -207,7 +241,7 @@ def _unknown(path: Path, origin: str, schema: SchemaKeys) -> str:
     nearest = schema.nearest(name)
     siblings = dict.fromkeys(key[-1] for key in (*schema.keys, *schema.sections) if key[:-1] == path[:-1])
     if nearest:
-        hint = f"did you mean {nearest}?"
+        hint = f"did you mean {' or '.join(filter(None, [', '.join(nearest[:-1]), nearest[-1]]))}?"
     elif siblings:
         hint = f"there are {', '.join(siblings)}"
     else:

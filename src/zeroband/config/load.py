@@ -23,11 +23,22 @@ from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_digest, shared_items
+from zeroband.config.token_file import read_token
 from zeroband.errors import ConfigError
 
-__all__ = ["load_config", "render_toml", "shared_digest", "shared_items"]
+__all__ = ["load_config", "render_toml", "require_asked", "shared_digest", "shared_items"]
 
 _ROOT = "config"
+_WHAT_TO_TRAIN = ("model", "data", "train", "optim", "outer")
+
+_HOW_TO_BEGIN = """\
+nothing to train: no configuration was given. To begin, name one, or give its keys:
+  zeroband train @FILE.toml                 such as @configs/debug/normal.toml of the repository
+  zeroband train --train.dtype float32 --train.total-steps 100 --train.batch-size 8 --train.micro-bs 8 \\
+      --data.seq-length 128 --model.d-model 64 --model.n-layers 2 --optim.warmup-steps 10
+                                            a small model on a CPU, of the sources of Python's standard library
+  zeroband train --help                     every key, with its type, default and meaning
+  zeroband demo                             four nodes on this machine, in a clone of the repository"""
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunConfig:
@@ -46,10 +57,28 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
         layer_of_environment(environ, schema),
         layer_of_flags(line.flags, schema),
     ]
-    config = _validated(layers, schema)
+    config = _with_token(_validated(layers, schema))
     if line.is_dry_run:
         _print_and_exit(render_toml(config), environ)
     return config
+
+
+def _with_token(config: RunConfig) -> RunConfig:
+    """The configuration with the token that its file holds. Raises ConfigError."""
+    if config.run.token_file is None:
+        return config
+    token = read_token(config.run.token_file)
+    return config.model_copy(update={"run": config.run.model_copy(update={"token": token})})
+
+
+def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError where neither a file nor a key that says what to train was given: nobody asked for a run."""
+    schema = schema_keys()
+    line = parse_command_line(argv, schema)
+    given = [*layer_of_environment(os.environ if environ is None else environ, schema)]
+    given += layer_of_flags(line.flags, schema)
+    if not line.files and not any(setting.path[0] in _WHAT_TO_TRAIN for setting in given):
+        raise ConfigError(_HOW_TO_BEGIN)
 
 
 def _print_and_exit(text: str, environ: Mapping[str, str]) -> None:

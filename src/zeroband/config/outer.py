@@ -12,6 +12,10 @@ from zeroband.config.section import NODE_LOCAL, Section
 ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
 """How the chosen values of a sparse payload travel."""
 
+Uneven = Literal["pad", "divide"]
+"""What to do with a length that no chunk divides: `pad` it with zeros to equal chunks, or `divide` it by its largest
+divisor that is no longer than the chunk, as DeMo's source does; a prime length then has chunks of one."""
+
 
 class OuterSGDConfig(Section):
     """SGD with momentum on pseudo-gradients."""
@@ -118,6 +122,9 @@ class DemoConfig(Section):
     """Coefficients sent of each chunk: 32 in DeMo's source; 4 signs make 1260 times less than 2 bytes a parameter."""
     chunk: int = Field(default=64, ge=1, le=128)
     """Longest side of a chunk."""
+    uneven: Uneven = "pad"
+    """What becomes of a length that `chunk` does not divide. pad: as few equal chunks as possible, the last one filled
+    up with zeros. divide: chunks of its largest divisor, as published; a prime length is then not compressed at all."""
     values: ValueCodingName = "sign"
     """How coefficients travel: sign as in Psyche's runs, float32 as in the paper."""
     decay: float = Field(default=0.999, ge=0, lt=1)

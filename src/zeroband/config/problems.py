@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from zeroband.config.keys import TAG, Path, SchemaKeys, Variant, dotted
 from zeroband.config.layers import Setting
+from zeroband.config.section import NAME_PATTERN
 
 MASK = "**********"
 """Stands for a secret wherever values are shown."""
@@ -37,6 +38,8 @@ def _line(
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_tag(path, merged, schema)
     shown = MASK if schema.holds_secret(path) else repr(detail["input"])
+    if detail["type"] == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
+        return f"{name}={shown}{origin}: a name is 1 to 64 letters, digits, dots, dashes and underscores"
     if section := schema.sections.get(path):
         first = f"{name}.KEY" if "" in section.variants else f"{name}.{TAG}"
         return f"{name}={shown}{origin}: {name} is a section; set its keys, such as {first}"

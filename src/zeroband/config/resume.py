@@ -15,3 +15,6 @@ class ResumeConfig(Section):
     path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to begin with. Used
     until this run has checkpoints of its own, unless a step is named. None: this run's own."""
+    trust: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Whoever can write
+    to their folder then decides what this run goes on from."""

@@ -9,27 +9,39 @@ from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validat
 
 from zeroband.config.ckpt import CkptConfig
 from zeroband.config.export import ExportConfig
-from zeroband.config.outer import DemoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.rollback import RollbackConfig
-from zeroband.config.section import NODE_LOCAL, Secret, Section
+from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 
 
 class RunSection(Section):
-    id: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    id: str = Field(default="default", pattern=NAME_PATTERN)
     """Name of the run, the same on every node; all keys in the store carry it."""
     token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Secret shared by the run's nodes; only its hash reaches the store. None: whoever reaches the store may join."""
+    """Secret shared by the run's nodes; only its hash reaches the store. None: whoever reaches the store may join. Not
+    on a command line, which every user of the machine sees: in ZERO_BAND_RUN__TOKEN, or in run.token_file."""
+    token_file: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """File that holds run.token in one line, readable by this user only (chmod 600). None: run.token is as set."""
     dir: Path = Field(default=Path("runs"), json_schema_extra=NODE_LOCAL)
     """Where this node writes `<dir>/<run.id>/<node id>/`: metrics, events, the resolved config."""
+    start_over: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """Move metrics and events that another run left in that folder aside, into `before-<n>/` in it. False: refuse to
+    start there, since files of two runs never mix; those of the same run are continued in any case."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights and of the order of the data."""
 
+    @model_validator(mode="after")
+    def _has_one_token(self) -> RunSection:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("run.token and run.token_file are both set; drop one of them")
+        return self
+
 
 class NodeSection(Section):
-    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,64}$", json_schema_extra=NODE_LOCAL)
+    id: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
     """Name of this machine for the life of the run, which no other machine of the run may have. None: host name."""
     advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Address under which other nodes reach this one. None: the address that the route to the store uses."""
@@ -86,6 +98,9 @@ class TextSource(Section):
     type: Literal["text"] = "text"
     paths: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs; one document each. Empty: this machine's Python standard library."""
+    binary: bool = False
+    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
+    are refused."""
 
 
 class JsonlSource(Section):
@@ -102,6 +117,9 @@ class ParquetSource(Section):
     """Files, globs or fsspec URLs of Parquet; one document each row."""
     column: str = "text"
     """Column that holds the document."""
+    binary: bool = False
+    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
+    are refused."""
 
 
 class HuggingFaceSource(Section):
@@ -114,6 +132,9 @@ class HuggingFaceSource(Section):
     """Split of the data set."""
     column: str = "text"
     """Column that holds the document."""
+    binary: bool = False
+    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
+    are refused."""
 
 
 class SyntheticSource(Section):
@@ -123,6 +144,9 @@ class SyntheticSource(Section):
     mean_length: PositiveInt = 512
     """Mean length of a document in bytes."""
 
+
+BytesSource = TextSource | ParquetSource | HuggingFaceSource
+"""Sources whose documents may be bytes that are no text."""
 
 Source = Annotated[
     TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource, Field(discriminator="type")
@@ -143,6 +167,15 @@ class DataConfig(Section):
     hold_out: float = Field(default=0.005, ge=0, lt=0.5)
     """Share of the samples kept back from training, for evaluation."""
 
+    @model_validator(mode="after")
+    def _bytes_are_for_byte_models(self) -> DataConfig:
+        if isinstance(self.source, BytesSource) and self.source.binary and self.tokenizer != "byte":
+            raise ValueError(
+                f'data.source.binary=true needs data.tokenizer = "byte", not {self.tokenizer!r}: other tokenizers take '
+                "text alone"
+            )
+        return self
+
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -155,7 +188,9 @@ class AdamWConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of matrices; norms are not decayed."""
+    """Decoupled decay of matrices and embeddings."""
+    decay_vectors: bool = False
+    """Whether norms and other vectors are decayed, too, as in DeMo's source."""
 
 
 class CosineSchedule(Section):
@@ -348,13 +383,20 @@ class RunConfig(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
     """Detail of the console."""
 
+    @property
+    def codec_name(self) -> str:
+        """How this run encodes what it averages."""
+        if self.comm.backend == "gloo":
+            return "fp32"
+        return self.comm.codec or ("int8" if isinstance(self.outer, DilocoConfig) else "fp32")
+
     @model_validator(mode="after")
     def _store_and_outer_go_together(self) -> RunConfig:
         has_store = self.store.url is not None
         if self.outer is not None and not has_store:
             raise ValueError(
-                f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379; "
-                "scripts/simulate_multi_node.sh starts a store of its own for a local test"
+                f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379; for "
+                "a test on this machine alone, `zeroband simulate` starts a store of its own"
             )
         if self.outer is None and has_store:
             raise ValueError(

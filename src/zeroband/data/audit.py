@@ -2,7 +2,8 @@
 
     zeroband data audit RUN_DIR
 
-Exit codes: 0 every sample once, 3 repeated or skipped samples or rounds that nobody recorded, 2 no run there.
+Exit codes: 0 every sample once; 3 repeated or skipped samples or rounds that nobody recorded; 2 nothing to audit: no
+run there, or one that trained no sample.
 """
 
 from __future__ import annotations
@@ -201,6 +202,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"left out by rollbacks {_listed(sorted(set(left_out)))}")
     if result.missing_rounds:
         print(f"rounds nobody here recorded: {', '.join(map(str, result.missing_rounds))}")
+    if result.is_exact and not result.trained:
+        print(
+            f"zeroband: the {result.rounds} rounds in {run_dir} trained no samples, so there is nothing to audit; "
+            "wait until the run has committed a round after its founding",
+            file=sys.stderr,
+        )
+        return _EXIT_CONFIG
     return 0 if result.is_exact else _EXIT_INEXACT
 
 

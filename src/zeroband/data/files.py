@@ -41,6 +41,11 @@ class SourceFile:
     path: str
     system: FileSystem
 
+    @property
+    def size(self) -> int:
+        """Bytes, before it is decompressed; 0 where its store does not say."""
+        return int(self.system.info(self.path).get("size") or 0)
+
     def stamp(self) -> list[str]:
         """Name, size and time of the last change, or the store's tag: what changes when the file does."""
         info = self.system.info(self.path)

@@ -102,3 +102,14 @@ def rank_share(batch: Sequence[int], local_rank: int, local_world_size: int) -> 
     assert len(batch) % local_world_size == 0, (len(batch), local_world_size)
     each = len(batch) // local_world_size
     return batch[local_rank * each : (local_rank + 1) * each]
+
+
+def require_even_shares(batch_size: int, local_world_size: int) -> None:
+    """Raise ConfigError where the ranks of a node cannot share its batch evenly."""
+    if batch_size % local_world_size:
+        below = batch_size // local_world_size * local_world_size
+        nearest = f"{below} or {below + local_world_size}" if below else str(local_world_size)
+        raise ConfigError(
+            f"train.batch_size={batch_size} is not a multiple of the {local_world_size} ranks of this node; "
+            f"nearest: {nearest}"
+        )

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zeroband.data.index import SampleIndex, rank_share
+from zeroband.data.index import SampleIndex, rank_share, require_even_shares
 from zeroband.data.ledger import Range, take
 from zeroband.data.tokens import TokenStore
-from zeroband.errors import ConfigError
 
 IGNORED = -100
 """Target of a place that is not learned: the padding behind the end of the corpus."""
@@ -61,7 +60,7 @@ class Loader:
         local_world_size: int,
         document_mask: bool,
     ) -> None:
-        _require_even_shares(batch_size, local_world_size)
+        require_even_shares(batch_size, local_world_size)
         self._store = store
         self._index = index
         self._batch_size = batch_size
@@ -143,13 +142,3 @@ class Loader:
 
 def _document_ids(tokens: npt.NDArray[np.int64], end_of_document: int) -> Tensor:
     return torch.as_tensor(np.cumsum(tokens == end_of_document, axis=1, dtype=np.int32))
-
-
-def _require_even_shares(batch_size: int, local_world_size: int) -> None:
-    if batch_size % local_world_size:
-        below = batch_size // local_world_size * local_world_size
-        nearest = f"{below} or {below + local_world_size}" if below else str(local_world_size)
-        raise ConfigError(
-            f"train.batch_size={batch_size} is not a multiple of the {local_world_size} ranks of this node; "
-            f"nearest: {nearest}"
-        )

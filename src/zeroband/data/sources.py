@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import itertools
 import json
@@ -20,9 +21,11 @@ from zeroband.config.schema import (
 )
 from zeroband.data.files import SourceFile, find_files, stdlib_files
 from zeroband.errors import ConfigError
+from zeroband.installing import way_to_extra
 
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
+_BEGINNING_BYTES = 1 << 13
 
 
 class Document(NamedTuple):
@@ -51,13 +54,13 @@ def documents(source: Source, seed: int) -> Iterator[Document]:
     """
     match source:
         case TextSource():
-            return _text(_files(source))
+            return _text(source_files(source), takes_bytes=source.binary or not source.paths)
         case JsonlSource():
-            return _jsonl(_files(source), source.field)
+            return _jsonl(source_files(source), source.field)
         case ParquetSource():
-            return _parquet(_files(source), source.column)
+            return _as_asked(_parquet(source_files(source), source.column), source)
         case HuggingFaceSource():
-            return _huggingface(_load_dataset(source), source)
+            return _as_asked(_huggingface(_load_dataset(source), source), source)
         case SyntheticSource():
             return _synthetic(source, seed)
 
@@ -67,7 +70,7 @@ def source_identity(source: Source, seed: int) -> list[Any]:
     settings = source.model_dump(mode="json")
     match source:
         case TextSource() | JsonlSource() | ParquetSource():
-            return [settings, [file.stamp() for file in _files(source)]]
+            return [settings, [file.stamp() for file in source_files(source)]]
         case HuggingFaceSource():
             dataset = _load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
             return [settings, len(dataset), [str(file["filename"]) for file in dataset.cache_files]]
@@ -75,14 +78,46 @@ def source_identity(source: Source, seed: int) -> list[Any]:
             return [settings, seed]
 
 
-def _files(source: TextSource | JsonlSource | ParquetSource) -> list[SourceFile]:
+def source_files(source: TextSource | JsonlSource | ParquetSource) -> list[SourceFile]:
+    """The files of a source. Raises ConfigError where one of its paths names none."""
     return find_files(source.paths) if source.paths else stdlib_files()
 
 
-def _text(files: list[SourceFile]) -> Iterator[Document]:
+def require_beginning_of_text(file: SourceFile) -> None:
+    """Raise ConfigError where the first bytes of a file are no text."""
+    with file.open() as stream:
+        _require_text(stream.read(_BEGINNING_BYTES), file.name, is_whole=False)
+
+
+def _text(files: list[SourceFile], *, takes_bytes: bool) -> Iterator[Document]:
     for file in files:
         with file.open() as stream:
-            yield Document(stream.read(), file.name)
+            content = stream.read()
+        if not takes_bytes:
+            _require_text(content, file.name)
+        yield Document(content, file.name)
+
+
+def _as_asked(rows: Iterator[Document], source: ParquetSource | HuggingFaceSource) -> Iterator[Document]:
+    """The rows, where bytes that are no text are asked for or there are none."""
+    for row in rows:
+        if isinstance(row.text, bytes) and not source.binary:
+            _require_text(row.text, row.where)
+        yield row
+
+
+def _require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
+    """Raise ConfigError for what is no text in UTF-8. `is_whole`: more may follow, and complete a cut character."""
+    offset = content.find(b"\0")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, is_whole)
+    except UnicodeDecodeError as error:
+        offset = error.start if offset < 0 else min(offset, error.start)
+    if offset >= 0:
+        raise ConfigError(
+            f"data.source: {where} is no text: byte {offset} is 0x{content[offset]:02x}, which UTF-8 does not have "
+            "there; leave it out, convert it (iconv -t utf-8), or set data.source.binary = true to train on its bytes"
+        )
 
 
 def _jsonl(files: list[SourceFile], field: str) -> Iterator[Document]:
@@ -133,7 +168,7 @@ def _load_dataset(source: HuggingFaceSource) -> _Dataset:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as e:
-        raise ConfigError("data.source.type='huggingface' needs the extra `hf`: `uv sync --extra hf`") from e
+        raise ConfigError(f"data.source.type='huggingface' needs datasets: {way_to_extra('hf')}") from e
     try:
         return cast(_Dataset, datasets.load_dataset(source.name, source.subset, split=source.split))
     except (OSError, ValueError) as e:

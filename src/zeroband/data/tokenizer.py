@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
 from zeroband.errors import ConfigError
+from zeroband.installing import way_to_extra
 
 Ids = npt.NDArray[np.uint32]
 
@@ -136,11 +137,19 @@ def open_tokenizer(name: str) -> Tokenizer:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as e:
         raise ConfigError(
-            f"data.tokenizer={name!r} is not `byte`, so it names a Hugging Face tokenizer, which needs the extra `hf`: "
-            "`uv sync --extra hf`"
+            f"data.tokenizer={name!r} is not `byte`, so it names a Hugging Face tokenizer, which needs transformers: "
+            f"{way_to_extra('hf')}"
         ) from e
     try:
         backend = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {e}") from e
+        raise ConfigError(
+            f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {_first_line(e)}; where it "
+            "is gated or private, accept its terms on the hub and set HF_TOKEN; without a network, name a folder of it"
+        ) from e
     return HuggingFaceTokenizer(name, cast(_Backend, backend))
+
+
+def _first_line(error: Exception) -> str:
+    """What went wrong, without the advice about the library's own arguments that follows it."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error)).rstrip(".:")

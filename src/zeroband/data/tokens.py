@@ -86,10 +86,8 @@ def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None
     Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, and for a corpus without text.
     """
     tokenizer = open_tokenizer(config.tokenizer)
-    identity = [_FORMAT, tokenizer.fingerprint, source_identity(config.source, seed)]
-    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-    folder = config.cache_dir or default_cache_dir()
-    entry = folder / f"{key}.tokens"
+    entry = _entry_of(config, seed, tokenizer)
+    folder = entry.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         store = _open(entry)
@@ -99,6 +97,18 @@ def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
+
+
+def is_prepared(config: DataConfig, seed: int) -> bool:
+    """Whether this machine has the tokenised corpus of a run. Raises ConfigError as `prepare` does."""
+    return _open(_entry_of(config, seed, open_tokenizer(config.tokenizer))) is not None
+
+
+def _entry_of(config: DataConfig, seed: int, tokenizer: Tokenizer) -> Path:
+    """Where the ids of a corpus lie, or would."""
+    identity = [_FORMAT, tokenizer.fingerprint, source_identity(config.source, seed)]
+    key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
 
 
 def default_cache_dir() -> Path:

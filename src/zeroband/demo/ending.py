@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from zeroband.observe.status import human_bytes
+from zeroband.observe.status import sent_in_words
 from zeroband.observe.view import RunView
 
 _LAST_POINTS = 5
 """Points at the end of a loss curve whose mean is shown as the last loss: one batch alone is noisy."""
 
 _FOR_REAL = """\
-For real: one Redis that all machines reach, and on every machine the same two lines:
-  export ZERO_BAND_STORE__URL=redis://HOST:6379
-  uv run torchrun --nproc_per_node=8 src/zeroband/train.py @configs/150M.toml --run.id first --run.token SECRET
+For real: one Redis that all machines reach, one secret, made once with `openssl rand -hex 32`, and on every machine:
+  (umask 077; cat > token)      # the secret, Enter, Ctrl-D
+  export ZERO_BAND_STORE__URL=redis://HOST:6379 ZERO_BAND_RUN__TOKEN_FILE=token ZERO_BAND_RUN__ID=first
+  uv run zeroband launch --nproc_per_node=8 src/zeroband/train.py @configs/150M.toml
 A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
   ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
 
@@ -45,17 +46,15 @@ def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: st
     first, last = first_and_last_loss(run)
     digests = final_digests(run, node_ids)
     verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"
-    ratio = run.ddp_bytes / run.sent_bytes if run.sent_bytes else math.nan
     lines = [
         f"Done in {took_s:.0f} s.",
         "",
         f"loss         {first:.2f} -> {last:.2f} nats per token",
-        f"sent         {human_bytes(run.sent_bytes)}; per-step data parallel would have sent "
-        f"{human_bytes(run.ddp_bytes)}, {ratio:.0f} times as much",
+        f"sent         {sent_in_words(run)}",
         f"outer state  at the end, {verdict}:",
         *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
-        f"             look at them again: uv run zeroband status {run_dir}",
+        f"             look at them again: zeroband status {run_dir}",
     ]
     if sample is not None:
         lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]

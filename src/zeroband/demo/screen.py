@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -48,11 +49,13 @@ class Screen(Protocol):
 
 
 def open_screen(stream: TextIO) -> Screen:
-    """The redrawn screen where `stream` is a terminal that can show it, else plain lines."""
+    """The redrawn screen where `stream` is a terminal that can show it, else plain lines.
+
+    What the environment says of colours (FORCE_COLOR, NO_COLOR) makes no terminal of a file, and none of no TERM.
+    """
     console = Console(file=stream)
-    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
-        return LiveScreen(console)
-    return PlainScreen(stream)
+    can_redraw = stream.isatty() and bool(os.environ.get("TERM")) and not console.is_dumb_terminal
+    return LiveScreen(console) if can_redraw and console.encoding.startswith("utf") else PlainScreen(stream)
 
 
 class LiveScreen:
@@ -119,7 +122,8 @@ def traffic(scene: Scene) -> str:
     if not run.sent_bytes:
         return "nothing sent yet"
     ratio = run.ddp_bytes / run.sent_bytes
-    return f"sent {human_bytes(run.sent_bytes)}; per-step data parallel: {human_bytes(run.ddp_bytes)}, {ratio:.0f}x"
+    sent, ddp = human_bytes(run.sent_bytes), human_bytes(run.ddp_bytes)
+    return f"all nodes sent {sent} so far; per-step data parallel: {ddp}, {ratio:.0f}x"
 
 
 def progress_line(scene: Scene) -> str:
@@ -206,7 +210,7 @@ def _facts(scene: Scene) -> Table:
     table.add_row("outer step", f"{run.round or 0} of {scene.total_rounds}")
     table.add_row("epoch", "-" if run.epoch is None else f"{run.epoch}")
     table.add_row("who is in", " ".join(run.members) or "-")
-    table.add_row("sent", human_bytes(run.sent_bytes))
+    table.add_row("sent by all", human_bytes(run.sent_bytes))
     table.add_row("per-step DDP", human_bytes(run.ddp_bytes))
     if run.disagreements:
         table.add_row("DIVERGED", Text(f"after outer steps {run.disagreements}", style="bold red"))

@@ -107,7 +107,7 @@ class Story:
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
         """Until every node has ended or the user wants to stop. Raises DemoFailed."""
-        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each a torchrun of its own")
+        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with a launcher of its own")
         screen.show(self._scene())
         for node_id in NODES:
             self._cluster.start(node_id)

@@ -1,28 +1,21 @@
 """`zeroband doctor @config --nodes N`: can this machine take part, and what do its links to the others carry?
 
-Run it on all nodes at the same time. Exit codes: 0 a run would work, 1 it would not, 2 wrong arguments.
+Run it on all nodes at the same time. Exit codes: 0 a run would
+work; 2 wrong arguments; 3 it would not start, or most likely not reach its end.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from zeroband.config import RunConfig, load_config
-from zeroband.doctor.machine import Finding, look_at_address, look_at_machine
-from zeroband.doctor.pairs import LEASE_S, Meeting, PairFinding
-from zeroband.elastic.store import Store
-from zeroband.errors import ConfigError, StoreLost
-from zeroband.kernels import native
-from zeroband.node import node_id_of
-from zeroband.plane.handshake import RunKey
-from zeroband.plane_parts import address_towards, door_of
+from zeroband.checks.finding import Finding
+from zeroband.checks.quick import asked_config
+from zeroband.errors import ConfigError
 
-_EXIT_PROBLEM, _EXIT_CONFIG = 1, 2
-_STORE_PATIENCE_S = 5.0
+_EXIT_CONFIG, _EXIT_PROBLEM = 2, 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,67 +25,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wait-s", type=float, default=60.0, help="how long to wait for the others")
     options, rest = parser.parse_known_args(argv)
     try:
-        config = load_config(rest)
+        config = asked_config(rest)
+        if config.store.url is None and options.nodes > 1:
+            raise ConfigError("--nodes needs store.url, through which the nodes find each other")
     except ConfigError as error:
         print(f"zeroband doctor: {error}", file=sys.stderr)
         return _EXIT_CONFIG
-    findings = list(look_at_machine(config))
+    from zeroband.doctor.machine import look_at_machine  # torch, for right arguments only
+    from zeroband.doctor.outside import look_outside
+
+    findings = list(look_at_machine(config, os.environ, options.nodes if options.nodes > 1 else None))
     if config.store.url is not None:
-        findings += _look_outside(config, options.nodes, options.wait_s)
-    elif options.nodes > 1:
-        print("zeroband doctor: --nodes needs store.url, through which the nodes find each other", file=sys.stderr)
-        return _EXIT_CONFIG
+        findings += look_outside(config, options.nodes, options.wait_s)
     _show(findings)
     return _EXIT_PROBLEM if any(finding.is_fatal for finding in findings) else 0
-
-
-def _look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
-    """The store, this node's address, and the others."""
-    assert config.store.url is not None
-    url = config.store.url.get_secret_value()
-    store = Store(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
-    try:
-        host = config.node.advertise_host or address_towards(url)
-        findings = [_time_store(store), look_at_address(host, config)]
-        if nodes > 1 and native.problem() is None:
-            findings += _look_at_pairs(config, store, host, nodes, wait_s)
-        elif nodes > 1:
-            findings.append(Finding("nodes", "not met", "links are measured with the native library, which is missing"))
-        return findings
-    except (StoreLost, ConfigError, OSError) as error:
-        return [Finding("store and network", "failed", str(error), is_fatal=True)]
-    finally:
-        store.close()
-
-
-def _time_store(store: Store) -> Finding:
-    store.reach(patience_s=_STORE_PATIENCE_S)
-    times: list[float] = []
-    for _ in range(10):
-        began_at_s = time.perf_counter()
-        store.reach(patience_s=_STORE_PATIENCE_S)
-        times.append(time.perf_counter() - began_at_s)
-    return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
-
-
-def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
-    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
-    door = door_of(config, host, key)
-    with Meeting(store, node_id_of(config), door, key, is_sealed=config.comm.encryption) as meeting:
-        print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
-        peers = meeting.gather(nodes, wait_s)
-        if len(peers) < nodes:
-            came = ", ".join(sorted(peers))
-            advice = "run it on all of them at the same time"
-            yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", advice, is_fatal=True)
-        yield from (_pair(pair) for pair in meeting.measure(meeting.probe()))
-
-
-def _pair(pair: PairFinding) -> Finding:
-    ways = {"there": pair.we_reach_it, "back": pair.it_reaches_us}
-    reach = ", ".join(f"{way} {'yes' if works else 'no'}" for way, works in ways.items())
-    rate = "" if pair.mbit is None or pair.rtt_ms is None else f", {pair.mbit:.0f} Mbit/s, RTT {pair.rtt_ms:.1f} ms"
-    return Finding(f"node {pair.other}", f"{pair.address} {reach}{rate}", pair.advice, is_fatal=bool(pair.advice))
 
 
 def _show(findings: Sequence[Finding]) -> None:

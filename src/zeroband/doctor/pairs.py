@@ -17,14 +17,14 @@ from torch import Tensor
 
 from zeroband.elastic.epoch import Peer
 from zeroband.elastic.lease import Door
-from zeroband.elastic.links import LinkMonitor
+from zeroband.elastic.links import Identity, LinkMonitor
 from zeroband.elastic.store import Store
 from zeroband.kernels.codec import CODECS
+from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handover import Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, Purpose, RunKey
+from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.plane.handshake import Purpose, RunKey
 from zeroband.plane.links import Links, Wanted
-from zeroband.plane.port import shake_hands
 from zeroband.plane.shape import shape_of
 
 LEASE_S = 3.0
@@ -35,7 +35,7 @@ _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 _STEPS = 2 * len(_SIZES)
 _STREAMS = 8
-_CONNECT_S, _PAIR_S = 10.0, 60.0
+_CONNECT_S, _PAIR_S, _ANSWER_S = 10.0, 60.0, 2.0
 _RUN = 1
 
 
@@ -75,14 +75,14 @@ class Meeting:
         self._inbox = Inbox({Purpose.DATA: self._links.accept})
         self._inbox.attach(trainer)
 
-        async def pass_on(connection: socket.socket) -> None:
-            stream = await shake_hands(connection, key, callee=node_id, is_sealed=is_sealed)
-            hand_over(guardian, connection, stream)
+        async def pass_on(connection: socket.socket, what: HandedOver) -> None:
+            hand_over(guardian, connection, what)
 
         self._monitor = LinkMonitor(
             door.bind_host or door.host,
             port=door.bind_port,
-            answers={DATA_CALL: pass_on},
+            identity=Identity(node_id, key, is_sealed),
+            take=pass_on,
             detect_s=LEASE_S,
             on_gone=lambda member: None,
         )
@@ -131,11 +131,14 @@ class Meeting:
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
         wanted = {m: Wanted((p.host, p.port), _STREAMS) for m, p in peers.items() if m != self.member_id}
+        cut_off = peers[self.member_id].cut_off
+        refused = {m for m in cut_off if m in wanted and _takes_connections(wanted[m].address)}  # so does another token
         self._links.connect(self.member_id, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):
             peer = peers[other]
-            reached = other not in peers[self.member_id].cut_off, self.member_id not in peer.cut_off
+            is_cut, is_refused = other in cut_off, other in refused
+            reached = is_refused or not is_cut, is_refused or self.member_id not in peer.cut_off
             mbit = self._exchange(turn, other) if self._links.state(other).is_up else None
             rtt_ms = None if mbit is None else 1e3 * self._links.state(other).rtt_s
             findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit))
@@ -186,6 +189,15 @@ def partners(members: Sequence[str], own: str) -> list[tuple[int, str]]:
             if a == own and b is not None:
                 order.append((turn, b))
     return order
+
+
+def _takes_connections(address: Address) -> bool:
+    """Whether anything listens there, whatever it says."""
+    try:
+        socket.create_connection(address, timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _after(seconds: float) -> Callable[[], bool]:

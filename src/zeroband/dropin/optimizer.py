@@ -22,7 +22,7 @@ from zeroband.dropin.inner import (
 )
 from zeroband.dropin.outer_sgd import outer_sgd_of
 from zeroband.dropin.session import Session, Wish
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, RunOver
 from zeroband.outer.base import RoundReport
 
 
@@ -49,7 +49,7 @@ class DiLoCoOptimizer(Optimizer):
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
     None: learning rates are the loop's business, and a schedule that it has follows the steps of this node.
     `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
-    `store_url`.
+    `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
     `outer_optimizer`: `functools.partial` of torch.optim.SGD. None: Nesterov with lr 0.7 and momentum 0.9.
     `total_steps`: inner steps after which the run is complete. None: it goes on as long as somebody trains.
@@ -59,8 +59,9 @@ class DiLoCoOptimizer(Optimizer):
     Under torchrun the ranks of one machine are one node, and all of them make the same calls; gradients among them are
     the loop's business (DistributedDataParallel, FSDP2). Works with schedules, gradient scalers and `state_dict`, which
     is the inner optimizer's. Close it, or use it as a context manager.
-    Raises ConfigError, also where the run that is there differs, with the first thing that does; RunOver where it is
-    complete; RecoveryFailed where nobody could give this node its state; StoreLost.
+    A node that comes when the run is complete `is_done` at once, with the model as it was.
+    Raises ConfigError, also where the run that is there differs, with the first thing that does; RecoveryFailed where
+    nobody could give this node its state; StoreLost.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class DiLoCoOptimizer(Optimizer):
         """Take an inner step, and the outer step where one is due. All ranks of the node.
 
         `closure`: as for torch's optimizers; the loss that it gives goes into the metrics.
-        Raises RunOver when this node `is_done`, or the run was completed without it; RecoveryFailed, StoreLost.
+        Raises RunOver when this node `is_done` already; RecoveryFailed, StoreLost.
         """
         session = self._open_session
         session.require_going()
@@ -142,9 +143,11 @@ class DiLoCoOptimizer(Optimizer):
         """The newest outer step that this node took part in: its members, weights, and digest of the outer state.
 
         Weights are samples; its `samples` are what the run deals out and `zeroband data audit` counts: inner steps.
+        Raises RunOver where the run was complete before this node came.
         """
         report = self._open_session.last_round
-        assert report is not None, "a member has taken part in a round"
+        if report is None:
+            raise RunOver("this node came when the run was complete, so it took part in no round")
         return report
 
     @property

@@ -5,8 +5,10 @@ Puts together what the trainer is made of, but for its model, data and checkpoin
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,10 +21,12 @@ import torch.distributed as dist
 from zeroband.cluster.redis_server import RedisServer
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
+from zeroband.config.store_url import parse_store_url
 from zeroband.data.ledger import count
+from zeroband.dropin.company import Company
 from zeroband.dropin.inner import ScheduledOptimizer
 from zeroband.dropin.parameters import NamedParameters
-from zeroband.dropin.settings import config_of, shared_of
+from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.departure import Departure
 from zeroband.elastic.member import say_nothing
 from zeroband.elastic.mesh import on_first_rank
@@ -39,9 +43,6 @@ from zeroband.parallel import LocalMesh, all_ok, barrier, broadcast_json, join_l
 from zeroband.parts import RunParts
 from zeroband.sharding import is_sharded
 
-LOCAL = "local"
-"""In the place of a store's address: a server of this process's own."""
-
 _log = get_logger(__name__)
 
 
@@ -55,7 +56,7 @@ class Wish:
     total_steps: int | None
     """Of the whole run; None: it has no end."""
     store: str | None
-    """Address of the run's Redis; None: that of the environment, where it names one, else LOCAL."""
+    """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
     outer: OuterSGDConfig
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
@@ -63,7 +64,8 @@ class Wish:
 class Session:
     """Made and used by all ranks of the node together; a member of the run when it is made.
 
-    Raises ConfigError, also where the run differs, RunOver where it is complete, RecoveryFailed, StoreLost.
+    Where the run is complete it `is_done` at once. Raises ConfigError, also where the run differs, RecoveryFailed,
+    StoreLost.
     """
 
     def __init__(self, inner: ScheduledOptimizer, wish: Wish) -> None:
@@ -73,17 +75,20 @@ class Session:
         self.is_done = False
         """The run is complete, or this node has left as it was asked to."""
         self.last_round: RoundReport | None = None
+        address = address_of(wish.store, os.environ)
         with ExitStack() as stack:
             first = next((parameter for group in groups for parameter in group["params"]), torch.empty(0))
             self._local = join_local_mesh(first.device)
             stack.callback(self._local.close)
             parameters = NamedParameters.of(groups, ranks=self._local.world_size)
             _require_equal_copies(parameters, self._local)
-            self.store_url = _open_store(wish.store, self._local, stack)
+            self._parameters = parameters
+            self.store_url = _open_store(address, self._local, stack)
             self._node = self._build_node(parameters)
             self._report = self._open_report(parameters, stack)
             self._entry = self._build_entry(stack)
-            self._enter(None)
+            self._company = self._build_company(is_own=address == LOCAL)
+            self._enter_first(is_own_store=address == LOCAL)
             self._stack = stack.pop_all()
 
     # -- from the user's wishes to a member ---------------------------------------------------------------------
@@ -140,8 +145,43 @@ class Session:
         batch_size, patience_s = config.train.batch_size, config.elastic.start_timeout_s
         return Entry(run, self._local, events, batch_size=batch_size, patience_s=patience_s)
 
+    def _build_company(self, *, is_own: bool) -> Company | None:
+        """On local rank 0."""
+        if self._report is None:
+            return None
+        address = None if is_own else parse_store_url(self.store_url).shown
+        return Company(self._entry.run.store, self._node.config.run.id, address, self._report.events.emit)
+
+    def _enter_first(self, *, is_own_store: bool) -> None:
+        """Become a member, and say where; where the run is complete, say that, and be done."""
+        run_id, shown = self._node.config.run.id, parse_store_url(self.store_url).shown
+        try:
+            self._enter(None)
+        except RunOver as over:
+            self._end_without(over)
+            return
+        joined = self.last_round
+        if joined is None or self._local.rank != 0:
+            return
+        place = f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
+        where = f"store {shown}"
+        if is_own_store:
+            where = (
+                "the store is this process's own, which nobody finds without its address: peers on this machine join "
+                f"with store={self.store_url!r}"
+            )
+        say(f"in run {run_id!r} as {self._node.node_id}, {place}, at inner step {self.inner_step}; {where}")
+
+    def _end_without(self, over: RunOver) -> None:
+        """Be done because the run is complete, although this node had no part in its last round."""
+        self.is_done = True
+        if self._local.rank == 0:
+            say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
+
     def _enter(self, why: Fenced | None) -> None:
         joined = get_in(self._entry, why)
+        if self._report is not None:
+            self._report.belongs_to(self._entry.hooks.payload["session"])
         if joined is not None:
             self.last_round = joined
             if self._report is not None:
@@ -155,6 +195,8 @@ class Session:
         self._dealt = count(self._entry.hooks.upcoming())
         self._from_s = time.monotonic()
         self.is_done = self._entry.hooks.progress.is_complete
+        if self._company is not None and self.last_round is not None:
+            self._company.begin_round(self.last_round)
 
     # -- inner steps --------------------------------------------------------------------------------------------
 
@@ -175,14 +217,24 @@ class Session:
     def stepped(self, loss: float | None) -> None:
         """An inner step was made: take the outer step that is due with it. `loss`: of the step, where known.
 
-        Raises RunOver where the run was brought to its end without this node, RecoveryFailed, StoreLost.
+        Where the run was brought to its end without this node, it `is_done`. Raises RecoveryFailed, StoreLost.
         """
+        try:
+            self._step(loss)
+        except RunOver as over:
+            self._end_without(over)
+
+    def _step(self, loss: float | None) -> None:
         node, hooks = self._node, self._entry.hooks
         self._steps += 1
+        if self._steps == 1 and self._company is not None:
+            self._company.learned(self._parameters.named.values())
         node.step_loss.nats = math.nan if loss is None else loss
         node.faults.at("inner", hooks.round + 1)
         ends_round = self._ends_round()
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
+        if ends_round and self._company is not None:
+            self._company.offer(hooks.round + 1, self._entry.run.mesh.member_id)
         try:
             synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
         except Fenced as fence:
@@ -195,6 +247,8 @@ class Session:
             self.is_done = True
             return
         self.last_round = synced[-1] if synced else self.last_round
+        if self._company is not None:
+            self._company.ended(list(synced))
         self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
         self._from_s = time.monotonic()
         if ends_round or hooks.progress.is_complete:
@@ -261,9 +315,16 @@ class Session:
         self._stack.__exit__(kind, error, trace)
 
 
-def _open_store(asked: str | None, local: LocalMesh, stack: ExitStack) -> str:
+def say(text: str) -> None:
+    """Tell the user, whose program may have no logging set up: then on standard error."""
+    if _log.hasHandlers() and _log.isEnabledFor(logging.INFO):
+        _log.info(text)
+    else:
+        print(f"zeroband: {text}", file=sys.stderr, flush=True)
+
+
+def _open_store(url: str, local: LocalMesh, stack: ExitStack) -> str:
     """The address of the run's store, after starting one where that is asked for."""
-    url = asked or os.environ.get("ZERO_BAND_STORE__URL", LOCAL)
     if url != LOCAL:
         return url
     return str(on_first_rank(local, lambda: stack.enter_context(RedisServer()).url))

@@ -23,8 +23,28 @@ _ARGUMENTS = {
 }
 """Keys that have an argument of their own."""
 
+LOCAL = "local"
+"""In the place of a store's address: a server of this process's own."""
+
+_STORE = "ZERO_BAND_STORE__URL"
+
 ENDLESS_STEPS = 10**15
 """Of a run that was given no end."""
+
+
+def address_of(asked: str | None, environ: Mapping[str, str]) -> str:
+    """The store's address: what was asked for, else that of the environment, else LOCAL.
+
+    Raises ConfigError where it is there and empty: a peer that went on with a server of its own would train alone.
+    """
+    given = [("store", asked), (_STORE, environ.get(_STORE))]
+    name, address = next(((name, value) for name, value in given if value is not None), ("store", LOCAL))
+    if not address.strip():
+        raise ConfigError(
+            f"{name}={address!r} is no address of a Redis; give one such as redis://HOST:6379, or leave it out "
+            f'(store="local" says the same) for a server of this process\'s own'
+        )
+    return address.strip()
 
 
 def config_of(

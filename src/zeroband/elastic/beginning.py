@@ -28,6 +28,8 @@ class Beginning:
     """Digest of its outer state."""
     member: str
     """Who proposed it."""
+    sessions: tuple[str, ...] = ()
+    """Sessions of the dead run, as in its newest verdict."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -35,7 +37,8 @@ class Beginning:
 
 def beginning_from(record: Mapping[str, Any]) -> Beginning:
     """The inverse of `Beginning.to_json`, its JSON read."""
-    return Beginning(**record)
+    fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
+    return Beginning(**fields)
 
 
 def pending(view: View) -> Beginning | None:
@@ -50,11 +53,15 @@ def begins_with(view: View, round: int) -> bool:
     return beginning is not None and beginning.round == round
 
 
+def members_of(view: View) -> frozenset[str]:
+    """The members that could go on with the run, if they live."""
+    openings = [view.opening] if view.committed is None else [view.opening, view.committed.opening]
+    return frozenset(m for opening in openings if opening is not None for m in (*opening.members, *opening.late))
+
+
 def is_abandoned(view: View) -> bool:
     """Whether no member that could go on with the run holds a lease."""
-    openings = [view.opening] if view.committed is None else [view.opening, view.committed.opening]
-    holders = {m for opening in openings if opening is not None for m in (*opening.members, *opening.late)}
-    return not holders & view.alive
+    return not members_of(view) & view.alive
 
 
 Way = Literal["found", "join", "begin", "wait"]
@@ -71,6 +78,8 @@ def way_in(view: View, *, resumes: bool) -> Way | Beginning:
     agreed = pending(view)
     if agreed is not None and (agreed.member in view.alive or not resumes):
         return agreed if resumes else "join"
+    if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):
+        return "wait"  # the store lost the newest verdict, and who holds it is there
     if view.committed is None:
         return "begin" if resumes else "found"
     return "begin" if resumes and is_abandoned(view) else "join"
@@ -79,4 +88,5 @@ def way_in(view: View, *, resumes: bool) -> Way | Beginning:
 def beginning_after(view: View, *, round: int, step: int, state: str, member: str) -> Beginning:
     """The proposal to begin on a checkpoint that was saved after this round."""
     newest = -1 if view.committed is None else view.committed.round
-    return Beginning(max(newest, round) + 1, step, state, member)
+    sessions = () if view.committed is None else view.committed.sessions
+    return Beginning(max(newest, round) + 1, step, state, member, sessions)

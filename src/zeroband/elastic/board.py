@@ -1,6 +1,7 @@
 """The node's notice board: a page of shared memory that its ranks, its guardian and its watcher read and write.
 
-Each word has one writer. Plain 8-byte stores; a reader that sees an old value sees the new one a moment later.
+Each word has one writer, and so has the name behind them. Plain 8-byte stores; a reader that sees an old value sees the
+new one a moment later.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import threading
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ABORTED, _FENCED, _SERVES = range(4)
+_PROGRESS, _ABORTED, _FENCED, _SERVES, _SESSION = range(5)
+_SESSION_BYTES = 256
+"""Behind the last word, which holds its length."""
 
 
 class NodeBoard:
@@ -74,6 +77,20 @@ class NodeBoard:
 
     def set_serves_state(self, serves: bool) -> None:
         self._write(_SERVES, int(serves))
+
+    @property
+    def session(self) -> str:
+        """Session of the run that this node is in; empty before. Written by local rank 0, read by the guardian."""
+        start, length = (_SESSION + 1) * _WORD.size, self._read(_SESSION)
+        return self._page[start : start + length].decode()
+
+    def set_session(self, session: str) -> None:
+        said = session.encode()
+        assert len(said) <= _SESSION_BYTES, "a session is a short name"
+        self._write(_SESSION, 0)
+        start = (_SESSION + 1) * _WORD.size
+        self._page[start : start + len(said)] = said
+        self._write(_SESSION, len(said))
 
     def close(self) -> None:
         self._page.close()

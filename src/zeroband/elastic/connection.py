@@ -1,30 +1,30 @@
 """The way to Redis: password, ACL user, TLS, Sentinel; and which of its errors pass by themselves. Any thread.
 
+Answers that no Redis gives to what was asked end their connection, so that a stream that lost a byte is never read on.
 Never retries: whoever calls counts the seconds. Knows no keys and no scripts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, cast
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthorizationError,
     ClusterCrossSlotError,
-    ClusterDownError,
     InvalidResponse,
     MovedError,
     NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    TryAgainError,
+    NoScriptError,
 )
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
@@ -33,9 +33,9 @@ from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
 from zeroband.errors import ConfigError
 
 COMMANDS = (
-    *("del", "evalsha", "exists", "expire", "get", "hdel", "hget", "hgetall", "hkeys", "hset", "hsetnx"),
+    *("del", "evalsha", "exists", "expire", "get", "hdel", "hget", "hgetall", "hset", "hsetnx"),
     *("incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set", "time"),
-    *("zadd", "zrangebyscore", "zrem", "zscore"),
+    *("type", "zadd", "zrangebyscore", "zrem", "zscore"),
 )
 """What a run says to Redis, inside its scripts and outside."""
 
@@ -54,14 +54,82 @@ _SENTINEL_TIMEOUT_S = 2.0
 _SENTINELS_AWAY_S = 10.0
 """Pause before Sentinels are asked again while none of them answers."""
 
-_PASSING = re.compile(r"\b(READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|OOM|BUSY)\b")
-"""In the text of an error, since those of a script's calls carry no code of their own before Redis 7."""
 _FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 _OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
 
 
-def connect(url: str, *, timeout_s: float) -> redis.Redis:
+Shape = type | UnionType | frozenset[int] | tuple["Shape", ...]
+"""What an answer is: of this type, one of these numbers, or a list of exactly these parts."""
+
+
+class GarbledAnswer(redis.ConnectionError):
+    """What came is no answer to what was asked: a byte was lost or added on the way. The connection is closed."""
+
+
+class StoreClient(redis.Redis):
+    """A client that takes nothing for an answer but one whole reply of the right shape, with nothing behind it."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Say something and give the answer. `shape`: of the answer. Raises GarbledAnswer, redis.RedisError."""
+        try:
+            return super().execute_command(*args, **options)
+        except (ValueError, TypeError, LookupError) as error:  # redis-py's, of a number or a reply that is none
+            raise GarbledAnswer(f"an answer of Redis cannot be read: {error!r}") from error
+
+    def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
+        """Read the answer to one command; the connection ends with an answer that is none."""
+        shape: Shape = options.pop("shape", object)
+        try:
+            answer = super().parse_response(connection, command_name, **options)
+        except (ValueError, TypeError, LookupError):
+            connection.disconnect()
+            raise
+        if _has_more(connection) or not has_shape(answer, shape):
+            connection.disconnect()
+            raise GarbledAnswer("an answer of Redis is longer than it says, or not what was asked for")
+        return answer
+
+    def script(self, text: str, answer: Shape) -> StoreScript:
+        """Prepare a script that gives answers of this shape."""
+        return StoreScript(self, text, answer)
+
+
+class StoreScript:
+    """A script on the server of a client. Loads it where the server does not have it."""
+
+    def __init__(self, client: StoreClient, text: str, answer: Shape) -> None:
+        self._client, self._text, self._answer = client, text, answer
+        self._sha = hashlib.sha1(text.encode()).hexdigest()  # the name that Redis gives it
+
+    def __call__(self, *, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+        """Run it. Raises GarbledAnswer, redis.RedisError."""
+        command = ("EVALSHA", self._sha, len(keys), *keys, *args)
+        try:
+            return self._client.execute_command(*command, shape=self._answer)
+        except NoScriptError:
+            self._client.script_load(self._text)
+            return self._client.execute_command(*command, shape=self._answer)
+
+
+def has_shape(answer: object, shape: Shape) -> bool:
+    """Whether an answer is what was asked for."""
+    if isinstance(shape, tuple):
+        if not isinstance(answer, list) or len(answer) != len(shape):
+            return False
+        return all(has_shape(part, of) for part, of in zip(answer, shape, strict=True))
+    return isinstance(answer, int) and answer in shape if isinstance(shape, frozenset) else isinstance(answer, shape)
+
+
+def _has_more(connection: Any) -> bool:
+    """Whether something stands behind the answer that was read."""
+    try:
+        return connection.is_connected and connection.can_read()
+    except redis.ConnectionError:  # the answer was the server's last word
+        return False
+
+
+def connect(url: str, *, timeout_s: float) -> StoreClient:
     """A client of the Redis, or of the master that Sentinel names, at `url`. Connects at its first call.
 
     A call over an open connection takes one round trip. `timeout_s`: longest wait for a connection, and for an answer.
@@ -75,7 +143,7 @@ def connect(url: str, *, timeout_s: float) -> redis.Redis:
         raise ConfigError(str(error)) from None
     if store.tls is not None:
         _try_tls_files(store.tls)
-    return redis.Redis.from_pool(_pool(store, timeout_s))
+    return cast("StoreClient", StoreClient.from_pool(_pool(store, timeout_s)))
 
 
 def forget_connections(client: redis.Redis) -> None:
@@ -84,11 +152,12 @@ def forget_connections(client: redis.Redis) -> None:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no connection, no answer in time, a replica, a server that starts."""
-    if is_refusal(error) is not None:
-        return False
-    kinds = (redis.ConnectionError, redis.TimeoutError, ReadOnlyError, ClusterDownError, TryAgainError)
-    return isinstance(error, (*kinds, OutOfMemoryError)) or _PASSING.search(str(error)) is not None
+    """Whether the same call may succeed later: no connection, no answer, an error of the server that is no refusal.
+
+    Also one that nobody has heard of: what the store is made to say, by whomever, must not end a run.
+    """
+    is_ours = isinstance(error, redis.DataError)  # what cannot be sent
+    return isinstance(error, (redis.RedisError, OSError)) and not is_ours and is_refusal(error) is None
 
 
 def is_refusal(error: BaseException) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
 
 class Departure:
     """Asked for by a signal, or by an operator of the run, who has time.
@@ -14,9 +17,23 @@ class Departure:
     def __init__(self, grace_s: float) -> None:
         self.holds_work = False
         """Whether there is anything to hand over: not before the node is a member."""
+        self.is_in_step = False
+        self.is_cut_short = False
+        """Whether it stopped there, since its time was over."""
+        self.on_cut_off: Callable[[], object] = _say_nothing
+        """Called before the process ends in an inner step that does not stop."""
         self._grace_s = grace_s
         self._asked_at_s: float | None = None
         self._is_drained = False
+
+    @contextmanager
+    def in_step(self) -> Generator[None]:
+        """In an inner step, before it changes the parameters: stopping there leaves nothing half done."""
+        self.is_in_step = True
+        try:
+            yield
+        finally:
+            self.is_in_step = False
 
     def ask(self, now_s: float) -> None:
         """Leave at the next chance; asking again changes nothing."""
@@ -39,3 +56,7 @@ class Departure:
     def is_overdue(self, now_s: float) -> bool:
         """Whether the node must go now, with what it learned or without."""
         return self._asked_at_s is not None and now_s - self._asked_at_s >= self._grace_s
+
+
+def _say_nothing() -> None:
+    """Nobody is told."""

@@ -17,12 +17,15 @@ from dataclasses import asdict, dataclass, field
 from statistics import median_low
 from typing import Any
 
-from zeroband.elastic.beginning import Beginning, begins_with
+from zeroband.elastic.beginning import Beginning, begins_with, is_abandoned
 from zeroband.elastic.disputes import disputes, outvoted
 from zeroband.elastic.orders import Orders
 from zeroband.plane.topology import Network, Seen, plan
 
 _TOO_FEW_FOR_A_MEDIAN = 2
+
+_MOST_SESSIONS = 16
+"""Sessions that a run remembers; members of older ones count as strangers."""
 
 FOUNDING_ROUND = 0
 """The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
@@ -52,6 +55,9 @@ class Ready:
     """Of what it contributes; 0: the run does not ask for it."""
     loss: float | None = None
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
+    trained: float = 1.0
+    """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
+    with the others, and at a run's start."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,10 @@ class Opening:
     """With a rollback: what was learned from since that checkpoint is not learned from again."""
     losses: tuple[float | None, ...] = ()
     """Of each member, as in its `Ready`."""
+    sessions: tuple[str, ...] = ()
+    """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
+    trained: tuple[float, ...] = ()
+    """As in each member's `Ready`; none: the same for all that have weight."""
 
     @property
     def id(self) -> str:
@@ -98,16 +108,34 @@ class Opening:
     def shares(self) -> tuple[float, ...]:
         """Of each member in the mean of this round, in 0..1.
 
-        They add up to 1, unless contributions are clipped: one that is longer than the median of the round counts as
-        if it were that long. Of two contributions nobody can say which is too long.
+        They add up to 1, with two exceptions. Where a member has trained less than the others what it contributes, they
+        add up to more (`_unclipped`). And a contribution that is longer than the median of the round counts as if it
+        were that long, if the run asks for it. Of two contributions nobody can say which is too long.
         """
-        total = self.total_weight
-        shares = tuple(weight / total if total else 0.0 for weight in self.weights)
+        shares = self._unclipped()
         counted = [norm for norm, share in zip(self.norms, shares, strict=False) if share > 0]
         if len(counted) <= _TOO_FEW_FOR_A_MEDIAN:
             return shares
         most = median_low(counted)
         return tuple(s * most / norm if norm > most else s for s, norm in zip(shares, self.norms, strict=True))
+
+    def _unclipped(self) -> tuple[float, ...]:
+        """Shares by weight; a member counts in the divisor by what it has trained, as a part of what is usual.
+
+        A contribution grows with the phases behind it. So the mean is that of a phase's drift, times the phases of a
+        usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
+        long with a joiner as without.
+        """
+        total: float = self.total_weight
+        if self.longest:
+            total = sum(w * t for w, t in zip(self.weights, self.trained, strict=True)) / self.longest
+        return tuple(weight / total if total else 0.0 for weight in self.weights)
+
+    @property
+    def longest(self) -> float:
+        """The most that a member trained, as a part of what is usual and at most that; 0: the same for all."""
+        trained = [t for t, w in zip(self.trained, self.weights, strict=False) if w > 0]
+        return max(0.0, min(1.0, max(trained, default=0.0)))
 
     def share(self, member_id: str) -> float:
         """Of one member."""
@@ -115,8 +143,8 @@ class Opening:
 
     def clip(self, member_id: str) -> float | None:
         """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
-        weight = self.weights[self.members.index(member_id)]
-        return self.share(member_id) * self.total_weight / weight if self.norms and weight else None
+        share = self._unclipped()[self.members.index(member_id)]
+        return self.share(member_id) / share if self.norms and share else None
 
     def contributors(self) -> dict[str, int]:
         """Inner steps of the members whose update counts."""
@@ -144,6 +172,21 @@ class Verdict:
     @property
     def members(self) -> tuple[str, ...]:
         return self.opening.members
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """The run's session after this round and those before it, the newest first.
+
+        A founding begins another session. It names the one that it goes on from, so that a member of that one which
+        turns out to live finds itself left behind; one that is not named is another run's.
+        """
+        named = (self.payload.get("session"), self.payload.get("session_before"), *self.opening.sessions)
+        return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
+
+    @property
+    def session(self) -> str:
+        """Session of the run after this round; empty where nobody named one."""
+        return next(iter(self.sessions), "")
 
 
 @dataclass(frozen=True)
@@ -256,6 +299,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
     current = view.opening
     if current is not None and current.round == round and view.can_finish(current):
         return current
+    if _has_lost_verdict(view, round):
+        return Wait("the store lost the newest verdict; who holds it brings it back")
     if view.orders.is_paused:
         return Wait("the run is paused; `zeroband ctl resume` lets it go on")
     expected = view.committed.members if view.committed is not None else ()
@@ -291,7 +336,18 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         rollback=None if is_founding else view.orders.rollback,
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
         losses=tuple(r.loss for r in ready),
+        sessions=() if view.committed is None else view.committed.sessions,
+        trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
     )
+
+
+def _has_lost_verdict(view: View, round: int) -> bool:
+    """Whether the run has committed rounds that the store does not show: who holds no state must not begin another."""
+    if view.committed is not None or begins_with(view, round):
+        return False
+    if round > FOUNDING_ROUND:
+        return True
+    return view.opening is not None and view.opening.round > FOUNDING_ROUND and not is_abandoned(view)
 
 
 def _seen(view: View, member: str) -> Seen:

@@ -20,11 +20,12 @@ from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import Gathering, Rates
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.rendezvous import RedisRendezvous
+from zeroband.elastic.stalls import Progress, StallLimit, TransferBounds
 from zeroband.elastic.store import Store
-from zeroband.errors import PeerLost, ZerobandError
+from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.plane.engine import Encoded
 
-_POLL_S = 0.0005
+_POLL_S, _LOOK_S = 0.0005, 0.25
 
 
 def lane_bounds(numel: int, lanes: int) -> list[tuple[int, int]]:
@@ -98,7 +99,10 @@ def _sleep(_held: object) -> None:
 
 
 class LaneGroups:
-    """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks."""
+    """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks.
+
+    `transfer_s`: gloo's own time-out, which nobody waits for. `bounds`: of the waits.
+    """
 
     keeps_buffers = False
 
@@ -111,6 +115,7 @@ class LaneGroups:
         host: str,
         chunk_bytes: int,
         transfer_s: float,
+        bounds: TransferBounds,
     ) -> None:
         self.ownership = ownership
         self._store = store
@@ -118,6 +123,8 @@ class LaneGroups:
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
         self._transfer_s = transfer_s
+        self._building = StallLimit(bounds.connect_s, bounds.most_stall_s)
+        self._moving = StallLimit(bounds.stall_s, bounds.most_stall_s)
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._running = _Running()
@@ -203,7 +210,15 @@ class LaneGroups:
             options._devices = [gloo.create_device(hostname=self._host)]
             return gloo(rendezvous, node_rank, len(opening.members), options)
 
-        return _in_daemon_thread(build, is_aborted, f"lane {lane} of epoch {opening.epoch}")
+        what, bound_s, began_at_s = f"lane {lane} of epoch {opening.epoch}", self._building.limit_s, time.monotonic()
+        others = tuple(m for m in opening.members if m != opening.members[node_rank])
+        group = _in_daemon_thread(build, is_aborted, what, bound_s)
+        if group is None:
+            self._building.stalled()
+            reason = f"building {what} failed: not all of {', '.join(others)} were reached within {bound_s:.1f} s"
+            raise TransferStalled(reason, others, bound_s, 0, 0)
+        self._building.succeeded(time.monotonic() - began_at_s)
+        return group
 
     def _all_reduce(
         self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
@@ -221,15 +236,23 @@ class LaneGroups:
         """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
         self._running = _Running(works, used)
         on_progress(0.0)
+        progress = Progress(_LOOK_S, time.monotonic())
         for done, work in enumerate(works, start=1):
-            self._await(work, opening)
+            self._await(work, opening, progress, done - 1, len(works))
             on_progress(done / len(works))
+        self._moving.succeeded(progress.longest_s)
         self._running = _Running()
 
-    def _await(self, work: dist.Work, opening: Opening) -> None:
+    def _await(self, work: dist.Work, opening: Opening, progress: Progress, done: int, of: int) -> None:
+        """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""
         while not work.is_completed():
             if self._board.aborted_version >= opening.version:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: a member was lost")
+            if (stalled_s := progress.see(done, time.monotonic())) > self._moving.limit_s:
+                self._moving.stalled()
+                what = f"piece {done + 1} of {of} did not end for {stalled_s:.1f} s"
+                reason = f"the transfer of round {opening.round} among {', '.join(opening.members)} failed: {what}"
+                raise TransferStalled(reason, opening.members, round(stalled_s, 3), done, of)
             time.sleep(_POLL_S)
         try:
             work.wait()
@@ -251,9 +274,12 @@ class LaneGroups:
 
 
 def _in_daemon_thread(
-    build: Callable[[], dist.ProcessGroup], is_aborted: Callable[[], bool], what: str
-) -> dist.ProcessGroup:
-    """Run a constructor that may block for minutes, and stop waiting for it when the opening is aborted."""
+    build: Callable[[], dist.ProcessGroup], is_aborted: Callable[[], bool], what: str, bound_s: float
+) -> dist.ProcessGroup | None:
+    """Run a constructor that may block for minutes, and stop waiting for it when the opening is aborted.
+
+    None: it did not end within `bound_s`.
+    """
     outcome: list[dist.ProcessGroup | Exception] = []
     done = threading.Event()
 
@@ -265,9 +291,12 @@ def _in_daemon_thread(
         done.set()
 
     threading.Thread(target=run, name=f"build {what}", daemon=True).start()
+    end_s = time.monotonic() + bound_s
     while not done.wait(0.002):
         if is_aborted():
             raise PeerLost(f"building {what} was aborted: a member was lost")
+        if time.monotonic() > end_s:
+            return None
     result = outcome.pop()  # that thread shall not destroy the group
     if isinstance(result, Exception):
         raise PeerLost(f"building {what} failed: {result}") from result

@@ -2,8 +2,8 @@
 
 A process of its own, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
 trainer by a pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is
-stopped (SIGSTOP, a debugger, a frozen container) or shows no progress for `hung_s`, says which members it does not
-reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
+stopped (SIGSTOP, a debugger, a frozen container), ends the lease when there is no progress for `hung_s`, says which
+members it does not reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from typing import IO, Any
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Peer
-from zeroband.elastic.links import LinkMonitor
+from zeroband.elastic.links import Identity, LinkMonitor
 from zeroband.elastic.shm import remove_abandoned
 from zeroband.elastic.store import Store
-from zeroband.errors import StoreLost, ZerobandError
+from zeroband.errors import ConfigError, StoreLost, ZerobandError
+from zeroband.observe.log import get_logger, setup_logging
 from zeroband.plane.calling import Address
-from zeroband.plane.handover import Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey, new_session
-from zeroband.plane.port import shake_hands
+from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.plane.handshake import Purpose, RunKey
 from zeroband.plane.rate import answer_rate, measure_rate
 
-_LEAVE = b"leave\n"
+_LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _START_DEADLINE_S = 60.0
 _TICK_S = 0.1
+_PREDECESSOR_S = 5.0
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Door:
     bind_port: int = 0
     """0: any that is free."""
     run_key: str = ""
-    """Hexadecimal; of the handshake with other nodes. Empty: none of them is let in."""
+    """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
     is_sealed: bool = True
     """Whether what other nodes send and fetch is."""
 
@@ -76,6 +79,8 @@ class GuardianOrder:
     hung_s: float
     is_first: bool
     """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
+    store_s: float = 0.0
+    """How long it may take until the store gives the lease; a first answer is awaited in any case."""
 
 
 class Guardian:
@@ -92,6 +97,7 @@ class Guardian:
             stdout=subprocess.PIPE,
             start_new_session=True,
             pass_fds=[theirs.fileno()],
+            bufsize=0,  # what has been read ahead would not be seen by a poll
         )
         theirs.close()
         if inbox is None:
@@ -99,9 +105,14 @@ class Guardian:
         else:
             inbox.attach(ours)
         self._send((json.dumps(asdict(order)) + "\n").encode())
-        if not speaks(self._output, _START_DEADLINE_S) or self._output.readline() != b"holding\n":
+        said = last_word(self._output, store_s=order.store_s)
+        if said != _HOLDING:
             self.close()
-            raise StoreLost(f"the guardian of {order.member_id} took no lease within {_START_DEADLINE_S:g} s")
+            if said not in (b"", _WAITING):
+                raise ConfigError(said.decode().strip())
+            raise StoreLost(
+                f"the guardian of {order.member_id} took no lease within {max(order.store_s, _START_DEADLINE_S):g} s"
+            )
 
     @property
     def _output(self) -> IO[bytes]:
@@ -135,6 +146,17 @@ class Guardian:
         self._output.close()
 
 
+def last_word(output: IO[bytes], *, store_s: float) -> bytes:
+    """What a new guardian says: that it holds the lease, or why it cannot; that it waits for the store, when it has
+    said so for this time. Empty: it is silent."""
+    end_s = time.monotonic() + store_s
+    while speaks(output, _START_DEADLINE_S):
+        said = output.readline()
+        if said != _WAITING or time.monotonic() > end_s:
+            return said
+    return b""
+
+
 def speaks(pipe: IO[bytes], within_s: float) -> bool:
     """Whether a pipe has something to read, or ends, within this time."""
     poll = select.poll()  # `select.select` takes no descriptor above 1023
@@ -149,13 +171,15 @@ class Vigil:
         self._hung_s = hung_s
         self._progress = -1
         self._moved_at_s = started_at_s
+        self.is_hung = False
+        """At the last tick."""
 
     def deserves_lease(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
         """`states`: one letter for each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""
         if progress != self._progress:
             self._progress, self._moved_at_s = progress, now_s
-        is_hung = now_s - self._moved_at_s > self._hung_s
-        return not is_hung and not any(state in "TtZX" for state in states)
+        self.is_hung = now_s - self._moved_at_s > self._hung_s
+        return not self.is_hung and not any(state in "TtZX" for state in states)
 
 
 def process_state(pid: int) -> str:
@@ -167,17 +191,38 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def _take_post(order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> _Watch:
+    """Raises ConfigError where the node's port stays taken: the guardian before this one may hold it for a moment."""
+    end_s = time.monotonic() + _PREDECESSOR_S
+    while True:
+        try:
+            return _Watch(order, store, board, calls)
+        except ConfigError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(_TICK_S)
+
+
 def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
-    store = Store(order.store_url, order.run_id, lease_s=order.lease_s, patience_s=patience_s)
+    key = RunKey(bytes.fromhex(order.door.run_key)) if order.door.run_key else None
+    store = Store(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
+    store.trust_address()  # the trainer was answered there
     board = NodeBoard(Path(order.board), create=False)
-    watch = _Watch(order, store, board, calls)
+    try:
+        watch = _take_post(order, store, board, calls)
+    except ConfigError as error:  # the trainer says it
+        say.write(f"{error}\n".encode())
+        say.flush()
+        return
     try:
         while not watch.takes_lease():
             if speaks(trainer, 0):
                 return
-        say.write(b"holding\n")
+            say.write(_WAITING)
+            say.flush()
+        say.write(_HOLDING)
         say.flush()
         while not speaks(trainer, _TICK_S):
             with contextlib.suppress(ZerobandError):  # the lease runs out; the trainer finds out at its boundary
@@ -202,15 +247,18 @@ class _Watch:
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._calls = calls
         door = order.door
+        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(door.run_key)), door.is_sealed)
         self._links = LinkMonitor(
             door.bind_host or door.host,
             port=door.bind_port,
-            answers={DATA_CALL: self._pass_on},
+            identity=self._identity,
+            take=self._pass_on,
             detect_s=order.lease_s,
             on_gone=self._gone.put,
             measure=self._measure_rate if door.run_key else None,
         )
         self._renewed_at_s = 0.0
+        self._has_ended_lease = False
         self._cut_off: tuple[str, ...] = ()
 
     def takes_lease(self) -> bool:
@@ -228,6 +276,10 @@ class _Watch:
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
             self.renew()
+        elif self._vigil.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
+            self._store.expire_lease(self._order.member_id)
+            self._has_ended_lease = True
+            _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
         while not self._gone.empty():
             self._store.expire_lease(self._gone.get())
 
@@ -245,29 +297,27 @@ class _Watch:
             self._links.rates(),
             self._links.longest_rtt_ms(),
         )
+        if self._store.session != self._board.session:
+            self._store.session = self._board.session
         members = self._store.renew_lease(order.member_id, peer, first=is_first)
-        self._renewed_at_s = time.monotonic()
+        self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
         if members is None:
             self._board.set_fenced(True)
             return
         others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
         self._links.watch(others)
 
-    async def _pass_on(self, connection: socket.socket) -> None:
+    async def _pass_on(self, connection: socket.socket, what: HandedOver) -> None:
         """Give the trainer a connection of which the other end is a node of this run."""
-        order = self._order
-        if order.door.run_key:
-            key, is_sealed = RunKey(bytes.fromhex(order.door.run_key)), order.door.is_sealed
-            what = await shake_hands(connection, key, callee=order.member_id, is_sealed=is_sealed)
-            if what.kind == Purpose.RATE:
-                await answer_rate(connection)
-            else:
-                hand_over(self._calls, connection, what)
+        if not self._order.door.run_key:
+            return
+        if what.kind == Purpose.RATE:
+            await answer_rate(connection)
+        elif not hand_over(self._calls, connection, what):
+            _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
 
     async def _measure_rate(self, member: str, address: Address) -> int:
-        door = self._order.door
-        introduction = Introduction(self._order.member_id, member, new_session(), door.is_sealed, Purpose.RATE)
-        return await measure_rate(RunKey(bytes.fromhex(door.run_key)), introduction, address)
+        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), address)
 
     def close(self) -> None:
         self._links.close()
@@ -291,6 +341,7 @@ def main() -> None:
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
     record: dict[str, Any] = json.loads(trainer.readline())
     record |= {"rank_pids": tuple(record["rank_pids"]), "door": Door(**record["door"])}
+    setup_logging("WARNING", record["node_id"], 0)
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
     stand_guard(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)

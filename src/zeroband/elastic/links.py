@@ -1,56 +1,100 @@
 """Links: whether this node and each other member reach one another, apart from whether both reach the store.
 
-Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, and holds
-the node's one port, on which all other connections come in too. Runs an event loop in one thread of the guardian, so
-that a stall of the trainer's interpreter cuts no link. Decides nothing.
+Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, which begins
+with a handshake. It holds the node's one port, on which all other connections come in too. Runs an event loop in one
+thread of the guardian, so that a stall of the trainer's interpreter cuts no link. Decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from zeroband.errors import HandshakeFailed
-from zeroband.plane.calling import Address
-from zeroband.plane.port import PROBE_CALL, Answer, Port
+from zeroband.errors import ConfigError, HandshakeFailed
+from zeroband.plane.calling import Address, call
+from zeroband.plane.handover import HandedOver
+from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey, new_session
+from zeroband.plane.port import Heard, Port, read_exactly, shake_hands
 
 _PROBE_BYTES = 8
-_MAX_ASKERS = 256
+_IDLE = 4
+"""So many times `detect_s` without a probe, and its connection is given up: an asker sends ten in one."""
 _START_DEADLINE_S = 10.0
+_LEAST_CALL_S = 1.0
+"""For the handshake of a probe; a machine that is busy takes longer for it than for an answer."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """As what this node calls others, and by what they call it."""
+
+    member_id: str
+    key: RunKey
+    is_sealed: bool = True
+
+    def introduction(self, member: str, purpose: Purpose) -> Introduction:
+        return Introduction(self.member_id, member, new_session(), self.is_sealed, purpose)
+
+
+async def refuse(connection: socket.socket, what: HandedOver) -> None:
+    """For callers that want something else than to probe, where nobody has it."""
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    match error.errno:
+        case errno.EADDRINUSE:
+            what, way_out = (
+                "is taken: another process of this machine listens",
+                "end that one, or set another node.port",
+            )
+        case errno.EACCES:
+            what, way_out = "needs rights that this user lacks", "set node.port to 1024 or more"
+        case _:
+            what, way_out = f"cannot be listened on ({error.strerror or error})", "check node.bind_host"
+    return ConfigError(f"node.port={port} {what} (address {host}); {way_out}")
 
 
 class LinkMonitor:
     """Answers the other guardians' probes and sends its own. `close()` ends its thread.
 
-    `host` and `port`: where to listen; port 0 takes a free one. `answers`: to calls that are no probes. `detect_s`: a
-    member that answers nothing for so long is cut off. `on_gone`: called in the monitor's thread with a member whose
-    connection was closed by its own machine and that refuses another one: its guardian has ended. `measure`: finds out
-    what the link to a member carries, in Mbit/s; asked once for each member that answers, one after the other.
-    Raises OSError when it cannot listen.
+    `host` and `port`: where to listen; port 0 takes a free one. `take`: for connections of nodes of the run that are no
+    probes; it may hand them on, and they are hung up on when it returns. `detect_s`: a member that answers nothing for
+    so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
+    machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
+    carries, in Mbit/s; asked once for each member that answers, one after the other.
+    Raises ConfigError when it cannot listen.
     """
 
     def __init__(
         self,
         host: str,
         *,
+        identity: Identity,
         detect_s: float,
         on_gone: Callable[[str], None],
         port: int = 0,
-        answers: Mapping[bytes, Answer] | None = None,
+        take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
         measure: Callable[[str, Address], Awaitable[int]] | None = None,
     ) -> None:
+        self._identity = identity
         self._detect_s = detect_s
         self._probe_s = min(0.5, detect_s / 5)
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
         self._measure = measure
-        self._askers: set[asyncio.StreamWriter] = set()
-        self._door = Port({PROBE_CALL: self._answer, **(answers or {})})
+        self._take = take
+        self._heard = Heard()
+        self._askers: dict[str, asyncio.Task[None]] = {}
+        """Who answers the probes of each member."""
+        self._door = Port({DATA_CALL: self._answer})
         self._beat_at_s = time.monotonic()
         self._bursts = asyncio.Lock()
         """One at a time, so that they do not slow one another."""
@@ -62,7 +106,7 @@ class LinkMonitor:
         self._thread.start()
         self._is_listening.wait(_START_DEADLINE_S)
         if self._problem is not None:
-            raise self._problem
+            raise _cannot_listen(host, port, self._problem) from self._problem
 
     def watch(self, members: Mapping[str, Address]) -> None:
         """Probe exactly these members from now on."""
@@ -113,8 +157,6 @@ class LinkMonitor:
     async def _hang_up(self) -> None:
         """Close all connections, so that those who ask learn at once that nobody answers any more."""
         self._door.close()
-        for writer in list(self._askers):
-            writer.transport.abort()
         for link in self._links.values():
             link.task.cancel()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -131,20 +173,28 @@ class LinkMonitor:
             await asyncio.sleep(self._probe_s / 2)
 
     async def _answer(self, connection: socket.socket) -> None:
-        if len(self._askers) >= _MAX_ASKERS:
-            return
-        reader, writer = await asyncio.open_connection(sock=connection.dup())
-        self._askers.add(writer)
+        own = self._identity
+        handshake = shake_hands(connection, own.key, callee=own.member_id, is_sealed=own.is_sealed, heard=self._heard)
+        what = await handshake
+        if what.kind == Purpose.PROBE:
+            await self._answer_probes(connection, what.caller)
+        else:
+            await self._take(connection, what)
+
+    async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
+        """Until it hangs up, falls silent, or calls again."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        if (before := self._askers.get(caller)) is not None:
+            before.cancel()
+        self._askers[caller] = task
         try:
-            await reader.readexactly(len(PROBE_CALL))
             while True:
-                writer.write(await reader.readexactly(_PROBE_BYTES))
-                await writer.drain()
-        except (OSError, asyncio.IncompleteReadError):
-            pass
+                async with asyncio.timeout(_IDLE * self._detect_s):
+                    await loop.sock_sendall(connection, await read_exactly(connection, _PROBE_BYTES))
         finally:
-            self._askers.discard(writer)
-            writer.close()
+            if self._askers.get(caller) is task:
+                del self._askers[caller]
 
     def _set_members(self, members: Mapping[str, Address]) -> None:
         for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
@@ -154,41 +204,49 @@ class LinkMonitor:
                 self._links[member] = _Link(address, self._loop.create_task(self._probe(member, address)))
 
     async def _probe(self, member: str, address: Address) -> None:
-        has_ended = False
+        """Ask for as long as it is watched.
+
+        A connection that its other end closed is made anew at once, since a machine that is only cut off does not
+        refuse; if there was no answer on that one either, after a pause.
+        """
+        has_ended, introduction = False, partial(self._identity.introduction, member, Purpose.PROBE)
         while True:
+            was_answered = False
             try:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), self._detect_s)
+                async with asyncio.timeout(max(self._detect_s, _LEAST_CALL_S)):
+                    connection, _ = await call(self._identity.key, introduction(), address)
             except ConnectionRefusedError:
                 if has_ended:
                     self._on_gone(member)
                     has_ended = False
-            except (OSError, TimeoutError):
+            except (OSError, EOFError, TimeoutError, HandshakeFailed):
                 pass
             else:
-                has_ended = await self._ask(member, reader, writer)
-                writer.close()
-                if has_ended:
-                    continue  # dial again at once: a machine that is only cut off does not refuse
-            await asyncio.sleep(self._probe_s)
+                with connection:
+                    has_ended, was_answered = await self._ask(member, connection)
+            if not (has_ended and was_answered):
+                await asyncio.sleep(self._probe_s)
 
-    async def _ask(self, member: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Probe until the connection breaks. True: its other end closed it."""
-        writer.write(PROBE_CALL)
+    async def _ask(self, member: str, connection: socket.socket) -> tuple[bool, bool]:
+        """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
+        loop, was_answered = asyncio.get_running_loop(), False
         try:
             while True:
                 probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
-                writer.write(probe)
-                if await asyncio.wait_for(reader.readexactly(_PROBE_BYTES), self._detect_s) != probe:
-                    return False
-                link = self._links[member]
+                async with asyncio.timeout(self._detect_s):
+                    await loop.sock_sendall(connection, probe)
+                    answer = await read_exactly(connection, _PROBE_BYTES)
+                if answer != probe:
+                    return False, was_answered
+                was_answered, link = True, self._links[member]
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
                     link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
                 await asyncio.sleep(self._probe_s)
-        except (ConnectionResetError, BrokenPipeError, asyncio.IncompleteReadError):
-            return True
+        except (ConnectionResetError, BrokenPipeError, EOFError):
+            return True, was_answered
         except (OSError, TimeoutError):
-            return False
+            return False, was_answered
 
     async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Address], Awaitable[int]]) -> None:
         async with self._bursts:

@@ -32,7 +32,7 @@ from zeroband.elastic.memory import Memory
 from zeroband.elastic.namesake import outlive_namesakes
 from zeroband.elastic.orders import Orders, give_up_rollback
 from zeroband.elastic.store import Store
-from zeroband.errors import Fenced, Leaving, PeerLost, ZerobandError
+from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
 from zeroband.observe.log import get_logger
 from zeroband.plane.handover import Inbox
 
@@ -105,6 +105,7 @@ class Member:
         self._first_look: tuple[int, View] | None = None
         """What the store showed for a round when this member last said something; whoever waits for it begins there."""
         board.set_fenced(False)
+        board.set_session(self.store.session)
         order = GuardianOrder(
             store_url=run.store_url,
             run_id=run.run_id,
@@ -119,6 +120,7 @@ class Member:
             renew_s=time_outs.renew_s,
             hung_s=time_outs.hung_s,
             is_first=True,
+            store_s=time_outs.store_s,
         )
         self._guardian = _KeptGuardian(order, run.inbox)
         self._watcher = _Watcher(self, board, departure, time_outs)
@@ -246,9 +248,17 @@ class Member:
             self.store.report_failure(*failure)
             view = self.store.view(round)
         self._memory.learn(view)
+        self._enter_session(view)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view
+
+    def _enter_session(self, view: View) -> None:
+        """From the first verdict on that lists this member, it belongs to the run's session; others are strangers."""
+        committed = view.committed
+        if committed is not None and self.member_id in committed.members and committed.session != self.store.session:
+            self.store.session = committed.session
+            self._board.set_session(committed.session)
 
     # -- transfers ----------------------------------------------------------------------------------------------
 
@@ -267,6 +277,18 @@ class Member:
         self.store.give_orders(lambda given: give_up_rollback(given, step))
         self._on_event("rollback_refused", round=opening.round, step=step, reason=reason)
         self.report_failure(opening, reason)
+
+    def tell_stall(self, opening: Opening, stall: TransferStalled) -> None:
+        """Say for whom this node waited, since when and at which byte."""
+        self._on_event(
+            "transfer_stalled",
+            round=opening.round,
+            waiting_for=list(stall.member_ids),
+            since_s=stall.since_s,
+            at_byte=stall.at_byte,
+            of_bytes=stall.of_bytes,
+            reason=str(stall),
+        )
 
     def record_stall(self, round: int, reason: str) -> None:
         """Have what led to a failed transfer kept for a person to read; nobody waits for it."""
@@ -332,7 +354,7 @@ class _KeptGuardian:
         with self._lock:
             if not self._is_closed and not self._guardian.is_running():
                 _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
-                self._guardian = Guardian(replace(self._order, is_first=False), self._inbox)
+                self._guardian = Guardian(replace(self._order, is_first=False, store_s=0.0), self._inbox)
 
     def close(self) -> None:
         with self._lock:

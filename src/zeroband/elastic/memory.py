@@ -48,25 +48,35 @@ class Memory:
             return self._failed if is_lost else None
 
     def learn(self, view: View) -> None:
-        """Take over what a view shows that is newer."""
+        """Take over what a view shows that is newer, and all of it where the run goes on in another session."""
         with self._lock:
             known = self._known
-            opening, committed = known.opening, known.committed
+            opening, committed, orders = known.opening, known.committed, known.orders
+            if _is_of_another_session(view, known):
+                opening, committed, orders = view.opening, view.committed, view.orders
             if view.opening is not None and (opening is None or view.opening.version >= opening.version):
                 opening = view.opening
             if view.committed is not None and (committed is None or view.committed.round >= committed.round):
                 committed = view.committed
-            orders = max(known.orders, view.orders, key=lambda orders: orders.version)
+            orders = max(orders, view.orders, key=lambda orders: orders.version)
             self._known = replace(known, opening=opening, committed=committed, orders=orders)
 
     def is_more_than(self, view: View, round: int) -> bool:
         """Whether the store, looked at for `round`, has lost something of what this member saw or said."""
         known = self.known
+        if _is_of_another_session(view, known):
+            return False  # it is learned first; rounds of two sessions are not compared
         if not view.is_known or _is_behind(view, known):
             return True
         if known.ready is not None and known.ready.round == round and known.member_id not in view.ready:
             return True
         return known.vote is not None and known.vote[0] == view.opening and known.member_id not in view.votes
+
+
+def _is_of_another_session(view: View, known: Recollection) -> bool:
+    """Whether the store shows a session that follows on the known one, or this member is in none yet."""
+    shown, ours = view.committed, known.committed
+    return shown is not None and ours is not None and shown.session != ours.session
 
 
 def _is_behind(view: View, known: Recollection) -> bool:

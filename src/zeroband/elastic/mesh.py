@@ -32,6 +32,7 @@ from zeroband.errors import (
     RecoveryFailed,
     RunOver,
     StoreLost,
+    TransferStalled,
     ZerobandError,
 )
 from zeroband.parallel import LocalMesh, all_ok, broadcast_json
@@ -195,6 +196,8 @@ class ElasticDeviceMesh:
         except PeerLost as error:
             reason = str(error)
             self.board.abort(opening.version)
+            if isinstance(error, TransferStalled) and self.local.rank == 0:
+                self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
             self._give_up(opening, reason or "another local rank lost its lane")
         return Transfer(time.monotonic() - started_at_s, sent, received)

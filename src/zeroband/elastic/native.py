@@ -10,15 +10,19 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from torch import Tensor
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.data_plane import Gathering, Rates
 from zeroband.elastic.epoch import Opening
-from zeroband.errors import PeerLost
+from zeroband.elastic.stalls import Progress, StallLimits, TransferBounds
+from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
+from zeroband.observe.log import get_logger
 from zeroband.plane.calling import Address
+from zeroband.plane.descriptors import shortage
 from zeroband.plane.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.meter import WINDOW_S, Learned, Meter
@@ -29,6 +33,8 @@ from zeroband.plane.tuning import CUBIC, LinkTuning, Senders
 _POLL_S = 0.0005
 _LOOK_S = 0.005
 _ASK_S = 1.0
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class NativePlane:
     """Reductions and gatherings by the engine. `reach`: on local rank 0 only.
 
     `paced`: links that share a slow access link are sent to at an even pace, unless the user chose `streams`.
-    `silent_s`: a link over which nothing that was sent is acknowledged for so long is dropped during a transfer.
+    `bounds`: of its waits.
     """
 
     keeps_buffers = True
@@ -58,8 +64,7 @@ class NativePlane:
         *,
         streams: int | None,
         paced: bool,
-        connect_s: float,
-        silent_s: float,
+        bounds: TransferBounds,
     ) -> None:
         self._run = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8], "big")
         self._board = board
@@ -74,8 +79,9 @@ class NativePlane:
         self._paced: frozenset[str] = frozenset()
         """Members whose links had a pace in the last transfer, or have one in that which runs."""
         self._took_ms = 0
-        self._connect_s = connect_s
-        self._silent_s = silent_s
+        self._limits = StallLimits(bounds)
+        self._shortage: str | None = None
+        """Of descriptors, as it was said last."""
         self._learned = Learned()
 
     def reduce_mean(
@@ -156,10 +162,11 @@ class NativePlane:
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
         running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
         try:
-            run = _Run(running, opening, at, reach.links, self._silent_s, on_progress, list(stops))
+            run = _Run(running, opening, at, reach.links, self._limits, on_progress, list(stops))
             meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
             self._pace(run, kind)
             self._await(run, meter)
+            run.learn_pauses()
             took_s = time.monotonic() - began_s if self._paced else run.middle.whole_s
             traffic = run.traffic()
             self._tunings = {m: self._tuning(m) for m in traffic}
@@ -190,18 +197,37 @@ class NativePlane:
     def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
         """Have links to all other members. Raises PeerLost, naming those that are not reached."""
         others = [member for member in opening.members if member != member_id]
+        self._limits.forget_all_but(others)
+        for member in others:  # one that went silent between two rounds would be found out in the middle of this one
+            if reach.links.state(member).silent_s > self._limits.of_link(member).limit_s:
+                reach.links.drop(member)
         if all(reach.links.has(member, self._tuning(member).streams, own=member_id) for member in others):
             return
+        self._require_descriptors(len(opening.members))
         addresses = reach.addresses(others)
         unknown = tuple(member for member in others if member not in addresses)
         if unknown:
             raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
         wanted = {member: Wanted(addresses[member], self._tuning(member).streams) for member in others}
-        deadline_s = time.monotonic() + self._connect_s
-        is_over = lambda: self._is_aborted(opening) or time.monotonic() > deadline_s  # noqa: E731
+        coming, bound_s = Progress(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
+
+        def is_over() -> bool:
+            streams = sum(reach.links.state(member).streams for member in others)
+            return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
+
         away = reach.links.connect(member_id, wanted, is_over)
+        if away and self._is_aborted(opening):
+            raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
-            raise PeerLost(f"round {opening.round}: no connection to {', '.join(away)}", away)
+            reason = f"round {opening.round}: no connection to {', '.join(away)} within {bound_s:g} s"
+            raise TransferStalled(reason, away, bound_s, 0, 0)
+
+    def _require_descriptors(self, nodes: int) -> None:
+        """Say it when there are more nodes than at the start, and too few descriptors for them."""
+        problem = shortage(nodes, None if self._first.may_grow else self._first.streams)
+        if problem not in (None, self._shortage):
+            _log.warning(problem)
+        self._shortage = problem
 
     def _tuning(self, member: str) -> LinkTuning:
         return self._tunings.get(member, self._first)
@@ -285,16 +311,24 @@ class _Run:
     at: int
     """This node's place among the members."""
     links: Links
-    silent_s: float
+    limits: StallLimits
     on_progress: Callable[[float], None]
     stops: list[float]
     looked_at_s: float = 0.0
     asked_at_s: float = 0.0
     done: float = 0.0
     middle: Middle = field(init=False)
+    progress: Progress = field(init=False)
+    silences_s: dict[str, float] = field(default_factory=dict[str, float])
+    """The longest of each member's link."""
 
     def __post_init__(self) -> None:
         self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
+        self.progress = Progress(self.ask_s, time.monotonic())
+
+    @property
+    def ask_s(self) -> float:
+        return min(_ASK_S, self.limits.bounds.beat_s)
 
     def traffic(self) -> dict[str, Traffic]:
         return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
@@ -317,27 +351,83 @@ class _Run:
             self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
 
     def ask_links(self) -> Mapping[str, LinkState]:
-        """How the links to the other members are, once in a while; else nothing.
-
-        Drops those to machines that acknowledge nothing any more, and raises PeerLost, naming their members.
-        A router on the way forgets a connection without a word, and TCP repeats itself for a quarter of an hour; the
-        guardians, with connections of their own, see nothing of it. Who is late, slow, stopped or holds what it is sent
-        is acknowledged by its machine, and left to the leases.
-        """
+        """How the links to the other members are, once in a while; else nothing. Raises TransferStalled."""
         now_s = time.monotonic()
-        if now_s - self.asked_at_s < _ASK_S:
+        if now_s - self.asked_at_s < self.ask_s:
             return {}
         self.asked_at_s = now_s
         states = {m: self.links.state(m) for i, m in enumerate(self.opening.members) if i != self.at}
-        silent = tuple(member for member, link in states.items() if link.unanswered_s > self.silent_s)
-        for member in silent:
-            self.links.drop(member)
-        if silent:
-            what = f"nothing that was sent was acknowledged for {self.silent_s:g} s"
-            raise PeerLost(
-                f"the transfer of round {self.opening.round} with {', '.join(silent)} failed: {what}", silent
-            )
+        self._require_heard(states)
+        self._require_progress(states, now_s)
         return states
+
+    def _require_heard(self, states: Mapping[str, LinkState]) -> None:
+        """Drop links that carry nothing any more, of members with whom something is still to be exchanged.
+
+        A middlebox may acknowledge what comes and forward nothing, and a router on the way forgets a connection without
+        a word; TCP sees nothing of the former and repeats itself for a quarter of an hour in the latter, and the
+        guardians have connections of their own. Who is late, slow or holds what it is sent is heard all the same, since
+        the engine of its process shows itself, and who is stopped is left to the leases, which are faster.
+        """
+        silent = list[str]()
+        for member, traffic in self.traffic().items():
+            link, limit = states[member], self.limits.of_link(member)
+            self.silences_s[member] = max(self.silences_s.get(member, 0.0), link.silent_s)
+            if traffic.is_over:
+                continue
+            if link.silent_s > limit.limit_s:
+                limit.stalled()
+                silent.append(member)
+            elif max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stream_s:
+                silent.append(member)
+        if silent:
+            self._give_up(silent, states, "nothing came from there, or nothing that was sent was acknowledged")
+
+    def _require_progress(self, states: Mapping[str, LinkState], now_s: float) -> None:
+        """Give up where no byte of the transfer moves, whatever the links look like.
+
+        Somebody is stuck or late, or one stream of several lost what it was given. Those are not told apart here, so
+        nobody is accused: the round is opened again to all members, and next time they are waited for twice as long.
+        """
+        traffic = self.traffic()
+        moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())
+        if self.progress.see(moved, now_s) <= self.limits.transfer.limit_s:
+            return
+        waiting_for = [m for m, t in traffic.items() if not t.is_over]
+        if not waiting_for:
+            return
+        self.limits.transfer.stalled()
+        self._give_up(
+            [m for m in waiting_for if self._is_suspect(states[m])] or waiting_for, states, "no byte of it moved"
+        )
+
+    def _is_suspect(self, link: LinkState) -> bool:
+        """Whether one of its streams is silent for so long that others would be heard several times."""
+        return max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stall_s / 2
+
+    def _give_up(self, members: Sequence[str], states: Mapping[str, LinkState], why: str) -> NoReturn:
+        """Drop what is silent of the links to these members, and raise TransferStalled."""
+        traffic = self.traffic()
+        for member in members:
+            if self._is_suspect(states[member]):
+                self.links.drop(member)
+        came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
+        since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))
+        names = ", ".join(members)
+        raise TransferStalled(
+            f"the transfer of round {self.opening.round} with {names} failed: {why} for {since_s:.1f} s, "
+            f"at byte {came} of {of} from there",
+            tuple(members),
+            round(since_s, 3),
+            came,
+            of,
+        )
+
+    def learn_pauses(self) -> None:
+        """It succeeded: what was waited for was not too long."""
+        self.limits.transfer.succeeded(self.progress.longest_s)
+        for member, silence_s in self.silences_s.items():
+            self.limits.of_link(member).succeeded(silence_s)
 
     def suspect(self) -> str:
         """The member of whom most is missing, and where it stopped."""

@@ -8,8 +8,10 @@ refuses one that was proposed under others. So a round begins under the same ord
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from zeroband.errors import ConfigError
 
@@ -34,26 +36,15 @@ class Orders:
     """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
     returns: int = 0
 
-    def to_fields(self) -> dict[str, str]:
+    def to_json(self) -> str:
         """As the store keeps them."""
-        fields = {"version": str(self.version), "paused": str(int(self.is_paused)), "leaving": " ".join(self.leaving)}
-        fields |= {"skips_data": str(int(self.skips_data)), "answered": str(self.answered)}
-        fields |= {"returned_to": str(self.returned_to), "returns": str(self.returns)}
-        return fields if self.rollback is None else {**fields, "rollback": str(self.rollback)}
+        return json.dumps(asdict(self), sort_keys=True)
 
-    @staticmethod
-    def from_fields(fields: Mapping[str, str]) -> Orders:
-        """The inverse of `to_fields`; of nothing, no orders."""
-        return Orders(
-            version=int(fields.get("version", "0")),
-            is_paused=fields.get("paused") == "1",
-            rollback=int(fields["rollback"]) if "rollback" in fields else None,
-            leaving=tuple(fields.get("leaving", "").split()),
-            skips_data=fields.get("skips_data") == "1",
-            answered=int(fields.get("answered", "-1")),
-            returned_to=int(fields.get("returned_to", "-1")),
-            returns=int(fields.get("returns", "0")),
-        )
+
+def orders_from(record: Mapping[str, Any]) -> Orders:
+    """The inverse of `Orders.to_json`, its JSON read."""
+    fields: dict[str, Any] = {**record, "leaving": tuple(record["leaving"])}
+    return Orders(**fields)
 
 
 def pause(orders: Orders) -> Orders:

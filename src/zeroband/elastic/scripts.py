@@ -2,20 +2,41 @@
 
 The store's clock alone decides about leases. It stands still while nobody renews: when all guardians were kept from the
 store at once, it was the store that was away, and whoever held a lease when the silence began gets a fresh one.
+
+Nothing in here trusts what it finds. A key of the wrong type is deleted and named in the answer. A script cannot check
+a seal, so its caller names the values that it looked at and that do not verify (`junk`): they are as if they were not
+there. What the caller has not judged may have been written since it looked: it must look again before it decides.
 """
 
 from __future__ import annotations
 
-_CLOCK = """
+_PRELUDE = """
+local mended = {}
+local function mend(key, kind) -- so that no command fails by what somebody put there
+  local is = redis.call('TYPE', key)['ok']
+  if is ~= kind and is ~= 'none' then
+    redis.call('DEL', key)
+    mended[#mended + 1] = key
+  end
+end
+local function judged(raw, junk) -- a record, or nothing where the caller found that it does not verify
+  if raw and raw ~= junk then return raw end
+  return false
+end
+local function label(raw) -- round, version and id that a record names; nothing where it names none
+  local round, version, id = string.match(raw or '', '^%x+ (%d+) (%d+) (%S+) ')
+  return tonumber(round), tonumber(version), id
+end
 local function time_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
+local function pulse_of(clock) return tonumber(redis.call('HGET', clock, 'pulse')) end
 local function is_silent(pulse, now, silence)
   return pulse and (now < pulse or now - pulse > silence)
 end
 local function reading(clock, silence) -- the time by which leases count
-  local now, pulse = time_ms(), tonumber(redis.call('HGET', clock, 'pulse'))
+  local now, pulse = time_ms(), pulse_of(clock)
   if is_silent(pulse, now, silence) then return pulse end
   return now
 end
@@ -23,95 +44,128 @@ local function holds(leases, member, at)
   local ends = tonumber(redis.call('ZSCORE', leases, member))
   return ends and ends > at
 end
+local function alive_at(leases, at) return redis.call('ZRANGEBYSCORE', leases, '(' .. at, '+inf') end
+local function is_torn(leases, clock) -- one of the two was lost, or the clock set back: whose lease held is not known
+  local now, pulse = time_ms(), pulse_of(clock)
+  return (pulse == nil) ~= (redis.call('EXISTS', leases) == 0) or (pulse and now < pulse) or false
+end
 local function wake(leases, clock, ends, silence) -- who held a lease when a silence began gets a fresh one
-  local now, pulse = time_ms(), tonumber(redis.call('HGET', clock, 'pulse'))
+  local now, pulse = time_ms(), pulse_of(clock)
   if not is_silent(pulse, now, silence) then return end
   local dead = redis.call('ZRANGEBYSCORE', leases, '-inf', pulse)
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. pulse, '+inf')) do
+  for _, member in ipairs(alive_at(leases, pulse)) do
     redis.call('ZADD', leases, ends, member)
   end
   for _, member in ipairs(dead) do redis.call('ZADD', leases, 0, member) end -- also by a clock that was set back
 end
-local function is_settling(clock)
+local function longest(now, silence) return now + 8 * silence end -- four leases, which are equal on all nodes
+local function is_settling(leases, clock, silence)
   local settled, now = tonumber(redis.call('HGET', clock, 'settled')), time_ms()
-  return settled and now < settled
+  return is_torn(leases, clock) or (settled and now < settled and settled <= longest(now, silence)) or false
+end
+local function forget_stopped_clock(leases, clock) -- of nobody: the next lease begins it anew
+  if redis.call('EXISTS', leases) == 0 then redis.call('HDEL', clock, 'pulse') end
 end
 """
 
-VIEW = (
-    _CLOCK
-    + """
+
+_AS_IT_IS = "as-it-is"
+"""A key that the script itself looks after."""
+
+
+def _script(kinds: str, body: str) -> str:
+    """A script whose KEYS are of these kinds; it answers with the keys that were of another kind, and its result."""
+    typed = [(i, kind) for i, kind in enumerate(kinds.split(), 1) if kind != _AS_IT_IS]
+    mending = "\n".join(f"if KEYS[{i}] then mend(KEYS[{i}], '{kind}') end" for i, kind in typed)
+    return (
+        f"{_PRELUDE}\n{mending}\nlocal function main()\n{body}\nend\nlocal result = main()\nreturn {{mended, result}}\n"
+    )
+
+
+VIEW = _script(
+    "string string zset hash hash string hash string string hash",
+    """
 -- KEYS: opening committed leases clock peers run ready orders beginning [said]
--- ARGV: prefix silence_ms [member word ttl]   what a member says is written first; its first word counts
+-- ARGV: prefix silence_ms known_run [member word ttl]
+-- What a member says is written first; its first word counts. `known_run`: digest of the run's record that the caller
+-- has seen; the record itself is told where it is another.
 if KEYS[10] then
-  redis.call('HSETNX', KEYS[10], ARGV[3], ARGV[4])
-  redis.call('EXPIRE', KEYS[10], ARGV[5])
+  redis.call('HSETNX', KEYS[10], ARGV[4], ARGV[5])
+  redis.call('EXPIRE', KEYS[10], ARGV[6])
 end
 local opening, votes, failed = redis.call('GET', KEYS[1]), {}, false
-if opening then
-  local id = redis.call('HGET', KEYS[4], 'opening')
-  votes = redis.call('HGETALL', ARGV[1] .. ':votes:' .. id)
-  failed = redis.call('GET', ARGV[1] .. ':failed:' .. id)
+local _, _, id = label(opening)
+if id then
+  local names = {ARGV[1] .. ':votes:' .. id, ARGV[1] .. ':failed:' .. id}
+  mend(names[1], 'hash')
+  mend(names[2], 'string')
+  votes, failed = redis.call('HGETALL', names[1]), redis.call('GET', names[2])
 end
+local run = redis.call('GET', KEYS[6])
+if run and redis.sha1hex(run) == ARGV[3] then run = 1 end
 local at = reading(KEYS[4], tonumber(ARGV[2]))
-return {opening, redis.call('GET', KEYS[2]), redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. at, '+inf'),
-        redis.call('HGETALL', KEYS[7]), votes, failed, redis.call('HGETALL', KEYS[5]),
-        redis.call('EXISTS', KEYS[6]), is_settling(KEYS[4]) and 1 or 0, redis.call('HGETALL', KEYS[8]),
-        redis.call('GET', KEYS[9])}
-"""
+return {opening, redis.call('GET', KEYS[2]), alive_at(KEYS[3], at), redis.call('HGETALL', KEYS[7]), votes, failed,
+        redis.call('HGETALL', KEYS[5]), run, is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0,
+        redis.call('GET', KEYS[8]), redis.call('GET', KEYS[9])}
+""",
 )
 
-OPEN = (
-    _CLOCK
-    + """
--- KEYS: opening committed clock orders   ARGV: current round record id ttl orders
-local committed = redis.call('GET', KEYS[2])
-if (redis.call('HGET', KEYS[4], 'version') or '0') ~= ARGV[6] then return 0 end
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or is_settling(KEYS[3]) then return 0 end
-if committed and cjson.decode(committed)['opening']['round'] >= tonumber(ARGV[2]) then return 0 end
-redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[5])
-redis.call('HSET', KEYS[3], 'opening', ARGV[4])
+OPEN = _script(
+    "string string hash string zset",
+    """
+-- KEYS: opening committed clock orders leases
+-- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders
+local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
+if (judged(redis.call('GET', KEYS[1]), ARGV[7]) or '') ~= ARGV[1] then return 0 end
+if is_settling(KEYS[5], KEYS[3], tonumber(ARGV[6])) then return 0 end
+local round = label(committed)
+if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
+local _, version = label(orders)
+if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
 return 1
-"""
+""",
 )
 
-BEGIN = (
-    _CLOCK
-    + """
--- KEYS: beginning opening committed clock   ARGV: current opening committed_round record ttl
-local committed = redis.call('GET', KEYS[3])
-local round = committed and cjson.decode(committed)['opening']['round'] or -1
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] or (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
-if round ~= tonumber(ARGV[3]) or is_settling(KEYS[4]) then return 0 end
+BEGIN = _script(
+    "string string string hash zset",
+    """
+-- KEYS: beginning opening committed clock leases
+-- ARGV: current opening committed record ttl silence_ms junk_beginning junk_opening junk_committed
+for i = 1, 3 do
+  if (judged(redis.call('GET', KEYS[i]), ARGV[6 + i]) or '') ~= ARGV[i] then return 0 end
+end
+if is_settling(KEYS[5], KEYS[4], tonumber(ARGV[6])) then return 0 end
 redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5])
 return 1
-"""
+""",
 )
 
-COMMIT = (
-    _CLOCK
-    + """
+COMMIT = _script(
+    "string string list string zset hash hash hash hash string",
+    """
 -- KEYS: opening committed history failed leases peers clock ready votes orders
--- ARGV: opening round record ttl keep silence_ms spent_ttl
-local committed = redis.call('GET', KEYS[2])
-if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[7]) then return 0 end
-if committed and cjson.decode(committed)['opening']['round'] >= tonumber(ARGV[2]) then return 0 end
-if redis.call('EXISTS', KEYS[4]) == 1 then return 0 end
+-- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed orders next_orders listed ...
+-- Returns 2 where the orders are others than the caller has seen, which this round would change.
+local silence = tonumber(ARGV[6])
+local committed = judged(redis.call('GET', KEYS[2]), ARGV[8])
+if redis.call('GET', KEYS[1]) ~= ARGV[1] or is_settling(KEYS[5], KEYS[7], silence) then return 0 end
+local round = label(committed)
+if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
+if judged(redis.call('GET', KEYS[4]), ARGV[9]) then return 0 end
+if ARGV[11] ~= '' then
+  if redis.call('GET', KEYS[10]) ~= ARGV[10] then return 2 end
+  redis.call('SET', KEYS[10], ARGV[11], 'EX', ARGV[4])
+end
 redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
 redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
 redis.call('EXPIRE', KEYS[3], ARGV[4])
 redis.call('EXPIRE', KEYS[8], ARGV[7])
 redis.call('EXPIRE', KEYS[9], ARGV[7])
-local listed, opening = {}, cjson.decode(ARGV[1])
-local rollback = redis.call('HGET', KEYS[10], 'rollback')
-if rollback and tonumber(rollback) == opening['rollback'] then -- this round did it
-  redis.call('HDEL', KEYS[10], 'rollback')
-  redis.call('HSET', KEYS[10], 'version', redis.call('HGET', KEYS[10], 'version') + 1)
-end
-for _, member in ipairs(opening['members']) do listed[member] = true end
-for _, member in ipairs(opening['late']) do listed[member] = true end
-local at = reading(KEYS[7], tonumber(ARGV[6]))
+local listed = {}
+for i = 12, #ARGV do listed[ARGV[i]] = true end
+local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
     redis.call('ZREM', KEYS[5], member)
@@ -119,169 +173,202 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- 
   end
 end
 return 1
-"""
+""",
 )
 
-FAIL = """
--- KEYS: committed failed   ARGV: version reason ttl
+FAIL = _script(
+    "string string",
+    """
+-- KEYS: committed failed   ARGV: version reason ttl junk_committed junk_failed
 -- An opening is either committed or failed, never both.
-local committed = redis.call('GET', KEYS[1])
-if committed and cjson.decode(committed)['opening']['version'] >= tonumber(ARGV[1]) then return 0 end
+local committed = judged(redis.call('GET', KEYS[1]), ARGV[4])
+local _, version = label(committed)
+if committed and (not version or version >= tonumber(ARGV[1])) then return 0 end
+if not judged(redis.call('GET', KEYS[2]), ARGV[5]) then redis.call('DEL', KEYS[2]) end
 redis.call('SET', KEYS[2], ARGV[2], 'NX', 'EX', ARGV[3])
 return 1
-"""
+""",
+)
 
-RENEW = (
-    _CLOCK
-    + """
--- KEYS: leases clock peers opening run   ARGV: member lease_ms silence_ms first peer ttl
--- A lease that ran out is taken again only by a member of the current opening: no verdict is newer than that.
-local now = time_ms()
+RENEW = _script(
+    "zset hash hash string string",
+    """
+-- KEYS: leases clock peers opening run   ARGV: member lease_ms silence_ms first peer ttl refuted
+-- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
+-- caller reads the opening; `refuted`: the one that does not keep it from its lease.
+local now, silence = time_ms(), tonumber(ARGV[3])
 local ends = now + tonumber(ARGV[2])
-wake(KEYS[1], KEYS[2], ends, tonumber(ARGV[3]))
-if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) then
-  local opening = redis.call('GET', KEYS[4])
-  local listed = not opening
-  if opening then
-    opening = cjson.decode(opening)
-    for _, names in ipairs({opening['members'], opening['late']}) do
-      for _, member in ipairs(names) do listed = listed or member == ARGV[1] end
-    end
-  end
-  if not listed then return {0, {}} end
-end
+if is_torn(KEYS[1], KEYS[2]) then redis.call('HSET', KEYS[2], 'settled', ends) end -- all get the time to renew
+wake(KEYS[1], KEYS[2], ends, silence)
+for _, member in ipairs(alive_at(KEYS[1], longest(now, silence))) do redis.call('ZADD', KEYS[1], ends, member) end
+local opening = redis.call('GET', KEYS[4])
+if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) and opening and opening ~= ARGV[7] then return {0, opening} end
 redis.call('ZADD', KEYS[1], ends, ARGV[1])
 redis.call('HSET', KEYS[2], 'pulse', now)
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[5])
 for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5]}) do redis.call('EXPIRE', key, ARGV[6]) end
 local peers = {}
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')) do
+for _, member in ipairs(alive_at(KEYS[1], now)) do
   local peer = redis.call('HGET', KEYS[3], member)
   if peer then peers[#peers + 1] = member; peers[#peers + 1] = peer end
 end
 return {1, peers}
-"""
+""",
 )
 
-END_LEASE = """
--- KEYS: leases peers   ARGV: member forget
+END_LEASE = _script(
+    "zset hash hash",
+    """
+-- KEYS: leases peers clock   ARGV: member forget
 -- It stays listed as one that was alive a moment ago, so that it may take the lease again if it is alive after all.
-if ARGV[2] == '1' then
-  redis.call('HDEL', KEYS[2], ARGV[1])
-  return redis.call('ZREM', KEYS[1], ARGV[1])
-end
-return redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1])
-"""
-
-LEAVE = (
-    _CLOCK
-    + """
--- KEYS: leases clock leaving   ARGV: member silence_ms ttl   returns the living members that are not leaving
-redis.call('HSET', KEYS[3], ARGV[1], 1)
-redis.call('EXPIRE', KEYS[3], ARGV[3])
-local leaving, staying = {}, {}
-for _, member in ipairs(redis.call('HKEYS', KEYS[3])) do leaving[member] = true end
-local at = reading(KEYS[2], tonumber(ARGV[2]))
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. at, '+inf')) do
-  if not leaving[member] then staying[#staying + 1] = member end
-end
-return staying
-"""
+if ARGV[2] == '0' then return redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1]) end
+redis.call('HDEL', KEYS[2], ARGV[1])
+local ended = redis.call('ZREM', KEYS[1], ARGV[1])
+if ended == 1 then forget_stopped_clock(KEYS[1], KEYS[3]) end
+return ended
+""",
 )
 
-FOUND = """
--- KEYS: run   ARGV: ttl field value field value ...   returns the first differing {field, theirs, ours}
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  local mine = {}
-  for i = 2, #ARGV, 2 do
-    mine[ARGV[i]] = true
-    local theirs = redis.call('HGET', KEYS[1], ARGV[i]) or 'absent'
-    if theirs ~= ARGV[i + 1] then return {ARGV[i], theirs, ARGV[i + 1]} end
-  end
-  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-    if not mine[field] then return {field, redis.call('HGET', KEYS[1], field), 'absent'} end
-  end
-end
-for i = 2, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-return {}
-"""
+LEAVE = _script(
+    "zset hash hash",
+    """
+-- KEYS: leases clock leaving   ARGV: member silence_ms ttl word   returns the living members, and who leaves
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+redis.call('EXPIRE', KEYS[3], ARGV[3])
+return {alive_at(KEYS[1], reading(KEYS[2], tonumber(ARGV[2]))), redis.call('HGETALL', KEYS[3])}
+""",
+)
 
-CLEAR = (
-    _CLOCK
-    + """
+FOUND = _script(
+    "as-it-is zset hash",
+    """
+-- KEYS: run leases clock   ARGV: record ttl junk silence_ms first
+-- Returns the run's record, the protocol of an older version that kept it as a hash, and whether somebody is alive.
+-- `first`: it is left to the living ones to bring back what the store has lost.
+local is_alive, protocol = #alive_at(KEYS[2], reading(KEYS[3], tonumber(ARGV[4]))) > 0, false
+if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then protocol = redis.call('HGET', KEYS[1], 'protocol') end
+if protocol then return {false, protocol, is_alive and 1 or 0} end
+mend(KEYS[1], 'string')
+local theirs = judged(redis.call('GET', KEYS[1]), ARGV[3])
+if not theirs and not (is_alive and ARGV[5] == '1') then
+  theirs = ARGV[1]
+  redis.call('SET', KEYS[1], theirs)
+end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return {theirs, false, is_alive and 1 or 0}
+""",
+)
+
+CLEAR = _script(
+    "string zset hash",
+    """
 -- KEYS: run leases clock   ARGV: lease_ms silence_ms
 -- Forgets what the nodes of a run shared, once none of them holds a lease: those that resume it may differ from them.
 local now = time_ms()
 wake(KEYS[2], KEYS[3], now + tonumber(ARGV[1]), tonumber(ARGV[2]))
 redis.call('HSET', KEYS[3], 'pulse', now) -- or the clock of the leases would stand still
-if #redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now, '+inf') > 0 then return 0 end
+forget_stopped_clock(KEYS[2], KEYS[3])
+if #alive_at(KEYS[2], now) > 0 then return 0 end
 redis.call('DEL', KEYS[1])
 return 1
-"""
+""",
 )
 
-RESTORE = (
-    _CLOCK
-    + """
+RESTORE = _script(
+    "string string list hash string hash hash string",
+    """
 -- KEYS: opening committed history clock run ready votes orders
--- ARGV: ttl lease_ms keep opening id committed member ready vote round_ttl orders field value ...
+-- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk
 -- Members tell what they remember; the highest committed round and the newest opening win.
+-- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
+local opening, committed, run, orders, ready, vote = unpack(ARGV, 6, 11)
+local junk = {unpack(ARGV, 12, 17)}
+local theirs = {opening = judged(redis.call('GET', KEYS[1]), junk[1]),
+                committed = judged(redis.call('GET', KEYS[2]), junk[2]),
+                orders = judged(redis.call('GET', KEYS[8]), junk[4])}
+for _, raw in pairs(theirs) do if raw and not label(raw) then return 2 end end
 local changed = redis.call('EXISTS', KEYS[5]) == 0
-local ours = ARGV[6] ~= '' and cjson.decode(ARGV[6])['opening']
-local theirs = redis.call('GET', KEYS[2])
-theirs = theirs and cjson.decode(theirs)['opening']
-if ours and (not theirs or theirs['round'] < ours['round']
-             or (theirs['round'] == ours['round'] and theirs['version'] < ours['version'])) then
-  redis.call('SET', KEYS[2], ARGV[6], 'EX', ARGV[1])
-  redis.call('LPUSH', KEYS[3], ARGV[6])
+local function is_older(raw, ours)
+  if ours == '' or raw == ours then return false end
+  if not raw then return true end
+  local round, version = label(raw)
+  local our_round, our_version = label(ours)
+  return round < our_round or (round == our_round and version < our_version)
+end
+local function put(key, record) redis.call('SET', key, record, 'EX', ARGV[1]); changed = true end
+if is_older(theirs.committed, committed) then
+  put(KEYS[2], committed)
+  if redis.call('LRANGE', KEYS[3], 0, 0)[1] ~= committed then redis.call('LPUSH', KEYS[3], committed) end
   redis.call('LTRIM', KEYS[3], 0, ARGV[3] - 1)
   redis.call('EXPIRE', KEYS[3], ARGV[1])
-  redis.call('DEL', KEYS[5])
-  changed = true
 end
-local current = redis.call('GET', KEYS[1])
-if ARGV[4] ~= '' and (not current or cjson.decode(current)['version'] < cjson.decode(ARGV[4])['version']) then
-  redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[1])
-  redis.call('HSET', KEYS[4], 'opening', ARGV[5])
-  changed = true
-end
-local orders = cjson.decode(ARGV[11])
-if tonumber(redis.call('HGET', KEYS[8], 'version') or '0') < tonumber(orders['version']) then
-  redis.call('DEL', KEYS[8])
-  for field, value in pairs(orders) do redis.call('HSET', KEYS[8], field, value) end
-  redis.call('EXPIRE', KEYS[8], ARGV[1])
-  changed = true
-end
-for i = 12, #ARGV, 2 do redis.call('HSETNX', KEYS[5], ARGV[i], ARGV[i + 1]) end
+local _, their_version = label(theirs.opening)
+local _, our_version = label(opening)
+if opening ~= '' and (not theirs.opening or their_version < our_version) then put(KEYS[1], opening) end
+if is_older(theirs.orders, orders) then put(KEYS[8], orders) end
+if not judged(redis.call('GET', KEYS[5]), junk[3]) then redis.call('SET', KEYS[5], run) end
 redis.call('EXPIRE', KEYS[5], ARGV[1])
-if ARGV[8] ~= '' then
-  redis.call('HSETNX', KEYS[6], ARGV[7], ARGV[8])
-  redis.call('EXPIRE', KEYS[6], ARGV[10])
-end
-if ARGV[9] ~= '' then
-  redis.call('HSETNX', KEYS[7], ARGV[7], ARGV[9])
-  redis.call('EXPIRE', KEYS[7], ARGV[10])
+for i, word in ipairs({ready, vote}) do
+  if word ~= '' then
+    local key = KEYS[5 + i]
+    if not judged(redis.call('HGET', key, ARGV[5]), junk[4 + i]) then redis.call('HSET', key, ARGV[5], word) end
+    redis.call('EXPIRE', key, ARGV[4])
+  end
 end
 if changed then redis.call('HSET', KEYS[4], 'settled', time_ms() + tonumber(ARGV[2])) end
 redis.call('EXPIRE', KEYS[4], ARGV[1])
 return changed and 1 or 0
-"""
+""",
 )
 
-ORDER = """
--- KEYS: orders   ARGV: version ttl field value ...   only on the orders that were looked at
-if (redis.call('HGET', KEYS[1], 'version') or '0') ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
+ORDER = _script(
+    "string",
+    """
+-- KEYS: orders   ARGV: current record ttl   only on the orders that were looked at
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
 return 1
-"""
+""",
+)
 
-ADD_ONCE = """
+ADD_ONCE = _script(
+    "string string",
+    """
 -- KEYS: counter sign   ARGV: amount ttl
 -- `sign` marks this addition, so that one whose answer was lost is not made twice.
+if not string.match(redis.call('GET', KEYS[1]) or '0', '^%-?%d+$') then redis.call('DEL', KEYS[1]) end
 if redis.call('SET', KEYS[2], 1, 'NX', 'EX', ARGV[2]) then redis.call('INCRBY', KEYS[1], ARGV[1]) end
 redis.call('EXPIRE', KEYS[1], ARGV[2])
 return tonumber(redis.call('GET', KEYS[1]))
-"""
+""",
+)
+
+READ = _script(
+    "string string string",
+    """
+return {redis.call('GET', KEYS[1]), redis.call('GET', KEYS[2]), redis.call('GET', KEYS[3])}
+""",
+)
+
+READ_HISTORY = _script(
+    "list",
+    """
+return redis.call('LRANGE', KEYS[1], 0, -1)
+""",
+)
+
+SAY = _script(
+    "hash",
+    """
+-- KEYS: said   ARGV: who word ttl
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('EXPIRE', KEYS[1], ARGV[3])
+""",
+)
+
+READ_SAID = _script(
+    "hash",
+    """
+return redis.call('HGETALL', KEYS[1])
+""",
+)

@@ -1,6 +1,8 @@
 """The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes.
 
 A trainer that crashed leaves it to the one that its launcher starts in its place: nobody sweeps it while that lives.
+Everybody on the machine may write to /dev/shm, so what stands there under our name is looked at before it is used: only
+a folder that is this user's, with mode 0700, and no link. Once it is that, nobody else can put one in its place.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -42,6 +45,11 @@ class NodeFolder:
     ) -> None:
         if not shm_dir.is_dir():
             raise ConfigError(f"node.shm_dir={str(shm_dir)!r} is no folder; name one on a memory file system")
+        if (shm_dir.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX)) == stat.S_IWOTH:
+            raise ConfigError(
+                f"node.shm_dir={str(shm_dir)!r} lets every user replace the folders of the others (mode "
+                f"{stat.S_IMODE(shm_dir.stat().st_mode):04o}); chmod +t it, or name one that only you may write to"
+            )
         self.path = self.path_of(shm_dir, run_id, node_id)
         sweep(shm_dir, spare=self.path)
         try:
@@ -69,34 +77,82 @@ class NodeFolder:
         os.close(self._lock)
 
 
+def objection_to(folder: Path) -> str:
+    """Why a folder must not hold what is this user's alone; empty where it may, or is not there. Follows no link."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return ""
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no folder"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    if found.st_mode & 0o077:
+        return f"other users may use it (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
+    return ""
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether this is a folder, not a link to one, that belongs to this user; so that it may be removed."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it if it is this user's; follows no link."""
+    if is_ours(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _claim(folder: Path) -> int:
-    """Make and lock a folder; the descriptor of its lock. Raises BlockingIOError while another process holds it."""
+    """Make and lock a folder; the descriptor of its lock. Raises ConfigError where somebody prepared it, and
+    BlockingIOError while another process holds it."""
     for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # the latter: removed while mkdir looked at it
-            folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor = _lock(folder / _LOCK, create=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if why := objection_to(folder):
+            raise ConfigError(
+                f"{folder} is not for this node to use: {why}; somebody else made it. Remove it, or set node.shm_dir "
+                "to a folder that only you may write to"
+            )
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            descriptor = _lock(folder, create=True)
             if descriptor is not None:
                 return descriptor
     raise BlockingIOError(f"{folder} is removed again and again")
 
 
-def _lock(path: Path, *, create: bool) -> int | None:
-    """Lock a file without waiting; None if it is not the file at this path any more. Raises BlockingIOError."""
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+def _lock(folder: Path, *, create: bool) -> int | None:
+    """Lock a folder of this user's without waiting; None if it is not the one at this path any more.
+
+    Raises BlockingIOError.
+    """
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except OSError:
-        os.close(descriptor)
-        raise
+        if os.fstat(inside).st_uid != os.geteuid():
+            return None
+        descriptor = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600, dir_fd=inside)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat())
+        except OSError:
+            os.close(descriptor)
+            raise
+    finally:
+        os.close(inside)
+    if is_there:
+        return descriptor
     os.close(descriptor)
     return None
 
 
 def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
-    """Remove the folders whose owners are dead and have no successor, all but `spare`. Returns what was removed."""
-    folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if folder.is_dir() and folder != spare]
+    """Remove this user's folders whose owners are dead and have no successor, all but `spare`. Returns what was
+    removed."""
+    folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if is_ours(folder) and folder != spare]
     return [folder for folder in folders if remove_abandoned(folder)]
 
 
@@ -104,7 +160,7 @@ def remove_abandoned(folder: Path) -> bool:
     """Remove a folder unless it is held, left to a trainer that a living launcher is about to start, or so young that
     it may be held in a moment. Holds its lock meanwhile."""
     try:
-        descriptor = _lock(folder / _LOCK, create=False)
+        descriptor = _lock(folder, create=False)
     except FileNotFoundError:  # being made at this moment, or half removed
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > _YOUNG_S:

@@ -7,56 +7,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from zeroband.kernels import native, reference
+from zeroband.kernels.formats import FORMATS, Format
 from zeroband.kernels.scan import all_finite
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Codec:
+class Codec(Format):
     """How values are encoded. Any thread."""
 
-    name: str
-    number: int
-    """On the wire."""
-    bits: int
-    """Of one value, without its share of the scale."""
-    block: int | None
-    """Neighbours that share one float32 scale; None: no scale."""
-    relative_error: float
-    """At most this share of |x|,"""
-    block_error: float
-    """plus this share of the largest |x| of its block: the bound of the error of every value."""
     encode_reference: Callable[[Tensor], Tensor]
     decode_reference: Callable[[Tensor, int], Tensor]
-
-    @property
-    def ratio(self) -> float:
-        """Bytes of float32 for one byte on the wire, in long buffers."""
-        scale_bits = 32 / self.block if self.block else 0
-        return 32 / (self.bits + scale_bits)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every value arrives as it was sent."""
-        return self.relative_error == self.block_error == 0
-
-    @property
-    def needs_feedback(self) -> bool:
-        """Whether it takes so much that a round's loss must go into the next one for training to converge."""
-        return self.bits < 8
-
-    def encoded_size(self, n: int) -> int:
-        """Bytes that n values take."""
-        scales = -(-n // self.block) if self.block else 0
-        return 4 * scales + -(-n * self.bits // 8)
 
     def encode(self, x: Tensor, *, variant: int = -1) -> Tensor:
         """The bytes of x.
@@ -96,41 +65,19 @@ class Codec:
         return bound + self.relative_error * 2.0**-126
 
 
-_SLACK = 1 + 2.0**-14  # the scale and the quotient are rounded themselves
+def _codec(name: str, encode: Callable[..., Tensor], decode: Callable[..., Tensor]) -> Codec:
+    """The codec of a format. The reference kernels of formats with a scale take its block."""
+    format = FORMATS[name]
+    block = {} if format.block is None else {"block": format.block}
+    return Codec(**asdict(format), encode_reference=partial(encode, **block), decode_reference=partial(decode, **block))
+
 
 _EACH = (
-    Codec("fp32", 0, 32, None, 0.0, 0.0, reference.encode_fp32, reference.decode_fp32),
-    Codec("bf16", 1, 16, None, 2.0**-8, 0.0, reference.encode_bf16, reference.decode_bf16),
-    Codec(
-        "fp16",
-        2,
-        16,
-        256,
-        2.0**-11,
-        2.0**-25,
-        partial(reference.encode_fp16, block=256),
-        partial(reference.decode_fp16, block=256),
-    ),
-    Codec(
-        "int8",
-        3,
-        8,
-        256,
-        0.0,
-        0.5 / 127 * _SLACK,
-        partial(reference.encode_int8, block=256),
-        partial(reference.decode_int8, block=256),
-    ),
-    Codec(
-        "int4",
-        4,
-        4,
-        128,
-        0.0,
-        0.5 / 7 * _SLACK,
-        partial(reference.encode_int4, block=128),
-        partial(reference.decode_int4, block=128),
-    ),
+    _codec("fp32", reference.encode_fp32, reference.decode_fp32),
+    _codec("bf16", reference.encode_bf16, reference.decode_bf16),
+    _codec("fp16", reference.encode_fp16, reference.decode_fp16),
+    _codec("int8", reference.encode_int8, reference.decode_int8),
+    _codec("int4", reference.encode_int4, reference.decode_int4),
 )
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in _EACH}

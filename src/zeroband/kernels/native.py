@@ -8,7 +8,9 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-ABI = 10
+from zeroband.installing import way_to_native_library
+
+ABI = 11
 """What `zb_abi` must say: a library from another version of the sources is not used."""
 
 
@@ -84,6 +86,8 @@ class LinkRecord(ctypes.Structure):
         ("rtt_us", c_uint32),
         ("unanswered_ms", c_uint32),
         ("window", c_uint32),
+        ("silent_ms", c_uint32),
+        ("stalest_ms", c_uint32),
         ("received_bytes", c_uint64),
         ("sent_packets", c_uint64),
         ("resent_packets", c_uint64),
@@ -98,7 +102,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "zb_decode": (None, (c_int, c_int, c_void_p, c_uint64, c_void_p)),
     "zb_add": (None, (c_int, c_int, c_void_p, c_uint64, c_float, c_void_p)),
     "zb_sealing_problem": (c_char_p, ()),
-    "zb_engine_open": (c_void_p, (c_int,)),
+    "zb_engine_open": (c_void_p, (c_int, c_double)),
     "zb_engine_close": (None, (c_void_p,)),
     "zb_engine_free": (None, (c_void_p,)),
     "zb_stream_add": (None, (c_void_p, c_uint32, c_int, c_char_p, c_char_p)),
@@ -134,15 +138,11 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     """
     path = path or library_path()
     if not path.exists():
-        raise OSError(
-            f"the native library was not built ({path.name} is missing): install a C++ compiler and run "
-            "`uv sync --reinstall-package zeroband-elastic`"
-        )
+        raise OSError(f"the native library was not built ({path.name} is missing): {way_to_native_library()}")
     library = ctypes.CDLL(os.fspath(path))
     if library.zb_abi() != ABI:
         raise OSError(
-            f"{path.name} has interface {library.zb_abi()}, this version needs {ABI}: run "
-            "`uv sync --reinstall-package zeroband-elastic`"
+            f"{path.name} has interface {library.zb_abi()}, this version needs {ABI}: {way_to_native_library()}"
         )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

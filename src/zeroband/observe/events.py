@@ -45,6 +45,12 @@ EVENTS: Mapping[str, EventKind] = {
         "An outer step could not be finished and is tried again.", ("round", "reason"), logging.WARNING
     ),
     "peer_lost": EventKind("Other members were lost.", ("round", "member_ids"), logging.WARNING),
+    "transfer_stalled": EventKind(
+        "No byte of a transfer came from these members for so long, at this byte; links that are silent are dropped, "
+        "and the round is opened again.",
+        ("round", "waiting_for", "since_s", "at_byte", "of_bytes", "reason"),
+        logging.WARNING,
+    ),
     "update_refused": EventKind(
         "This node's update was not finite; the round goes on without it.", ("round", "reason"), logging.ERROR
     ),
@@ -52,6 +58,11 @@ EVENTS: Mapping[str, EventKind] = {
         "What a member sent is no payload, or cannot be added up; all leave it out.",
         ("round", "member_id", "reason"),
         logging.ERROR,
+    ),
+    "same_batches": EventKind(
+        "The gradients of another member's first inner step of this round are equal to this node's bit for bit: both "
+        "learn from the same batches. Said by zeroband.DiLoCoOptimizer only.",
+        ("round", "member_id"),
     ),
     "paused": EventKind("The run stands still before this round, as an operator ordered.", ("round",)),
     "resumed": EventKind("It goes on.", ("round", "paused_s")),
@@ -80,6 +91,11 @@ EVENTS: Mapping[str, EventKind] = {
         "The run begins again on the checkpoint of this inner step; has_inner: with this node's own optimizer state.",
         ("round", "step", "digest", "took_s", "has_inner"),
     ),
+    "run_abandoned": EventKind(
+        "No member of the run holds a lease; this node waits for one until then, and what it does after that.",
+        ("round", "members", "wait_s", "until", "then", "type"),
+        logging.WARNING,
+    ),
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),
@@ -96,9 +112,15 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "step", "bytes", "took_s"),
     ),
     "checkpoint_without": EventKind(
-        "These nodes did not write their shares in time, or were lost; this node wrote them, and commits.",
-        ("round", "nodes"),
+        "These nodes did not write their shares, for the reasons in why; this node wrote what of it is common, and "
+        "commits. Their own state is missing, which the manifest says.",
+        ("round", "nodes", "why"),
         logging.WARNING,
+    ),
+    "checkpoint_left_out": EventKind(
+        "The others committed a checkpoint without this node's own state.",
+        ("round", "step", "reason"),
+        logging.ERROR,
     ),
     "checkpoint_committed": EventKind("A checkpoint is complete and durable.", ("round", "step", "bytes", "took_s")),
     "checkpoint_retrying": EventKind(

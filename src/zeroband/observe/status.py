@@ -17,7 +17,17 @@ from zeroband.observe.log import format_fields
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, run_view
 
-__all__ = ["EventView", "NodeView", "RunReader", "RunView", "human_bytes", "human_count", "main", "render"]
+__all__ = [
+    "EventView",
+    "NodeView",
+    "RunReader",
+    "RunView",
+    "human_bytes",
+    "human_count",
+    "main",
+    "render",
+    "sent_in_words",
+]
 
 _SHOWN_EVENTS = 8
 _SILENT_S = 120.0
@@ -83,16 +93,14 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
 
     `now`: wall clock, with which that of a node's newest line is compared, to show that it is silent.
     """
-    columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent", "as DDP")
+    columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP")
     now_s = now()
     rows = [columns, *(_row(node, now_s) for node in view.nodes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
     if view.sent_bytes and view.ddp_bytes:
-        ratio = view.ddp_bytes / view.sent_bytes
-        sent, ddp = human_bytes(view.sent_bytes), human_bytes(view.ddp_bytes)
-        lines.append(f"sent {sent}; per-step data parallel would have sent {ddp}, {ratio:.3g} times as much")
+        lines.append(f"sent {sent_in_words(view)}")
     if view.disagreements:
         rounds = ", ".join(map(str, view.disagreements))
         lines.append(f"DIVERGED: nodes hold different outer states after round {rounds}")
@@ -148,6 +156,14 @@ def human_bytes(size_bytes: float) -> str:
     """Bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
     count = human_count(size_bytes)
     return f"{count[:-1]} {count[-1]}B" if count[-1] in _UNITS[1:] else f"{count} B"
+
+
+def sent_in_words(view: RunView) -> str:
+    """What all nodes of a run sent so far, against what per-step data parallel would have sent."""
+    if not view.sent_bytes:
+        return "nothing"
+    sent, ddp, ratio = human_bytes(view.sent_bytes), human_bytes(view.ddp_bytes), view.ddp_bytes / view.sent_bytes
+    return f"{sent} by all nodes; per-step data parallel would have sent {ddp}, {ratio:.3g} times as much"
 
 
 def find_run_dir(path: Path) -> Path:

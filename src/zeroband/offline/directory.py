@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroband.checkpoint.hub_files import CONFIG_FILE, INDEX_FILE
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
+from zeroband.config.export import ExportDtype
 from zeroband.config.schema import ModelConfig
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
@@ -23,9 +24,7 @@ from zeroband.model.transformer import Transformer
 from zeroband.outer.flat import FlatLayout
 from zeroband.sharding import is_sharded
 
-ExportDtype = Literal["bfloat16", "float32"]
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES: dict[ExportDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import torch
-
-from zeroband.config import load_config
-from zeroband.config.schema import DataConfig
-from zeroband.data.index import SampleIndex
-from zeroband.data.loader import Loader
-from zeroband.data.tokenizer import open_tokenizer
-from zeroband.data.tokens import TokenStore, prepare
-from zeroband.errors import ConfigError, ZerobandError
-from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, device_of, positive
-from zeroband.offline.evaluation import Evaluation, evaluate
-from zeroband.offline.opened import Opened, open_trained
-
-_ALONE = ("--outer=none", "--store.url=none")
-"""Nobody is joined here, whatever the configuration says."""
+from zeroband.errors import ZerobandError
+from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,73 +41,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    from zeroband.offline.device import device_of  # torch, for right arguments only
+    from zeroband.offline.held_out import loss_of, open_held_out
+
     device = device_of(options.device)
-    opened = open_trained(options.checkpoint)
-    tokens, index, config = _held_out(opened, rest)
-    result = _result(opened, tokens, index, config, device, samples=options.samples, batch_size=options.batch_size)
+    opened = open_asked(options, "eval")
+    held_out = open_held_out(opened, rest)
+    result = loss_of(opened, held_out, device, samples=options.samples, batch_size=options.batch_size)
+    index = held_out.index
     print(f"checkpoint       {opened.what}")
     print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
     print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
     print(f"loss             {result.loss:.6f} nats per token")
     print(f"bits per byte    {result.bits_per_byte:.6f}")
-
-
-def evaluate_checkpoint(where: str, device: torch.device, *, samples: int, batch_size: int = 8) -> Evaluation:
-    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
-
-    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
-    """
-    opened = open_trained(where)
-    tokens, index, config = _held_out(opened, ())
-    return _result(opened, tokens, index, config, device, samples=samples, batch_size=batch_size)
-
-
-def _result(
-    opened: Opened,
-    tokens: TokenStore,
-    index: SampleIndex,
-    config: DataConfig,
-    device: torch.device,
-    *,
-    samples: int,
-    batch_size: int,
-) -> Evaluation:
-    loader = Loader(
-        tokens,
-        index,
-        batch_size=batch_size,
-        micro_bs=batch_size,
-        local_rank=0,
-        local_world_size=1,
-        document_mask=config.document_mask,
-    )
-    model = opened.model.build(device)
-    return evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
-
-
-def _held_out(opened: Opened, rest: Sequence[str]) -> tuple[TokenStore, SampleIndex, DataConfig]:
-    """The corpus and which samples of it were held out. Raises ConfigError where they are not what was asked for."""
-    recorded = opened.corpus
-    if rest and not any(argument.startswith("@") for argument in rest):
-        raise ConfigError(f"{' '.join(rest)} changes a configuration, and none is named; add @config.toml")
-    if rest:
-        config = load_config([*rest, *_ALONE])
-        data, seed = config.data, config.run.seed
-    elif recorded is not None:
-        data, seed = recorded.data, recorded.seed
-    else:
-        raise ConfigError(f"{opened.what} does not record its data; add the run's @config.toml")
-    if recorded is None:
-        data = data.model_copy(update={"tokenizer": opened.tokenizer})
-    elif open_tokenizer(data.tokenizer).fingerprint != opened.model.tokenizer.fingerprint:
-        raise ConfigError(f"data.tokenizer={data.tokenizer!r} is not the tokenizer that {opened.what} was trained with")
-    tokens = prepare(data, seed)
-    if not rest and recorded is not None and tokens.fingerprint != recorded.fingerprint:
-        raise ConfigError(
-            f"data.source holds another text now than when {opened.what} was trained, so what it held out then may "
-            "have been trained; bring the text back, or choose the data with @config.toml"
-        )
-    index = SampleIndex(len(tokens), data.seq_length, seed, data.hold_out)
-    if not index.n_held_out:
-        raise ConfigError(f"data.hold_out={data.hold_out:g} keeps no sample back; evaluate on other data")
-    return tokens, index, data

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroband.config.export import EXPORT_DTYPES
 from zeroband.errors import ZerobandError
-from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint
-from zeroband.offline.directory import DTYPES, require_free, write_directory
-from zeroband.offline.opened import open_trained
-from zeroband.offline.parity import check_parity, describe
+from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, open_asked
 
 _EXIT_DIFFERS = 1
 
@@ -28,16 +26,23 @@ def main(argv: Sequence[str]) -> int:
     )
     add_checkpoint(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of the weights (default: bfloat16)")
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
     parser.add_argument("--no-parity", action="store_true", help="do not compare with transformers")
     options = parser.parse_args(argv)
     try:
-        require_free(options.out)
-        opened = open_trained(options.checkpoint)
-        size = write_directory(opened.model, options.out, options.dtype)
+        return _export(options)
     except ZerobandError as error:
         print(f"zeroband export: {error}", file=sys.stderr)
         return EXIT_CONFIG
+
+
+def _export(options: argparse.Namespace) -> int:
+    from zeroband.offline.directory import require_free, write_directory  # torch, for right arguments only
+    from zeroband.offline.parity import check_parity, describe
+
+    require_free(options.out)
+    opened = open_asked(options, "export")
+    size = write_directory(opened.model, options.out, options.dtype)
     print(f"exported  {opened.what} as {options.dtype} to {options.out}: {size / 1e6:.1f} MB")
     if options.no_parity:
         print("parity    not checked, as asked")

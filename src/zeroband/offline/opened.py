@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.hub_files import CONFIG_FILE, WeightFiles, read_config
 from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
@@ -36,21 +37,24 @@ class Opened:
     """None where only the model is known."""
     tokenizer: str
     """The `data.tokenizer` that opens the model's own."""
+    remark: str | None = None
+    """What a user should know of where it comes from."""
 
 
-def open_trained(where: str) -> Opened:
+def open_trained(where: str, trust: Trust = ANYBODY) -> Opened:
     """Open a checkpoint by its folder or URL, the newest one of a run that verifies by theirs, or a directory.
 
-    Raises: ConfigError where there is none, CheckpointDamaged or RecoveryFailed where none verifies.
+    `trust`: whose checkpoints are taken. Raises: ConfigError where there is none, CheckpointDamaged or RecoveryFailed
+    where none verifies.
     """
     if "://" in where:
-        return _open_run(*_parted(where))
+        return _open_run(*_parted(where), trust)
     path = Path(where).expanduser().resolve()
     if (path / CONFIG_FILE).is_file():
         return _open_directory(path)
     if not path.is_dir():
         raise ConfigError(f"{where} is no folder; give a checkpoint, the root of a run's checkpoints or an export")
-    return _open_run(*_parted(str(path)))
+    return _open_run(*_parted(str(path)), trust)
 
 
 def _parted(where: str) -> tuple[str, str, int | None]:
@@ -63,10 +67,10 @@ def _parted(where: str) -> tuple[str, str, int | None]:
     return root, name, step
 
 
-def _open_run(root: str, run_id: str, step: int | None) -> Opened:
+def _open_run(root: str, run_id: str, step: int | None, trust: Trust) -> Opened:
     storage = open_storage(root, run_id)
     if step is not None:
-        return _read(open_checkpoint(storage, step))
+        return _read(open_checkpoint(storage, step, trust=trust), trust)
     try:
         steps = steps_in_order(storage)
     except OSError as error:
@@ -76,14 +80,14 @@ def _open_run(root: str, run_id: str, step: int | None) -> Opened:
     reasons: list[str] = []
     for candidate in steps:
         try:
-            return _read(open_checkpoint(storage, candidate))
+            return _read(open_checkpoint(storage, candidate, trust=trust), trust)
         except CheckpointDamaged as error:
             reasons.append(str(error))
             _log.warning("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
     raise RecoveryFailed(f"no checkpoint in {storage.url} verifies: {'; '.join(reasons)}")
 
 
-def _read(checkpoint: Checkpoint) -> Opened:
+def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     """The parameters of a checkpoint in memory, 4 bytes each, verified while they were read."""
     stamp = checkpoint.manifest.stamp
     what = f"step {stamp.inner_step} of run {stamp.run_id}"
@@ -102,7 +106,7 @@ def _read(checkpoint: Checkpoint) -> Opened:
     checkpoint.read_parameters(layout.slots, flat)
     held = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in layout.slots}
     model = TrainedModel(config, vocab_size, tokenizer, corpus.data.seq_length, held.__getitem__)
-    return Opened(model, what, corpus, corpus.data.tokenizer)
+    return Opened(model, what, corpus, corpus.data.tokenizer, trust.remark(checkpoint.manifest))
 
 
 def _open_directory(folder: Path) -> Opened:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroband.installing import way_to_extra
 from zeroband.model.inference import evaluating
 from zeroband.offline.directory import DTYPES, ExportDtype, TrainedModel
 
@@ -67,7 +68,7 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 def describe(parity: Parity | None) -> str:
     """What the comparison showed, in words."""
     if parity is None:
-        return "not checked: transformers is not installed (`uv sync --extra hf`)"
+        return f"not checked: transformers is not installed; {way_to_extra('hf')}"
     verdict = "equal" if parity.is_equal else "NOT EQUAL"
     line = (
         f"{verdict} to transformers in float32: max |difference| {parity.difference:.2e} over {parity.logits} logits "

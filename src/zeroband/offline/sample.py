@@ -11,13 +11,8 @@ import math
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from zeroband.errors import ZerobandError
-from zeroband.model.sample import generate
-from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, device_of, positive
-from zeroband.offline.directory import TrainedModel
-from zeroband.offline.opened import open_trained
+from zeroband.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,11 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     options = parser.parse_args(argv)
     try:
-        device = device_of(options.device)
-        model = open_trained(options.checkpoint).model
-        text = continuation(
-            model, options.prompt, device, tokens=options.tokens, temperature=options.temperature, seed=options.seed
-        )
+        text = _sample(options)
     except ZerobandError as error:
         print(f"zeroband sample: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -45,21 +36,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def continuation(
-    model: TrainedModel, prompt: str, device: torch.device, *, tokens: int, temperature: float, seed: int
-) -> str:
-    """What follows a prompt at the start of a document, up to the document's end."""
-    end = model.tokenizer.end_of_document
-    begun = [end, *model.tokenizer.encode(prompt).tolist()]
-    generated = generate(
-        model.build(device),
-        torch.tensor(begun, device=device),
-        max_new_tokens=tokens,
-        temperature=temperature,
-        seed=seed,
-        context=model.seq_length,
-    ).tolist()[len(begun) :]
-    return model.tokenizer.decode(generated[: generated.index(end)] if end in generated else generated)
+def _sample(options: argparse.Namespace) -> str:
+    from zeroband.offline.continuation import continuation  # torch, for right arguments only
+    from zeroband.offline.device import device_of
+
+    device = device_of(options.device)
+    model = open_asked(options, "sample").model
+    return continuation(
+        model, options.prompt, device, tokens=options.tokens, temperature=options.temperature, seed=options.seed
+    )
 
 
 def _temperature(text: str) -> float:

@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> ErrorFeedback:
     """The momentum's rule with its codec. `device`: as `SparseCodec` says."""
-    rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct")
+    rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct", uneven=config.uneven)
     return ErrorFeedback(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
 
 

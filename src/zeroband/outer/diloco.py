@@ -27,6 +27,7 @@ from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.replica import Replica, build_replica
 from zeroband.outer.rounds import RoundKeeper
 from zeroband.outer.transaction import CONTRIBUTION, Committed, MeanExchange
+from zeroband.outer.turns import Turns
 from zeroband.parallel import barrier, broadcast_json
 
 PARAMS, MOMENTUM = "params", "momentum"
@@ -64,6 +65,9 @@ class DiLoCo(KeptRounds):
         )
         self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
         self._replica: Replica = self._device or build_replica(parts, config, self._buffers[PARAMS])
+        self._phase_steps = config.phase_steps
+        travels = 1.0 if self._overlap is None else self._overlap / self._phase_steps
+        self._turns = Turns(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
         self._keeper.state = self._digest()
 
     def _open_device_state(self) -> DeviceState:
@@ -92,13 +96,13 @@ class DiLoCo(KeptRounds):
     def flush(self) -> Sequence[RoundReport]:
         if not self._keeper.is_flying:
             return ()
-        report = self._take_over(self._keeper.arrived(), self._replica.receive)
+        report = self._receive(self._keeper.arrived(), since=self._keeper.steps / self._phase_steps)
         return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
         barrier(self._local)
         committed = self._keeper.commit(self._keeper.offer(is_joining=True))
-        report = self._take_over(committed, self._replica.restart)
+        report = self._restart_on(committed)
         newest = [report, *self._close(report)][-1]
         self._keeper.begin_phase()
         return newest
@@ -114,7 +118,8 @@ class DiLoCo(KeptRounds):
         keeper, reports = self._keeper, list[RoundReport]()
         before = keeper.arrived() if keeper.is_flying else None
         if before is not None and not self._is_delayed:
-            reports.append(self._take_over(before, self._replica.receive))
+            reports.append(self._receive(before, since=1.0))
+        self._turns.end_phase()
         turn = self._turn()
         is_finite = self._contribute(turn)
         if before is not None and self._is_delayed:
@@ -125,11 +130,11 @@ class DiLoCo(KeptRounds):
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
         barrier(self._local)
-        offer = keeper.offer(weighted=is_finite, norm=self._norm(turn))
+        offer = keeper.offer(weighted=is_finite, norm=self._norm(turn), trained=self._turns.contribute(turn))
         if waits:
-            restarts = self._overlap != 0 or closes
-            land = self._replica.restart if restarts else self._replica.receive
-            reports.append(self._take_over(keeper.commit(offer), land))
+            committed = keeper.commit(offer)
+            is_restart = self._overlap != 0 or closes
+            reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
             if not is_finite:
                 self._restart()
             reports += self._close(reports[-1], is_due=closes)
@@ -178,9 +183,11 @@ class DiLoCo(KeptRounds):
             turn, made_steps = self._turn(), self._keeper.steps > 0
             is_finite = self._contribute(turn)
             barrier(self._local)
-            own = None if made_steps else weight
-            offer = self._keeper.offer(weighted=is_finite, weight=own, norm=self._norm(turn))
-            reports.append(self._take_over(self._keeper.commit(offer), self._replica.restart))
+            if made_steps:
+                self._turns.end_phase()
+            own, trained = None if made_steps else weight, self._turns.contribute(turn)
+            offer = self._keeper.offer(weighted=is_finite, weight=own, norm=self._norm(turn), trained=trained)
+            reports.append(self._restart_on(self._keeper.commit(offer)))
         return reports
 
     def _is_closing(self) -> bool:
@@ -221,6 +228,16 @@ class DiLoCo(KeptRounds):
         return {name: shards[name] for name in self._parts.fragments[turn].names}
 
     # -- the outer state ----------------------------------------------------------------------------------------
+
+    def _receive(self, committed: Committed, since: float) -> RoundReport:
+        """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
+        self._turns.receive(self._turn(), since, committed.verdict.opening.longest)
+        return self._take_over(committed, self._replica.receive)
+
+    def _restart_on(self, committed: Committed) -> RoundReport:
+        """Take over a round, and train its fragment from the outer parameters."""
+        self._turns.restart(self._turn())
+        return self._take_over(committed, self._replica.restart)
 
     def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
         """Take the outer step of a committed round. `land`: brings its fragment of the model up to it.
@@ -273,6 +290,7 @@ class DiLoCo(KeptRounds):
     def _restart(self) -> None:
         """Train from the outer parameters."""
         for turn in range(len(self._bounds)):
+            self._turns.restart(turn)
             self._replica.restart(turn)
 
     def _digest(self) -> str:

@@ -53,6 +53,8 @@ class Offer:
     """Of the contribution; 0: nobody asks."""
     loss: float | None = None
     """Of its steps, in nats per token; None: there are none, or it is not finite."""
+    trained: float = 1.0
+    """As in `Ready`."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -173,6 +175,8 @@ class RoundKeeper:
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
         said[RECORD] = LossRecord.of(self.payload).carried().to_record()
+        if self.payload.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
+            said["session_before"] = self.payload["session"]
         return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
@@ -186,8 +190,8 @@ class RoundKeeper:
         faults, passes = self.parts.faults, not offer.is_joining
         if passes:
             faults.at("ready", round)
-        ready = Ready(round, offer.weight, self.state, offer.steps, offer.wants, norm=offer.norm, loss=offer.loss)
-        self.parts.mesh.announce_ready(ready)
+        ready = Ready(round, offer.weight, self.state, offer.steps, offer.wants)
+        self.parts.mesh.announce_ready(replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained))
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
@@ -205,11 +209,18 @@ class RoundKeeper:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def offer(
-        self, *, is_joining: bool = False, weighted: bool = True, weight: int | None = None, norm: float = 0.0
+        self,
+        *,
+        is_joining: bool = False,
+        weighted: bool = True,
+        weight: int | None = None,
+        norm: float = 0.0,
+        trained: float = 1.0,
     ) -> Offer:
         """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
 
-        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
+        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then. `norm`,
+        `trained`: as in `Ready`.
         """
         parts, is_leaving = self.parts, self.parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
@@ -227,6 +238,7 @@ class RoundKeeper:
             wants=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
             loss=nats / tokens if tokens and math.isfinite(nats) else None,
+            trained=trained,
             is_joining=is_joining,
             is_leaving=is_leaving,
             is_left_out=not (weighted or is_joining),

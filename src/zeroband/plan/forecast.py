@@ -2,7 +2,7 @@
 
 With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
 
-- all-reduce: each node sends and receives 2 (M - 1) / M E, as the native data path predicts its time (plane/shape.py)
+- all-reduce: each node sends and receives 2 (M - 1) / M E, as the native data path predicts its time (plane/times.py)
 - all-gather: each node sends its payload to M - 1 others and receives theirs
 - utilisation: H t / (H t + own + max(0, agreement + transfer + unpacking - overlap))
 
@@ -16,17 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName
 from zeroband.config.overlap import overlap_problem
 from zeroband.config.stability import Method
 from zeroband.errors import ConfigError
-from zeroband.kernels.codec import CODECS
-from zeroband.outer.demo import momentum_rule
-from zeroband.outer.flat import FlatLayout, Slot
-from zeroband.outer.sparse.codec import SparseCodec
-from zeroband.outer.sparse.combine import combined_bytes
-from zeroband.outer.sparseloco import error_rule
-from zeroband.plane.shape import MESSAGE_S, all_to_all_s
+from zeroband.kernels.formats import FORMATS
+from zeroband.outer.sparse.sizes import HEADER, combined_size, records_size
+from zeroband.plane.times import MESSAGE_S, all_to_all_s
 from zeroband.plane.topology import Network
 
 STORE_TRIPS = 4
@@ -198,7 +194,7 @@ def _eager(job: Job, link: Link) -> Iterator[Forecast]:
 
 def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float) -> Forecast:
     """An all-reduce of all values once a round."""
-    encoded = CODECS[codec].encoded_size(round(job.params))
+    encoded = FORMATS[codec].encoded_size(round(job.params))
     moved, transfer_s = _all_reduce(encoded, job.nodes, link)
     return _forecast(job, link, method, codec, steps, encoded, (moved, moved, moved), transfer_s, overlap_s)
 
@@ -216,7 +212,7 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
     if problem is not None:
         raise ConfigError(problem)
     for codec in CODECS_OF["streaming"]:
-        part = CODECS[codec].encoded_size(math.ceil(job.params / job.fragments))
+        part = FORMATS[codec].encoded_size(math.ceil(job.params / job.fragments))
         moved, part_s = _all_reduce(part, job.nodes, link)
         bytes_of_part = (moved, moved, float(round(moved)))
         steps, overlap_s = job.inner_steps, job.overlap * job.step_s
@@ -224,27 +220,55 @@ def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
 
 
 def _demo(job: Job, link: Link) -> Iterator[Forecast]:
-    codec = momentum_rule(DemoConfig(type="demo", k=job.k), _matrices(job.params)).codec
-    yield _gathered(job, link, "demo", "sign", codec, 1, overlap_s=job.demo_overlap * job.step_s)
+    config = DemoConfig(type="demo", k=job.k)
+    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
+    yield _gathered(job, link, "demo", sent, 1, overlap_s=job.demo_overlap * job.step_s)
 
 
 def _sparseloco(job: Job, link: Link) -> Iterator[Forecast]:
-    codec = error_rule(SparseLocoConfig(type="sparseloco"), _matrices(job.params)).codec
-    yield _gathered(job, link, "sparseloco", "two_bit", codec, job.sparse_steps, overlap_s=0.0)
+    config = SparseLocoConfig(type="sparseloco")
+    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
+    yield _gathered(job, link, "sparseloco", sent, job.sparse_steps, overlap_s=0.0)
 
 
-def _gathered(
-    job: Job, link: Link, method: Method, name: str, codec: SparseCodec, steps: int, *, overlap_s: float
-) -> Forecast:
+@dataclass(frozen=True)
+class _Payload:
+    """What a node sends of the largest values, as if all parameters lay in one matrix whose chunks are whole."""
+
+    values: ValueCodingName
+    most: int
+    """Values sent of a chunk."""
+    chunk_numel: int
+    params: float
+
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.params / self.chunk_numel)
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER.size + records_size(self.values, self.chunks, self.kept, self.chunk_numel)
+
+    @property
+    def kept(self) -> int:
+        return min(self.most, self.chunk_numel)
+
+    def combined(self, sources: int, *, weighted: bool) -> int:
+        """The most bytes of so many in one."""
+        has_sums = self.values == "sign" and not weighted
+        return HEADER.size + combined_size(self.chunks, self.kept, self.chunk_numel, sources, has_sums=has_sums)
+
+
+def _gathered(job: Job, link: Link, method: Method, sends: _Payload, steps: int, *, overlap_s: float) -> Forecast:
     """An all-gather of payloads once a round."""
-    others, payload = job.nodes - 1, codec.nbytes
+    others, payload = job.nodes - 1, sends.nbytes
     sent = payload * (others if job.relay == "none" else min(1, others))
     received = payload * others
     if job.relay == "aggregator" and others:
-        received = combined_bytes(codec, job.nodes, weighted=method == "sparseloco")
+        received = sends.combined(job.nodes, weighted=method == "sparseloco")
     transfer_s = all_gather_s(sent, received, job.nodes, link, ways=1 if job.relay == "none" else 2)
     moved = (float(sent), float(received), float(sent))
-    return _forecast(job, link, method, name, steps, payload, moved, transfer_s, overlap_s)
+    return _forecast(job, link, method, sends.values, steps, payload, moved, transfer_s, overlap_s)
 
 
 def _forecast(
@@ -302,11 +326,6 @@ def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Lin
         return 0.0
     transfer_s = HEADERS * max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)
     return transfer_s + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
-
-
-def _matrices(params: float) -> FlatLayout:
-    """As if all parameters lay in one matrix whose chunks are whole."""
-    return FlatLayout((Slot("all", (64 * math.ceil(params / 4096), 64), 0),))
 
 
 _BUILDERS: tuple[Callable[[Job, Link], Iterator[Forecast]], ...] = (

@@ -13,6 +13,7 @@ from zeroband.plane.port import read_exactly
 Address = tuple[str, int]
 
 _ANSWER_S = 5.0
+_REACH_S, _STAYS_S = 2.0, 1.0
 
 
 async def call(
@@ -36,6 +37,22 @@ async def call(
             connection.close()
             raise
     return connection, keys
+
+
+def answers(address: Address) -> bool:
+    """Whether a program listens at an address, and not only a forwarder in front of it, which hangs up at once."""
+    try:
+        connection = socket.create_connection(address, timeout=_REACH_S)
+    except OSError:
+        return False
+    with connection:
+        connection.settimeout(_STAYS_S)
+        try:
+            return connection.recv(1) != b""
+        except TimeoutError:  # it waits for what we have to say
+            return True
+        except OSError:
+            return False
 
 
 async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -> socket.socket:

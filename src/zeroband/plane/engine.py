@@ -81,6 +81,11 @@ class Traffic:
     silent_s: float | None
     """Since something came last; None before."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all that the two have for one another was exchanged."""
+        return self.sent_bytes == self.to_send_bytes and self.received_bytes == self.to_receive_bytes
+
 
 @dataclass(frozen=True)
 class LinkState:
@@ -93,23 +98,31 @@ class LinkState:
     """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
     where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
     received_bytes: int
+    """Of frames that were taken, as they come; not of those that show no more than that the other end is there."""
     window: int = 0
     """Packets that one of its streams may have under way, the mean of those that have any; 0: none has."""
     sent_packets: int = 0
     """Of data, since its streams were made; those that were sent again, too."""
     resent_packets: int = 0
+    silent_s: float = 0.0
+    """For which nothing came over the stream that was heard last; this process's own stalls and streams on which it
+    holds a frame back do not count. Its other end shows itself several times in what is called silent, whatever its
+    interpreter does."""
+    stalest_s: float = 0.0
+    """The same of the stream that was not heard for longest."""
 
 
 class Engine:
     """A few threads that move frames. Any thread may call it; `close()` ends its threads and connections.
 
+    `beat_s`: after so long without anything else to send, a stream shows its other end that this one is there.
     What is native lives as long as this object and its operations, so that no call ever meets freed memory.
     Raises OSError where the native library is missing.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, beat_s: float = 1.0) -> None:
         self._library = native.load()
-        self._handle: int = self._library.zb_engine_open(threads)
+        self._handle: int = self._library.zb_engine_open(threads, beat_s)
         weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
@@ -137,6 +150,8 @@ class Engine:
             record.window,
             record.sent_packets,
             record.resent_packets,
+            record.silent_ms / 1e3,
+            record.stalest_ms / 1e3,
         )
 
     def set_congestion(self, link: int, name: str) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from zeroband.plane.descriptors import Complaints
 from zeroband.plane.handshake import OPEN, StreamKeys
 
 _MESSAGE_BYTES = 4096
@@ -64,6 +65,7 @@ class Inbox:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._complaints = Complaints()
         self._lock = threading.Lock()
         self._new: list[socket.socket] = []
         self._is_over = False
@@ -109,6 +111,8 @@ class Inbox:
             end.close()
             return
         what = HandedOver.of(message)
+        if not descriptors:  # the kernel drops what finds no room here
+            self._complaints.say(f"a connection of {what.caller} cannot be taken")
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             taker = self._takers.get(what.kind)

@@ -58,6 +58,8 @@ class Purpose(enum.StrEnum):
     """Requests for the callee's state and journal."""
     RATE = "rate"
     """A burst to find out what the link carries."""
+    PROBE = "probe"
+    """Another guardian asks again and again whether this one is there."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from zeroband.errors import HandshakeFailed
 from zeroband.plane.calling import Address, call
+from zeroband.plane.descriptors import Complaints
 from zeroband.plane.engine import Engine, LinkState
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import Introduction, RunKey, new_session
@@ -57,6 +58,7 @@ class Links:
     _next: int = 0
     _is_closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _complaints: Complaints = field(default_factory=Complaints)
 
     def accept(self, connection: socket.socket, what: HandedOver) -> None:
         """Take a stream that another member dialled. Any thread."""
@@ -160,7 +162,11 @@ class Links:
 
     async def _call(self, own: str, member: str, session: str, address: Address) -> None:
         introduction = Introduction(own, member, session, self.is_sealed)
-        connection, keys = await call(self.key, introduction, address, self.prepare)
+        try:
+            connection, keys = await call(self.key, introduction, address, self.prepare)
+        except OSError as error:
+            self._complaints.say(f"{member} cannot be called", error)
+            raise
         with self._lock:
             self.engine.add_stream(self._of_session(member, session), connection, keys)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 
 from zeroband.errors import HandshakeFailed
+from zeroband.plane.descriptors import Complaints
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import HELLO_BYTES, PROOF_BYTES, Callee, RunKey
 
@@ -21,20 +23,40 @@ CALL_BYTES = 4
 
 _MOST_STRANGERS = 64
 _MOST_CALLERS = 512
-"""They have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once. There is a
-limit since whoever recorded a call can repeat its beginning."""
+"""They have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
+_MOST_HEARD = 1 << 16
 _PATIENCE_S = 5.0
 _PEEK_S = 0.02
+_PAUSE_S = 0.2
+"""Where no connection can be taken."""
 
 Answer = Callable[[socket.socket], Awaitable[None]]
 """Takes over a connection whose first bytes were looked at and not taken."""
 
 
-_on_known: ContextVar[Callable[[], None]] = ContextVar("on_known", default=lambda: None)
-"""In the task that answers a connection: called when its other end has shown that it is of this run."""
+_on_shown: ContextVar[Callable[[bool], None]] = ContextVar("on_shown", default=lambda is_proven: None)
+"""In the task that answers a connection: called when its other end has shown that it is of this run, with False, and
+with True when it has proven it."""
 
-_Crowd = dict[asyncio.Task[None], socket.socket]
-"""Who is being received, the oldest first."""
+_Crowd = dict[asyncio.Task[None], str]
+"""Who is being received, the oldest first, and from which address."""
+
+
+class Heard:
+    """First messages of callers, each of which counts once: whoever recorded one must not come in by repeating it."""
+
+    def __init__(self) -> None:
+        self._proofs: OrderedDict[bytes, None] = OrderedDict()
+
+    def is_new(self, hello: bytes) -> bool:
+        """Only for those that were found to be of the run, so that strangers cannot fill the memory for them."""
+        proof = hello[-PROOF_BYTES:]
+        if proof in self._proofs:
+            return False
+        self._proofs[proof] = None
+        if len(self._proofs) > _MOST_HEARD:
+            self._proofs.popitem(last=False)
+        return True
 
 
 class Port:
@@ -49,6 +71,7 @@ class Port:
         self._callers: _Crowd = {}
         self._busy: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
+        self._complaints = Complaints()
 
     def open(self, host: str, port: int) -> int:
         """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
@@ -75,14 +98,15 @@ class Port:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:  # too many open files, or it was gone before it was taken
-                await asyncio.sleep(_PEEK_S)
+                connection, (host, *_) = await loop.sock_accept(listener)
+            except OSError as error:  # or it was gone before it was taken
+                self._complaints.say("a connection of another node cannot be taken", error)
+                await asyncio.sleep(_PAUSE_S)
                 continue
             connection.setblocking(False)
             task = loop.create_task(self._receive(connection))
             task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
-            _admit(task, connection, self._strangers, _MOST_STRANGERS)
+            _admit(task, host, self._strangers, _MOST_STRANGERS)
             self._keep(task)
             await asyncio.sleep(0)  # who has said already what it wants is heard before the next one comes in
 
@@ -91,11 +115,13 @@ class Port:
         self._callers.pop(task, None)
         connection.close()
 
-    def _know(self, task: asyncio.Task[None]) -> None:
-        """Strangers do not push this one out any more."""
-        connection = self._strangers.pop(task, None)
-        if connection is not None:
-            _admit(task, connection, self._callers, _MOST_CALLERS)
+    def _know(self, task: asyncio.Task[None], is_proven: bool) -> None:
+        """Strangers do not push this one out any more, and nobody does once it has proven who it is."""
+        host = self._strangers.pop(task, None)
+        if is_proven:
+            self._callers.pop(task, None)
+        elif host is not None:
+            _admit(task, host, self._callers, _MOST_CALLERS)
 
     async def _receive(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
@@ -106,25 +132,20 @@ class Port:
             answer = self._answers.get(call)
             if answer is None or task not in self._strangers:
                 return
-            if call == PROBE_CALL:  # those last
-                self._strangers.pop(task)
-            _on_known.set(partial(self._know, task))
+            _on_shown.set(partial(self._know, task))
             await answer(connection)
         except (OSError, TimeoutError, EOFError, HandshakeFailed):
             pass  # nobody that this node has to tell
 
 
-def _admit(task: asyncio.Task[None], connection: socket.socket, crowd: _Crowd, most: int) -> None:
-    """The oldest goes where there are too many."""
+def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> None:
+    """Where there are too many, the oldest goes of those from the address that has the most."""
     while len(crowd) >= most:
-        oldest = next(iter(crowd))
+        most_of, _ = Counter(crowd.values()).most_common(1)[0]
+        oldest = next(other for other, from_host in crowd.items() if from_host == most_of)
         crowd.pop(oldest)
         oldest.cancel()
-    crowd[task] = connection
-
-
-PROBE_CALL = b"zbp1"
-"""A connection on which another guardian asks whether this one is there."""
+    crowd[task] = host
 
 
 async def _peek(connection: socket.socket) -> bytes:
@@ -167,11 +188,16 @@ async def read_exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-async def shake_hands(connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool) -> HandedOver:
+async def shake_hands(
+    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: Heard | None = None
+) -> HandedOver:
     """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
     async with asyncio.timeout(_PATIENCE_S):
-        called = Callee(key, await read_exactly(connection, HELLO_BYTES))
-        _on_known.get()()
+        hello = await read_exactly(connection, HELLO_BYTES)
+        called = Callee(key, hello)
+        if heard is not None and not heard.is_new(hello):
+            raise HandshakeFailed("a call was repeated by somebody who did not make it")
+        _on_shown.get()(False)
         asked = called.introduction
         if asked.callee != callee:
             raise HandshakeFailed(f"a call to {asked.callee}, which this node is not any more")
@@ -179,4 +205,5 @@ async def shake_hands(connection: socket.socket, key: RunKey, *, callee: str, is
             raise HandshakeFailed("one end wants the connection sealed and the other does not")
         await asyncio.get_running_loop().sock_sendall(connection, called.answer)
         keys = called.take(await read_exactly(connection, PROOF_BYTES))
+        _on_shown.get()(True)
     return HandedOver(asked.purpose.value, asked.caller, asked.session, keys)

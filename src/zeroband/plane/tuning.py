@@ -8,12 +8,14 @@ counters tell. Pure; one for each member.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from zeroband.plane.engine import LinkState
+if TYPE_CHECKING:
+    from zeroband.plane.engine import LinkState
 
 CUBIC, BBR = "cubic", "bbr"
 
-_FIRST, _MOST = 8, 32
+_FIRST, MOST_STREAMS = 8, 32
 _WORTH = 1.1
 """What does not bring a tenth more is not worth it."""
 
@@ -68,7 +70,7 @@ class LinkTuning:
         return self._grow() if pays else replace(self, is_settled=True)
 
     def _grow(self) -> LinkTuning:
-        if not self.may_grow or 2 * self.streams > _MOST:
+        if not self.may_grow or 2 * self.streams > MOST_STREAMS:
             return replace(self, is_settled=True)
         return replace(self, streams=2 * self.streams, trials=0, best=0.0, before=self.best)
 

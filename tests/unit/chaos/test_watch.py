@@ -186,3 +186,46 @@ def test_healthy_node_that_hangs_is_a_violation_with_the_faults_that_last(scene:
     assert scene.said[0].startswith("VIOLATION: node0 hangs: at 20 s, no round for 19.0 s (bound 18.0 s)")
     assert "fault #4 node2 cut off" in scene.said[0]
     assert scene.watch.hangs == 1
+
+
+def test_node_that_is_late_on_a_busy_host_is_starved_and_hangs_if_that_does_not_explain_it(scene: Scene) -> None:
+    scene.watch.pulse = Pulse(round_s=10.0, detect_s=3.0, slack_s=5.0)
+    scene.watch.pulse.advanced("node0", 1.0)
+    for second in range(2, 41):
+        scene.watch.starvation.note(second, {"node1": 0.25})
+    for now_s in (20.0, 21.0, 22.0):  # 19 to 21 s since then, less what node1 waited: below 18 s
+        scene.watch.check_pulse(["node0"], now_s, [])
+    assert scene.watch.violations.found == []
+    (starved,) = scene.watch.violations.starved
+    assert starved.startswith("node0 finished no round for 19.0 s at 20 s (bound 18.0 s)")
+    assert "4.8 s of that for a processor" in starved
+    assert scene.said == [f"STARVED, cannot judge: {starved}"]
+    scene.watch.check_pulse(["node0"], 27.0, [])
+    assert scene.watch.violations.found == ["node0 hangs: at 27 s, no round for 26.0 s (bound 18.0 s)"]
+
+
+def test_fault_that_is_shown_late_on_a_busy_host_is_still_expected(scene: Scene) -> None:
+    scene.look(4.9)
+    one = struck(Kind.CUT_OFF, "node1")
+    scene.watch.expect_detection(one)
+    scene.watch.starvation.note(5.0, {})
+    scene.watch.starvation.note(20.0, {"the store": 4.0})
+    assert scene.watch.overdue(20.0, 13.0) == []
+    assert scene.watch.awaits_detection and len(scene.watch.violations.starved) == 1
+    assert scene.watch.overdue(23.0, 13.0) == [one]
+
+
+@pytest.mark.parametrize("is_in_store", [True, False])
+def test_run_that_is_complete_is_noticed_by_its_verdict_or_by_what_a_node_wrote(
+    scene: Scene, is_in_store: bool
+) -> None:
+    scene.store.verdicts = [verdict(0)]
+    scene.look(7.0)
+    assert scene.watch.complete_s is None
+    if is_in_store:
+        scene.store.verdicts.append(replace(verdict(1), payload={"progress": {"is_complete": True}}))
+        scene.look(9.0)
+    else:
+        scene.write("node1", "events", [{"kind": "run_finished", "at_s": 1009.0, "step": 50}])
+        scene.watch.read(9.5)
+    assert scene.watch.complete_s == 9.0

@@ -14,7 +14,7 @@ from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.owner import Owner, claim
-from zeroband.checkpoint.saving import Save, SaveRules, Staged
+from zeroband.checkpoint.saving import Heard, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.outer.flat import FlatLayout, Slot, digest_of
 
@@ -74,6 +74,8 @@ class Around:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     on_sleep: Callable[[], None] = lambda: None
     gone: tuple[str, ...] = ()
+    words: dict[str, Heard] = field(default_factory=dict[str, Heard])
+    excuses: list[str | None] = field(default_factory=list)
 
     def now_s(self) -> float:
         return self.clock_s
@@ -87,8 +89,13 @@ class Around:
 
     def count(self, written_bytes: int) -> None: ...
 
-    def lost(self) -> tuple[str, ...]:
-        return self.gone
+    def working(self, *, is_waiting: bool) -> None: ...
+
+    def excuse(self, attempt: str, why: str | None) -> None:
+        self.excuses.append(why)
+
+    def heard(self, member: str) -> Heard:
+        return Heard("lost", is_lost=True) if member in self.gone else self.words.get(member, Heard())
 
     def at(self, point: str) -> None:
         self.on_point(point)

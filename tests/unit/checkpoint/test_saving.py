@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, files_of, layout, own, save_of, saved
 
 from zeroband.checkpoint.loading import open_checkpoint, restore
-from zeroband.checkpoint.saving import POINTS, Save
+from zeroband.checkpoint.saving import POINTS, Heard, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
 from zeroband.errors import RecoveryFailed
 
@@ -138,6 +138,7 @@ def test_clean_up_removes_what_dead_saves_left(storage: LocalStorage) -> None:
 # -- several nodes ----------------------------------------------------------------------------------------------------
 
 
+AT = {"round": 1, "step": 10}
 PATIENT = SaveRules(2, None, peer_wait_s=60.0, retry_s=0.0)
 
 
@@ -173,7 +174,9 @@ def test_first_member_writes_what_a_dead_one_left(storage: LocalStorage) -> None
     killed_at("share_written", save_of(storage, 10, Around(), node_id="b", members=("a", "b")))
     first = Around()
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
-    assert first.told[0] == ("checkpoint_without", {"round": 1, "step": 10, "nodes": ["b"]})
+    why = {"b": "nothing was heard of its share for 60 s"}
+    assert first.told[0] == ("checkpoint_without", {"round": 1, "step": 10, "nodes": ["b"], "why": why})
+    assert open_checkpoint(storage, 10).manifest.missing == why
     assert first.clock_s == pytest.approx(60.0, abs=1.0)
     assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
 
@@ -187,10 +190,62 @@ def test_member_that_the_run_has_lost_is_not_awaited(storage: LocalStorage) -> N
 
 def test_member_that_does_not_take_part_is_not_awaited(storage: LocalStorage) -> None:
     own(storage)
-    save_of(storage, 10, Around(), node_id="b", members=("a", "b")).leave_out()
+    save_of(storage, 10, Around(), node_id="b", members=("a", "b")).leave_out("busy")
     first = Around(on_sleep=lambda: pytest.fail("waited"))
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert open_checkpoint(storage, 10).manifest.nodes == ("a",) and restored_step(storage) == 10
+
+
+def test_member_whose_storage_fails_is_not_awaited(storage: LocalStorage) -> None:
+    own(storage)
+    first = Around(on_sleep=lambda: pytest.fail("waited"), words={"b": Heard(out="the disk is full")})
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
+    assert first.told[0] == ("checkpoint_without", {**AT, "nodes": ["b"], "why": {"b": "the disk is full"}})
+    manifest = open_checkpoint(storage, 10).manifest
+    assert (manifest.nodes, manifest.missing) == (("a",), {"b": "the disk is full"}) and restored_step(storage) == 10
+
+
+def test_member_that_is_at_work_is_awaited_for_as_long_as_that_takes(storage: LocalStorage) -> None:
+    own(storage)
+    first, sleeps = Around(), iter(range(1, 1000))
+    second = save_of(storage, 10, Around(), node_id="b", members=("a", "b"), rules=PATIENT)
+
+    def work() -> None:
+        first.words["b"] = Heard(beats=(number := next(sleeps)))
+        if number == 300:
+            killed_at("published", second)
+
+    first.on_sleep = work
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
+    assert first.clock_s > 4 * PATIENT.peer_wait_s and first.kinds == ["checkpoint_committed"]
+
+
+def test_members_that_wait_for_one_another_in_vain_do_not_wait_for_ever(storage: LocalStorage, tmp_path: Path) -> None:
+    """Each has another folder, against what ckpt.shared says."""
+    own(storage)
+    first, beats = Around(), iter(range(1, 10**6))
+    first.on_sleep = lambda: first.words.update(b=Heard(beats=next(beats), is_waiting=True))
+    assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
+    assert first.clock_s == pytest.approx(60.0, abs=2.0) and open_checkpoint(storage, 10).manifest.nodes == ("a",)
+
+
+def test_member_whose_storage_fails_tries_no_longer_than_until_the_others_are_done(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    own(storage)
+    second = Around()
+    full = Failing(tmp_path / "run", OSError(errno.ENOSPC, "No space left on device"), 10**6, "nodes/b")
+    first = [save_of(storage, 10, Around(gone=("b",)), members=("a", "b"), rules=PATIENT)]
+
+    def go_on() -> None:
+        assert second.excuses and "the disk is full" in str(second.excuses[0])
+        assert not first or first.pop().run()
+
+    second.on_sleep = go_on
+    rules = SaveRules(2, None, peer_wait_s=60.0, retry_s=300.0)
+    assert save_of(full, 10, second, node_id="b", members=("a", "b"), rules=rules).run()
+    assert second.kinds == ["checkpoint_retrying", "checkpoint_left_out"] and second.clock_s < 2.0
+    assert "the disk is full" in second.told[-1][1]["reason"]
 
 
 def test_records_of_an_earlier_attempt_do_not_count(storage: LocalStorage) -> None:
@@ -265,7 +320,7 @@ def test_first_member_that_has_no_time_or_gives_up_leaves_the_commit_to_the_next
     storage: LocalStorage, tmp_path: Path
 ) -> None:
     own(storage)
-    member_of(storage, "a").leave_out()
+    member_of(storage, "a").leave_out("busy")
     failing = Failing(tmp_path / "run", OSError(errno.ESTALE, "Stale file handle"), 10**6, ".safetensors")
     stale = Around()
     assert not member_of(failing, "b", stale).run()

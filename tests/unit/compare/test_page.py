@@ -14,7 +14,7 @@ from tests.unit.compare.outcomes import counted, failed, outcome
 
 from zeroband.compare.claims import Claim, check, parse_claims
 from zeroband.compare.curves import charts, ticks
-from zeroband.compare.methods import parse_arms
+from zeroband.compare.methods import Arm, parse_arms
 from zeroband.compare.page import COLUMNS, Report, cells, html, markdown
 from zeroband.compare.png import write_pngs
 from zeroband.compare.results import Outcome
@@ -36,6 +36,9 @@ OUTCOMES = [
 
 def rows(outcomes: list[Outcome] = OUTCOMES, arms: Sequence[str] = ("single", "ddp", "diloco", "demo")) -> list[Row]:
     return [row_of(arm, outcomes, LINK, overlap_steps=0, step_s=None) for arm in parse_arms(arms)]
+
+
+ARMS = [*parse_arms(["single", "ddp", "diloco", "demo"]), *(Arm(name, "diloco") for name in ("zero", "odd", "big"))]
 
 
 def report() -> Report:
@@ -99,6 +102,36 @@ def test_claims_are_checked_and_what_is_missing_is_not_met_nor_broken() -> None:
     verdicts = check(claims, rows())
     assert [verdict.is_met for verdict in verdicts] == [True, False, True, None, True]
     assert str(verdicts[1]).startswith("NOT MET: gap of diloco over ddp to single: at most 0.1; found 0.1333")
+
+
+@pytest.mark.parametrize(
+    ("claim", "more", "why"),
+    [
+        (Claim("ppl_ratio", "eager", "ddp", at_most=2), [], "eager is not in this comparison"),
+        (Claim("ppl_ratio", "diloco", "eager", at_most=2), [], "eager is not in this comparison"),
+        (Claim("payload_ratio", "demo", at_least=0), [], "no run of demo ended with a loss"),
+        (Claim("loss_ratio", "demo*", "ddp", at_most=2), [], "no run of demo* ended with a loss"),
+        (
+            Claim("ppl_ratio", "diloco", "ddp", at_most=2),
+            [outcome("diloco", 1e-3, None, seed=1)],
+            "diloco has a run without a loss (lr 0.001, seed 1: it diverged)",
+        ),
+        (
+            Claim("ppl_ratio", "diloco", "ddp", at_most=2),
+            [failed("ddp", 8e-3)],
+            "ddp has a run without a loss (lr 0.008, seed 0: node1 ended with 1: boom)",
+        ),
+        (Claim("payload_ratio", "single", at_least=0), [], "the runs do not give this figure"),
+        (Claim("loss_ratio", "diloco", "zero", at_most=2), [outcome("zero", 1e-3, 0.0)], "cannot be computed: float"),
+        (Claim("loss_ratio", "odd", "ddp", at_least=0), [outcome("odd", 1e-3, math.inf)], "odd ended with a loss"),
+        (Claim("ppl_ratio", "big", "ddp", at_least=0), [outcome("big", 1e-3, 1e4)], "cannot be computed: math range"),
+    ],
+)
+def test_claim_without_evidence_is_not_measured_and_says_why(claim: Claim, more: list[Outcome], why: str) -> None:
+    arms = [row_of(arm, [*OUTCOMES, *more], LINK, overlap_steps=0, step_s=None) for arm in ARMS]
+    (verdict,) = check([claim], arms)
+    assert (verdict.found, verdict.is_met) == (None, None)
+    assert str(verdict).startswith("not measured: ") and why in str(verdict)
 
 
 def test_claim_about_a_pattern_is_about_the_best_that_fits() -> None:

@@ -54,6 +54,8 @@ class Machine:
         on_progress(0.5)
         if one.arm.name == self._fails:
             return Outcome(one.arm.name, one.lr, one.seed, one.digest, failure="boom", took_s=1.0)
+        if self._fails == "everything":
+            return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), counted())
         loss = 1.0 + abs(one.lr - 4e-3) + 0.1 * one.seed
         points = (Point(10, loss),)
         return Outcome(one.arm.name, one.lr, one.seed, one.digest, PARAMS, points, counted(), took_s=1.0)
@@ -99,6 +101,46 @@ def test_failed_method_stands_in_the_table_and_the_others_go_on(
     assert [arm for arm, _, _ in machine.made] == ["ddp", *["diloco"] * 5]
     table = (tmp_path / "table.md").read_text()
     assert "| ddp | failed | -" in table and "- Runs that failed: ddp." in table
+
+
+CLAIM = """
+[compare]
+methods = ["ddp", "diloco"]
+lrs = [4e-3]
+[[compare.claims]]
+figure = "loss_ratio"
+of = "{of}"
+over = "ddp"
+at_most = {at_most}
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "at_most", "fails", "code", "said"),
+    [
+        ("diloco", 1.0, "", 0, ""),
+        ("diloco", 0.5, "", 3, "NOT MET: loss_ratio of diloco over ddp: at most 0.5; found 1"),
+        ("demo", 1.0, "", 1, "not measured: loss_ratio of demo over ddp: at most 1; demo is not in this comparison"),
+        ("diloco", 1.0, "diloco", 1, "diloco, lr 0.004, seed 0 failed"),
+        ("diloco", 1.0, "everything", 1, "no run ended with a loss, so nothing was compared"),
+    ],
+)
+def test_comparison_fails_where_its_claims_are_not_met_or_not_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of: str,
+    at_most: float,
+    fails: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setenv("ZERO_BAND_RUN__DIR", str(tmp_path / "runs"))
+    machine = Machine(fails=fails)
+    monkeypatch.setattr(command, "Runner", lambda *_args, **_options: machine)
+    (tmp_path / "claims.toml").write_text(CLAIM.format(of=of, at_most=at_most))
+    assert command.main([f"@{tmp_path / 'claims.toml'}", f"--out={tmp_path / 'out'}"]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_time_to_go_follows_the_mean_rate() -> None:

@@ -10,20 +10,24 @@ from zeroband.config.keys import Variant, dotted, schema_keys
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
     [
-        ("train.micro_batch", "train.micro_bs"),
-        ("trian.micro_bs", "train.micro_bs"),
-        ("micro_bs", "train.micro_bs"),
-        ("data.micro_bs", "train.micro_bs"),
-        ("loglevel", "log_level"),
-        ("optim.lr", "optim.adamw.lr"),
-        ("outer.nesterov", "outer.optimizer.nesterov"),
-        ("inner_stps", "outer.inner_steps"),
-        ("modle", "model"),
-        ("qqqq", None),
-        ("train.qqqq", None),
+        ("train.micro_batch", ["train.micro_bs"]),
+        ("trian.micro_bs", ["train.micro_bs"]),
+        ("micro_bs", ["train.micro_bs"]),
+        ("data.micro_bs", ["train.micro_bs"]),
+        ("loglevel", ["log_level"]),
+        ("optim.lr", ["optim.adamw.lr"]),
+        ("outer.nesterov", ["outer.optimizer.nesterov"]),
+        ("inner_stps", ["outer.inner_steps"]),
+        ("modle", ["model"]),
+        ("train.lr", ["outer.lr", "optim.adamw.lr", "outer.optimizer.lr"]),
+        ("d_model", ["model.d_model"]),
+        ("data.path", ["data.source.paths"]),
+        ("diloco", ['outer.type="diloco"']),
+        ("qqqq", []),
+        ("train.qqqq", []),
     ],
 )
-def test_nearest_key_is_like_the_wrong_one_or_has_a_last_part_like_it(wrong: str, nearest: str | None) -> None:
+def test_nearest_key_is_like_the_wrong_one_or_has_a_last_part_like_it(wrong: str, nearest: list[str]) -> None:
     assert schema_keys().nearest(wrong) == nearest
 
 

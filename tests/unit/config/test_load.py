@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.load import render_toml, require_asked
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.resume import ResumeConfig
 from zeroband.config.schema import CosineSchedule, ParquetSource, WandbConfig, WarmupStableDecaySchedule
+from zeroband.errors import ConfigError
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 Load = Callable[..., RunConfig]
@@ -175,6 +179,18 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(refusal: Refusal, write: W
         (["--no-train.micro_bs"], "--no-train.micro_bs: only a boolean key can be negated"),
         (["--no-train.compile=true"], "--no-train.compile: only a boolean key can be negated"),
         (["a.toml"], "unexpected argument 'a.toml': a file is given as @a.toml"),
+        (["-train.micro_bs", "4"], "unexpected argument '-train.micro_bs': did you mean --train.micro_bs?"),
+        (["train.micro_bs=4"], "unexpected argument 'train.micro_bs=4': did you mean --train.micro_bs=4?"),
+        (["--outer", "diloco"], "outer (from --outer) is a section: did you mean --outer.type diloco?"),
+        (
+            ["--train.lr", "3"],
+            "unknown key train.lr (from --train.lr): did you mean outer.lr, optim",
+        ),
+        (["--diloco", "x"], 'unknown key diloco (from --diloco): did you mean outer.type="diloco"?'),
+        (
+            ["--run.id", "a b"],
+            "run.id='a b' (from --run.id): a name is 1 to 64 letters",
+        ),
         (["@"], "@ needs the name of a TOML file"),
         (["@/nowhere/a.toml"], "@/nowhere/a.toml: No such file or directory"),
     ],
@@ -217,6 +233,37 @@ def test_wrong_value_of_a_file_is_refused_with_the_file(refusal: Refusal, write:
 def test_file_that_is_no_toml_is_refused_by_name(refusal: Refusal, tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.toml").write_bytes(text)
     assert refusal(f"@{tmp_path / 'a.toml'}").startswith(f"{tmp_path / 'a.toml'} is no valid TOML: ")
+
+
+def test_syntax_error_of_a_file_comes_with_its_line_but_for_a_secret(refusal: Refusal, write: Write) -> None:
+    assert refusal(write("a.toml", "[model]\nn_heads = 4,\n")).splitlines()[1:] == ["  n_heads = 4,", "             ^"]
+    message = refusal(write("b.toml", '[run]\ntoken = "hunter2\n'))
+    assert "at line 2" in message and "hunter2" not in message
+
+
+def test_nobody_trains_by_defaults_alone_and_the_way_to_begin_that_is_shown_works() -> None:
+    for argv, environ in ([], {}), (["--run.seed", "3"], {}), ([], {"ZERO_BAND_RUN__ID": "x"}):
+        with pytest.raises(ConfigError, match="nothing to train: no configuration was given") as refused:
+            require_asked(argv, environ)
+    shown = str(refused.value).replace("\\\n", " ")
+    (example,) = re.findall(r"zeroband train (--train.*)", shown)
+    config = load_config(example.split(), {})
+    require_asked(example.split(), {})
+    assert (config.train.total_steps, config.model.d_model) == (100, 64)
+    for argv, environ in (
+        (["@a.toml"], {}),
+        (["--train.total_steps", "3"], {}),
+        ([], {"ZERO_BAND_MODEL__D_MODEL": "64"}),
+    ):
+        require_asked(argv, environ)
+
+
+def test_file_that_is_not_there_comes_with_those_that_are(refusal: Refusal, tmp_path: Path) -> None:
+    assert refusal(f"@{tmp_path}/one.toml").endswith(f"; there is no TOML file in {tmp_path}")
+    (tmp_path / "once.toml").touch()
+    assert refusal(f"@{tmp_path}/one.toml").endswith(f"; did you mean @{tmp_path}/once.toml?")
+    assert refusal(f"@{tmp_path}/150M.toml").endswith(f"; in {tmp_path} there are once.toml")
+    assert refusal(f"@{tmp_path}").endswith("Is a directory; name one of its files")
 
 
 def test_key_of_another_type_is_refused_with_the_type_it_belongs_to(refusal: Refusal) -> None:
@@ -281,6 +328,67 @@ def test_section_that_holds_a_secret_is_not_shown(refusal: Refusal, write: Write
 @pytest.mark.parametrize("key", ["ZERO_BAND_RUN__TOKEN", "ZERO_BAND_STORE__URL"])
 def test_empty_secret_is_refused_for_it_is_a_variable_that_was_not_set(refusal: Refusal, key: str) -> None:
     assert key in refusal(**{key: ""})
+
+
+@pytest.mark.parametrize("content", ["s3cret", "s3cret\n", "s3cret\r\n"])
+def test_token_comes_from_its_file_without_the_end_of_the_line(load: Load, tmp_path: Path, content: str) -> None:
+    file = _token_file(tmp_path, content)
+    config = load("--run.token-file", str(file))
+    assert config.run.token is not None and config.run.token.get_secret_value() == "s3cret"
+    text = render_toml(config)
+    assert "s3cret" not in text and str(file) in text
+    again = tmp_path / "config.toml"
+    again.write_text(text)
+    assert load(f"@{again}").run == config.run
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        ("", 0o600, "is empty; one line with the token is needed"),
+        ("\n", 0o600, "is empty"),
+        ("x" * 5000, 0o600, "is longer than 4096 bytes"),
+        ("s3cret", 0o606, "is open to every user of this machine (mode 0606); chmod 600 it"),
+    ],
+)
+def test_token_file_that_cannot_be_right_is_refused(
+    refusal: Refusal, tmp_path: Path, content: str, mode: int, said: str
+) -> None:
+    file = _token_file(tmp_path, content)
+    file.chmod(mode)
+    assert said in refusal("--run.token-file", str(file))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+@pytest.mark.parametrize(("owner", "is_refused"), [(65534, True), (0, False)])
+def test_token_file_that_all_may_read_is_taken_from_root_only(
+    load: Load, refusal: Refusal, tmp_path: Path, owner: int, is_refused: bool
+) -> None:
+    """Containers mount secrets as files of root's that all may read."""
+    file = _token_file(tmp_path, "s3cret")
+    file.chmod(0o644)
+    os.chown(file, owner, owner)
+    if is_refused:
+        assert "mode 0644" in refusal("--run.token-file", str(file))
+    else:
+        assert load("--run.token-file", str(file)).run.token is not None
+
+
+def test_token_file_that_is_not_there_is_named(refusal: Refusal, tmp_path: Path) -> None:
+    said = refusal("--run.token-file", str(tmp_path / "nowhere"))
+    assert said == f"run.token_file={str(tmp_path / 'nowhere')!r} cannot be read: No such file or directory"
+
+
+def test_token_and_its_file_exclude_one_another(refusal: Refusal, tmp_path: Path) -> None:
+    said = refusal("--run.token-file", str(_token_file(tmp_path, "x")), ZERO_BAND_RUN__TOKEN="y")
+    assert said == "run.token and run.token_file are both set; drop one of them"
+
+
+def _token_file(folder: Path, content: str) -> Path:
+    file = folder / "token"
+    file.write_bytes(content.encode())
+    file.chmod(0o600)
+    return file
 
 
 def test_outer_and_store_go_together(refusal: Refusal) -> None:

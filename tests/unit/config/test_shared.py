@@ -86,6 +86,7 @@ def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., Ru
         "outer.optimizer.momentum_warmup_rounds": 0,
         "data.source.type": "parquet",
         "data.source.column": "text",
+        "data.source.binary": False,
     }
 
 

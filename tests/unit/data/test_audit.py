@@ -145,6 +145,12 @@ def test_command_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pytest.C
     assert str(tmp_path) in capsys.readouterr().err
 
 
+def test_command_fails_where_no_sample_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    emit(EventLog(tmp_path / "run" / "a"), run_of({})[0])
+    assert main(["audit", str(tmp_path / "run")]) == 2
+    assert "trained no samples, so there is nothing to audit" in capsys.readouterr().err
+
+
 # -- runs that began again --------------------------------------------------------------------------------------------
 
 

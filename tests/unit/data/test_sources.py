@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticSource, TextSource
-from zeroband.data.sources import documents, source_identity
+from zeroband.data.files import find_files
+from zeroband.data.sources import documents, require_beginning_of_text, source_identity
 from zeroband.errors import ConfigError
 
 
@@ -31,9 +32,57 @@ def table(path: Path, column: str, values: list[Any], kind: pa.DataType | None =
 
 
 def test_text_gives_each_file_as_one_document_of_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"line\r\nline\xff")
+    (tmp_path / "a.txt").write_bytes("line\r\nlinê".encode())
     (tmp_path / "b.txt").write_bytes(b"")
-    assert texts(TextSource(paths=(f"{tmp_path}/*.txt",))) == [b"line\r\nline\xff", b""]
+    assert texts(TextSource(paths=(f"{tmp_path}/*.txt",))) == ["line\r\nlinê".encode(), b""]
+
+
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+
+
+@pytest.mark.parametrize(
+    ("content", "offset", "byte"),
+    [
+        (PNG, 0, "89"),
+        (b"text, and then " + PNG, 15, "89"),
+        ("latin-1: \xfc".encode("latin-1"), 9, "fc"),
+        ("UTF-16".encode("utf-16-le"), 1, "00"),
+        (b"cut in a character \xc3", 19, "c3"),
+        (b"x" * 100_000 + b"\0", 100_000, "00"),
+    ],
+)
+def test_file_that_is_no_text_is_refused_unless_asked_for(
+    content: bytes, offset: int, byte: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_bytes(content)
+    why = rf"{tmp_path}/a is no text: byte {offset} is 0x{byte}, .*set data\.source\.binary = true"
+    with pytest.raises(ConfigError, match=why):
+        texts(TextSource(paths=(f"{tmp_path}/a",)))
+    assert texts(TextSource(paths=(f"{tmp_path}/a",), binary=True)) == [content]
+
+
+def test_compressed_file_that_is_no_text_is_refused_by_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "good.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"text\0"))
+    assert texts(TextSource(paths=(f"{tmp_path}/good.gz",))) == [b"text"]
+    with pytest.raises(ConfigError, match=r"bad\.gz is no text: byte 4 is 0x00"):
+        texts(TextSource(paths=(f"{tmp_path}/bad.gz",)))
+
+
+def test_beginning_of_a_text_may_end_within_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x" * 8191 + "é" * 10, encoding="utf-8")
+    (file,) = find_files([f"{tmp_path}/a"])
+    require_beginning_of_text(file)
+    (tmp_path / "a").write_bytes(b"x" * 8000 + PNG)
+    with pytest.raises(ConfigError, match="byte 8000 is 0x89"):
+        require_beginning_of_text(file)
+
+
+def test_column_of_bytes_that_are_no_text_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    source = table(tmp_path / "a.parquet", "text", [b"text", PNG], pa.binary())
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 1 is no text: byte 0 is 0x89"):
+        texts(source)
+    assert texts(source.model_copy(update={"binary": True})) == [b"text", PNG]
 
 
 def test_text_without_paths_reads_the_standard_library() -> None:

@@ -34,6 +34,14 @@ def node(node_id: str, step: int = 40, **fields: object) -> NodeView:
     return NodeView(node_id, **{**view, **fields})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.fixture(autouse=True)
+def colour_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal that is drawn for, whatever the tests are run from: rich reads it from the environment."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def run() -> RunView:
     """Three nodes at step 40 of 120; node2 was lost at step 30 and round 3."""

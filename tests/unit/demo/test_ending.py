@@ -52,18 +52,24 @@ def test_first_and_last_loss_are_no_numbers_where_nobody_trained() -> None:
     [
         "Done in 83 s.",
         "5.50 -> ",
-        "sent         4 MB; per-step data parallel would have sent 80 MB, 20 times as much",
+        "sent         4 MB by all nodes; per-step data parallel would have sent 80 MB, 20 times",
         "at the end, equal on all 4 nodes",
         "node2  0123456789abcdef",
         "zeroband status runs/demo",
         "  | def main():\n  | \n  |     pass",
-        "torchrun",
+        "zeroband launch",
     ],
 )
 def test_epilogue_says_what_was_shown(ended: RunView, said: str) -> None:
     sample = "def main():\n\n    pass\n\n"
     text = epilogue(ended, NODE_IDS, run_dir=Path("runs/demo"), sample=sample, took_s=83.2)
     assert said in text
+
+
+def test_epilogue_puts_no_secret_on_a_command_line(run: RunView) -> None:
+    text = epilogue(run, NODE_IDS, run_dir=Path("runs/demo"), sample=None, took_s=83.2)
+    assert "ZERO_BAND_RUN__TOKEN_FILE=token" in text
+    assert "--run.token" not in text and "SECRET" not in text
 
 
 def test_epilogue_does_not_call_different_states_equal(run: RunView) -> None:

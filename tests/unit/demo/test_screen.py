@@ -105,7 +105,12 @@ def test_live_screen_draws_in_place_and_leaves_the_last_scene(make_scene: Callab
     assert "the end" in file.getvalue().rpartition("\x1b[1A")[2]
 
 
-def test_open_screen_gives_plain_lines_where_there_is_no_terminal() -> None:
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
+def test_open_screen_gives_plain_lines_where_there_is_no_terminal_whatever_the_environment_claims(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(open_screen(io.StringIO()), PlainScreen)
+    monkeypatch.setenv(name, "1")
     assert isinstance(open_screen(io.StringIO()), PlainScreen)
 
 
@@ -118,14 +123,17 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("term", "encoding", "kind"),
-    [("xterm-256color", "utf-8", LiveScreen), ("dumb", "utf-8", PlainScreen), ("xterm", "ascii", PlainScreen)],
+    [
+        ("xterm-256color", "utf-8", LiveScreen),
+        ("dumb", "utf-8", PlainScreen),
+        ("", "utf-8", PlainScreen),
+        ("xterm", "ascii", PlainScreen),
+    ],
 )
 def test_open_screen_draws_only_on_a_terminal_that_can_show_it(
     monkeypatch: pytest.MonkeyPatch, term: str, encoding: str, kind: type
 ) -> None:
     monkeypatch.setenv("TERM", term)
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_Terminal, "encoding", encoding)
     assert isinstance(open_screen(_Terminal()), kind)
 
@@ -141,7 +149,7 @@ def test_plain_screen_writes_notes_and_outer_steps_once(make_scene: Callable[...
         "00:03  the beginning",
         "01:00  node2 is gone",
         "01:01  outer step 4/12  step 40/120  loss 2.500  epoch 2  3 nodes in  "
-        "sent 4 MB; per-step data parallel: 80 MB, 20x",
+        "all nodes sent 4 MB so far; per-step data parallel: 80 MB, 20x",
         "01:01  Next: it comes back.",
         "01:02  and more",
         "01:01  the end",

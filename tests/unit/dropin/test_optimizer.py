@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,59 @@ def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOpti
         with pytest.raises(ConfigError) as refused:
             join(model, settings={"node.id": "second"}, **arguments)
         assert f"{key} is {theirs!r} in the running run" in str(refused.value)
+
+
+@pytest.mark.parametrize("store", ["", "  "])
+def test_store_without_an_address_is_refused(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)
+    with pytest.raises(ConfigError, match=r"^store=' *' is no address of a Redis"):
+        zeroband.DiLoCoOptimizer(params=model_of().parameters(), batch_size=8, store=store)
+    monkeypatch.setenv("ZERO_BAND_STORE__URL", store)
+    with pytest.raises(ConfigError, match=r"^ZERO_BAND_STORE__URL=' *' is no address of a Redis"):
+        zeroband.DiLoCoOptimizer(params=model_of().parameters(), batch_size=8)
+
+
+def test_node_that_was_given_a_store_and_stays_alone_warns_once(
+    join: Callable[..., zeroband.DiLoCoOptimizer], redis_url: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    optimizer = join(model := model_of(), settings={"run.token": "a-token-of-many-letters"})
+    train(model, optimizer, 2)
+    assert "alone" not in caplog.text
+    train(model, optimizer, 6)
+    (said,) = [record.getMessage() for record in caplog.records if "alone" in record.getMessage()]
+    assert said.startswith(f"alone in run {tmp_path.name!r} after 2 rounds: nobody else came to {redis_url}. ")
+
+
+def test_node_that_has_a_peer_does_not_call_itself_alone(
+    join: Callable[..., zeroband.DiLoCoOptimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = join(model := model_of())
+    report = replace(optimizer.last_round, members=("a#1", "b#1"), member_id="a#1", weights=(1, 1))
+    session: Any = optimizer._session  # pyright: ignore[reportPrivateUsage]
+    session._company.ended([report])
+    train(model, optimizer, 6)
+    assert "alone" not in caplog.text
+
+
+def test_store_of_ones_own_is_said_with_the_address_for_others_and_nobody_is_missed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("ZERO_BAND_STORE__URL", raising=False)
+    model, settings = model_of(), {"run.dir": tmp_path, "run.id": tmp_path.name, "node.id": "me"}
+    caplog.set_level(logging.INFO)
+    with zeroband.DiLoCoOptimizer(
+        params=model.parameters(), batch_size=8, inner_steps=1, settings=settings
+    ) as optimizer:
+        train(model, optimizer, 4)
+        said = caplog.text + capsys.readouterr().err
+        assert (
+            f"in run {tmp_path.name!r} as me, member 1 of 1, at inner step 0; the store is this process's own" in said
+        )
+        assert f"join with store={optimizer.store_url!r}" in said
+    assert "alone" not in caplog.text
 
 
 def test_store_of_ones_own_needs_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

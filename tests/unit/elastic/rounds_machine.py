@@ -143,7 +143,7 @@ class Run:
     def __init__(self, url: str) -> None:
         self.store = RecordingStore(url, uuid.uuid4().hex)
         self.client = redis.Redis.from_url(url)
-        self.shared = self.store.found_or_match({"model.d_model": "256"}, None)
+        self.shared = self.store.found_or_match({"model.d_model": "256"})
         self.start_is_over = False
         self.members = 0
         self.nodes: dict[int, Node] = {}

@@ -52,6 +52,12 @@ def test_first_nodes_found_a_new_run_or_begin_on_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
+def test_nobody_founds_a_run_anew_whose_newest_verdict_is_lost_while_a_member_lives(resumes: bool) -> None:
+    assert way_in(a_view(opening=an_opening(A, B), alive=frozenset({A})), resumes=resumes) == "wait"
+    assert way_in(a_view(opening=an_opening(A, B)), resumes=resumes) == ("begin" if resumes else "found")
+
+
+@pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("living", [A, B])
 def test_run_with_a_living_member_is_joined(resumes: bool, living: str) -> None:
     assert way_in(a_view(A, B, alive=frozenset({living, C})), resumes=resumes) == "join"

@@ -64,3 +64,12 @@ def test_board_that_was_not_created_is_an_error(tmp_path: Path) -> None:
 
 def test_board_is_readable_by_its_owner_only(board: NodeBoard) -> None:
     assert board.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_session_of_the_node_is_read_by_its_guardian(tmp_path: Path) -> None:
+    trainer, guardian = NodeBoard(tmp_path / "board", create=True), NodeBoard(tmp_path / "board", create=False)
+    assert guardian.session == ""
+    for session in ("0123456789abcdef" * 2, "another", ""):
+        trainer.set_session(session)
+        assert guardian.session == session
+    assert guardian.progress == 0 and not guardian.is_fenced

@@ -3,8 +3,8 @@
 The user of a run needs exactly `ACL_RULES`, which the tests below prove both ways:
 
     ACL SETUSER NAME on >PASSWORD resetkeys ~zeroband:* -@all
-        +del +evalsha +exists +expire +get +hdel +hget +hgetall +hkeys +hset +hsetnx +incrby +lpush +lrange
-        +ltrim +mget +ping +script|load +select +set +time +zadd +zrangebyscore +zrem +zscore
+        +del +evalsha +exists +expire +get +hdel +hget +hgetall +hset +hsetnx +incrby +lpush +lrange
+        +ltrim +mget +ping +script|load +select +set +time +type +zadd +zrangebyscore +zrem +zscore
 
 (`+select` only where store.url names a database.) With Sentinel that asks for a login, its user needs
 `+sentinel|get-master-addr-by-name` and nothing else.
@@ -13,26 +13,31 @@ The user of a run needs exactly `ACL_RULES`, which the tests below prove both wa
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
-import signal
 import socket
 import socketserver
 import ssl
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from tests.certificates import write_certificate
+from tests.relay import Damage, Relay, Wound
+from tests.servers import SERVERS, Servers, until
 
-from zeroband.cluster.processes import start_leashed
-from zeroband.cluster.redis_server import find_redis_server
 from zeroband.elastic import connection, scripts, store
-from zeroband.elastic.connection import ACL_RULES, COMMANDS, connect, forget_connections, is_refusal, is_temporary
+from zeroband.elastic.connection import (
+    ACL_RULES,
+    COMMANDS,
+    GarbledAnswer,
+    StoreClient,
+    connect,
+    forget_connections,
+    is_refusal,
+    is_temporary,
+)
 from zeroband.elastic.epoch import Opening, Peer, Ready, Verdict
 from zeroband.elastic.store import Recollection, Store
 from zeroband.errors import ConfigError
@@ -44,117 +49,19 @@ QUOTED = "s3cret%2F%40%3A"
 SERVICE = "main"
 
 Launch = Callable[..., int]
-Open = Callable[..., redis.Redis]
+Open = Callable[..., StoreClient]
 Script = Callable[[bytes], int]
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-class Relay:
-    """A way to a server on loopback that may be long or speak TLS, and counts how often a client had to ask."""
-
-    def __init__(self, target_port: int, *, delay_s: float = 0.0, tls: ssl.SSLContext | None = None) -> None:
-        self.requests = 0
-        """Turns from listening to speaking: what a client sends in one go counts once."""
-        self._target_port, self._delay_s, self._tls = target_port, delay_s, tls
-        self._sockets: list[socket.socket] = [socket.create_server(("127.0.0.1", 0))]
-        self.port = self._sockets[0].getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._sockets[0].accept()
-                self._sockets.append(client)
-                self._begin(self._relay, client)
-
-    def _begin(self, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments))
-        self._threads[-1].start()
-
-    def _relay(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            if self._tls is not None:
-                client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
-                self._sockets.append(client)
-                if not _shakes_hands(client):
-                    return
-            server = socket.create_connection(("127.0.0.1", self._target_port))
-            self._sockets.append(server)
-            speaker = ["server"]
-            self._begin(self._pump, server, client, speaker, "server")
-            self._pump(client, server, speaker, "client")
-
-    def _pump(self, source: socket.socket, sink: socket.socket, speaker: list[str], name: str) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.requests += name == "client" and speaker[0] == "server"
-                speaker[0] = name
-                time.sleep(self._delay_s)  # the way, not a wait for luck
-                sink.sendall(data)
-        _cut(sink)
-
-    def close(self) -> None:
-        for one in tuple(self._sockets):
-            _cut(one)
-        for thread in tuple(self._threads):
-            thread.join(DEADLINE_S)
-        for one in self._sockets:
-            one.close()
-
-
-def _shakes_hands(server_side: ssl.SSLSocket) -> bool:
-    """Whether TLS begins; where not, the client can still read why before the end."""
-    try:
-        server_side.do_handshake()
-    except ssl.SSLError:
-        socket.socket.shutdown(server_side, socket.SHUT_WR)
-        return False
-    return True
-
-
-def _cut(one: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+@pytest.fixture(scope="module", params=SERVERS, ids=str)
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """`launch(*settings, file="")` runs a server on a free port until the end of the module; its port."""
-    started: list[subprocess.Popen[bytes]] = []
-    program = find_redis_server()
-
-    def one(*settings: str, file: str = "") -> int:
-        folder = tmp_path_factory.mktemp("redis")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        (folder / "redis.conf").write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\nsave ''\n{file}\n")
-        command = [str(program), str(folder / "redis.conf"), *settings]
-        env = {"PATH": os.environ["PATH"]}
-        started.append(start_leashed(command, env=env, output=folder / "log", death_signal=signal.SIGKILL))
-        _await(lambda: _answers(port), f"server on {port}; see {folder / 'log'}")
-        return port
-
-    yield one
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0) as server:
-        server.sendall(b"PING\r\n")
-        return server.recv(16).startswith((b"+PONG", b"-NOAUTH"))
-    return False
-
-
-def _await(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"no {what}"
-        time.sleep(0.01)
+    servers = Servers(request.param.program, tmp_path_factory.mktemp("redis"))
+    yield servers.start
+    servers.close()
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +101,7 @@ def opened() -> Iterator[Open]:
     """`opened(url)`: a client, closed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def one(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.Redis:
+        def one(url: str, *, timeout_s: float = TIMEOUT_S) -> StoreClient:
             client = connect(url, timeout_s=timeout_s)
             stack.callback(client.close)
             return client
@@ -284,7 +191,7 @@ def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     """Read from the sources: a path that no test takes must not fail for want of a permission either."""
     inside = set(re.findall(r"redis\.call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", Path(store.__file__).read_text()))
-    spoken = {name.lower() for name in inside | outside} - {"register", "close", "delete"}
+    spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
     assert spoken == set(COMMANDS)
 
@@ -296,7 +203,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
     with contextlib.closing(Store(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", patience_s=TIMEOUT_S)) as run:
         run.reach(patience_s=TIMEOUT_S)
         for _ in range(2):
-            shared = run.found_or_match({"train.batch_size": "64"}, token=None)
+            shared = run.found_or_match({"train.batch_size": "64"})
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
         run.announce_ready("a#1", ready)
         assert run.propose_opening(opening, current=None)
@@ -320,14 +227,9 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with NAME.pem and NAME.key of `server` (for 127.0.0.1, its own authority) and of `other`."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl on the PATH to make a certificate with")
     folder = tmp_path_factory.mktemp("certificates")
     for name in ("server", "other"):
-        files = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.pem"]
-        kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-        subprocess.run(["openssl", "req", "-x509", *kind, *names, *files], check=True, capture_output=True, timeout=60)
+        write_certificate(folder, name)
     return folder
 
 
@@ -452,8 +354,7 @@ def test_call_after_a_cut_goes_over_a_new_connection(relay: Callable[..., Relay]
     way = relay()
     client = opened(f"redis://:{QUOTED}@127.0.0.1:{way.port}")
     client.set("zeroband:a", 1)
-    for one in way._sockets[1:]:
-        _cut(one)
+    way.cut()
     with contextlib.suppress(redis.ConnectionError):  # the first may find the end of the old one
         client.get("zeroband:a")
     assert client.get("zeroband:a") == b"1"
@@ -547,9 +448,56 @@ def test_answers_that_time_does_not_change_are_refusals(script: Script, opened: 
     assert why in _refusal(opened(f"redis://127.0.0.1:{script(reply)}"))
 
 
-@pytest.mark.parametrize("error", [redis.ResponseError("WRONGTYPE not a hash"), redis.DataError("x"), KeyError("LEFT")])
+@pytest.mark.parametrize("error", [redis.DataError("x"), KeyError("LEFT")])
 def test_errors_of_ours_are_neither_temporary_nor_refusals(error: Exception) -> None:
     assert not is_temporary(error) and is_refusal(error) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-ERR Protocol error: unauthenticated multibulk length",
+        b"-ERR Protocol error: expected '$', got '7'",
+        b"-WRONGTYPE Operation against a key holding the wrong kind of value",
+        b"-SOMETHING that no server says yet",
+        b":x",
+        b"+" + 70 * b"7",
+        b"*2\r\n$1\r\na",
+        b"$-7",
+    ],
+)
+def test_what_nobody_foresaw_is_temporary(script: Script, opened: Open, reply: bytes) -> None:
+    client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
+    with pytest.raises(redis.RedisError) as caught:
+        client.script("return 1", int)(keys=[], args=[])
+    assert is_temporary(caught.value) and is_refusal(caught.value) is None
+
+
+def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[..., Relay], opened: Open) -> None:
+    """A byte that is missing in a length leaves the rest of the answer behind, which the next call must not read."""
+    way = relay()
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{way.port}")
+    client.set("zeroband:a", 12 * "a")
+    before = client.client_id()
+    way.damage = Damage(Wound.DROP, 1)
+    with pytest.raises(GarbledAnswer) as caught:
+        client.get("zeroband:a")
+    assert is_temporary(caught.value)
+    assert client.get("zeroband:a") == 12 * b"a" and client.client_id() != before
+
+
+def test_answer_of_another_shape_is_none(port: int, opened: Open) -> None:
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
+    assert client.script("return {1, 'a', {}}", (int, bytes, list))(keys=[], args=[]) == [1, b"a", []]
+    for text, shape in (
+        ("return {1, 'a'}", (int, bytes, list)),
+        ("return {'a', 1}", (int, bytes)),
+        ("return 7", frozenset((0, 1))),
+        ("return 'a'", int),
+        ("return 1", (int,)),
+    ):
+        with pytest.raises(GarbledAnswer):
+            client.script(text, shape)(keys=[], args=[])
 
 
 # -- Sentinel ---------------------------------------------------------------------------------------------------------
@@ -627,8 +575,8 @@ def test_call_after_a_failover_reaches_the_new_master_while_the_old_one_still_ta
     client = opened(_sentinel_url(sentinel).replace("run:", "default:"))
     assert client.info("server")["tcp_port"] == old
     with redis.Redis(port=sentinel) as watcher:
-        _await(lambda: _begins_failover(watcher), "failover")
-        _await(lambda: _named_port(watcher) == new, "other master")
+        until(lambda: _begins_failover(watcher), "failover")
+        until(lambda: _named_port(watcher) == new, "other master")
     with redis.Redis(port=old, password=PASSWORD) as late:
         assert late.set("zeroband:late", 1)  # Sentinel demotes it some 10 s from now
     assert client.info("server")["tcp_port"] == new
@@ -667,8 +615,8 @@ def _replicated(launch: Launch, sentinels: Callable[[int], int]) -> tuple[int, i
     master = launch(*login)
     replica = launch(*login, file=f"replicaof 127.0.0.1 {master}")
     with redis.Redis(port=replica, password=PASSWORD) as client:
-        _await(lambda: client.info("replication")["master_link_status"] == "up", "link")
+        until(lambda: client.info("replication")["master_link_status"] == "up", "link")
     sentinel = sentinels(master)
     with redis.Redis(port=sentinel) as watcher:
-        _await(lambda: len(watcher.sentinel_slaves(SERVICE)) == 1, "replica")
+        until(lambda: len(watcher.sentinel_slaves(SERVICE)) == 1, "replica")
     return master, replica, sentinel

@@ -173,8 +173,26 @@ def test_next_opening_waits_while_fewer_than_min_nodes_are_alive() -> None:
     assert decision == Wait("1 of at least 2 nodes can take part (elastic.min_nodes)")
 
 
+def test_next_opening_waits_while_the_newest_verdict_is_lost() -> None:
+    """A joiner that looks just then must not open a round of its own."""
+    decision = decide(a_view(alive=frozenset({A, C}), ready=ready(C), opening=an_opening(A, B)))
+    assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
+
+
+def test_nobody_founds_a_run_whose_members_live() -> None:
+    view = a_view(alive=frozenset({A, C}), ready=ready(C, round=0), opening=an_opening(A, B))
+    decision = decide(view, FOUNDING_ROUND)
+    assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
+
+
+def test_opening_belongs_to_the_session_of_the_newest_verdict() -> None:
+    committed = Verdict(an_opening(A, B), "d", {"session": "s"})
+    decision = decide(replace(boundary(A, B), committed=committed))
+    assert isinstance(decision, Opening) and decision.sessions == ("s",)
+
+
 def test_next_opening_waits_when_nobody_is_there() -> None:
-    assert decide(a_view()) == Wait("0 of at least 1 nodes can take part (elastic.min_nodes)")
+    assert decide(a_view(), FOUNDING_ROUND) == Wait("0 of 1 nodes are here (elastic.start_nodes)")
 
 
 def test_next_opening_waits_while_the_store_gets_its_record_back() -> None:
@@ -493,8 +511,9 @@ def test_equal_records_have_equal_text() -> None:
     assert to_json(opening_from(json.loads(to_json(opening)))) == to_json(opening)
 
 
-def opening_of(weights: Sequence[int], norms: Sequence[float] = ()) -> Opening:
-    return Opening(1, 1, 1, tuple(f"m{i}" for i in range(len(weights))), tuple(weights), norms=tuple(norms))
+def opening_of(weights: Sequence[int], norms: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
+    members = tuple(f"m{i}" for i in range(len(weights)))
+    return Opening(1, 1, 1, members, tuple(weights), norms=tuple(norms), trained=tuple(trained))
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
@@ -516,6 +535,44 @@ def test_no_contribution_counts_for_more_than_the_median_one(contributions: list
     median = counted[(len(counted) - 1) // 2]
     for share, whole, norm in zip(clipped, plain, norms, strict=True):
         assert share * norm == pytest.approx(whole * min(norm, median))
+
+
+@pytest.mark.parametrize(
+    ("weights", "trained", "went_on"),
+    [
+        ((10, 10), (1.0, 0.5), 1.0),
+        ((10, 10), (0.25, 0.75), 0.75),  # nobody has a whole turn behind it
+        ((10, 10), (1.0, 1.5), 1.0),
+        ((30, 10, 0), (1.0, 0.25, 0.5), 1.0),
+    ],
+)
+def test_mean_of_contributions_is_as_long_as_a_turn_whatever_a_member_has_trained(
+    weights: tuple[int, ...], trained: tuple[float, ...], went_on: float
+) -> None:
+    shares = opening_of(weights, trained=trained).shares
+    assert sum(share * part for share, part in zip(shares, trained, strict=True)) == pytest.approx(went_on)
+    counted = [weight / sum(weights) for weight in weights]
+    assert [share / sum(shares) for share in shares] == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("trained", [(), (0.0, 0.0), (0.5, 0.5, 0.5)], ids=str)
+def test_members_that_trained_alike_have_shares_that_add_up_to_one(trained: tuple[float, ...]) -> None:
+    shares = opening_of((1,) * (len(trained) or 2), trained=trained).shares
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_clipping_is_of_what_was_trained() -> None:
+    opening = opening_of((1, 1, 1), (1.0, 1.0, 4.0), (1.0, 1.0, 0.5))
+    assert opening.shares == pytest.approx((0.4, 0.4, 0.1))
+    assert [opening.clip(member) for member in opening.members] == pytest.approx([1.0, 1.0, 0.25])
+
+
+def test_opening_says_what_members_trained_only_where_it_differs() -> None:
+    words = {A: Ready(3, 5, "s", trained=0.5), B: Ready(3, 5, "s", trained=0.5), C: Ready(3, 0, "s")}
+    opening = next_opening(boundary(A, B, C, ready=words), 3, Rules())
+    assert isinstance(opening, Opening) and opening.trained == ()
+    opening = next_opening(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
+    assert isinstance(opening, Opening) and opening.trained == (0.5, 1.0, 1.0)
 
 
 def test_members_say_norms_only_where_the_run_asks_for_them() -> None:

@@ -19,10 +19,12 @@ from zeroband.elastic.data_plane import Gathering
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.groups import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.rendezvous import RedisRendezvous
+from zeroband.elastic.stalls import TransferBounds
 from zeroband.elastic.store import Store
-from zeroband.errors import PeerLost
+from zeroband.errors import PeerLost, TransferStalled
 
 NAMES = ("a#1", "b#1", "c#1")
+BOUNDS = TransferBounds(stall_s=1.0, most_stall_s=20.0, stream_s=20.0, connect_s=1.0)
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------
@@ -145,7 +147,9 @@ def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroup
     def make(rank: int) -> tuple[LaneGroups, NodeBoard]:
         board = NodeBoard(tmp_path / f"board{rank}", create=True)
         ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
-        return LaneGroups(store, board, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0), board
+        return LaneGroups(
+            store, board, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
+        ), board
 
     return make
 
@@ -364,3 +368,33 @@ def test_gathering_ends_when_its_opening_is_aborted(
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
     assert second is None
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_time(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """The other one is in the group, and begins nothing."""
+    nodes, opening = [make_groups(rank)[0] for rank in range(2)], an_opening("a#1", "b#1")
+
+    def take_part(rank: int) -> None:
+        nodes[rank]._connect(opening, rank)
+        if rank == 0:
+            nodes[0].reduce_mean(torch.ones(4), torch.empty(4), opening, "a#1", ignore)
+
+    stalled, _ = in_threads(take_part, 2)
+    assert isinstance(stalled, TransferStalled) and "piece 1 of 2 did not end" in str(stalled)
+    assert (stalled.member_ids, stalled.at_byte) == (opening.members, 0) and stalled.since_s >= BOUNDS.stall_s
+    assert nodes[0]._moving.limit_s == 2 * BOUNDS.stall_s
+
+
+def test_group_that_a_member_does_not_come_to_is_given_up(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    groups, board = make_groups(0)
+    opening = an_opening("a#1", "b#1")
+    with pytest.raises(TransferStalled, match="not all of b#1 were reached within"):
+        groups._connect(opening, 0)
+    board.abort(opening.version)  # as the mesh does; ends the thread that builds

@@ -19,12 +19,30 @@ import redis
 
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening, Peer
-from zeroband.elastic.lease import Door, GuardianOrder, Vigil, process_state, remove_when_abandoned, speaks, stand_guard
-from zeroband.elastic.links import LinkMonitor
+from zeroband.elastic.lease import (
+    Door,
+    GuardianOrder,
+    Vigil,
+    last_word,
+    process_state,
+    remove_when_abandoned,
+    speaks,
+    stand_guard,
+)
+from zeroband.elastic.links import Identity, LinkMonitor
 from zeroband.elastic.store import Store
 from zeroband.plane.handover import HandedOver, channel
-from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, Caller, Introduction, Purpose, RunKey, StreamKeys
-from zeroband.plane.port import shake_hands
+from zeroband.plane.handshake import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Callee,
+    Caller,
+    Introduction,
+    Purpose,
+    RunKey,
+    StreamKeys,
+)
 from zeroband.plane.rate import answer_rate
 
 MEMBER, OTHER = "a#1", "b#1"
@@ -179,11 +197,15 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
 
 
 @pytest.fixture
-def start_guard(store: Store, order: GuardianOrder) -> Iterator[StartGuard]:
+def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
     started: list[Guarded] = []
+    stores: list[Store] = []
 
-    def start(**changes: object) -> Guarded:
+    def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
         changed = replace(order, **changes)  # type: ignore[arg-type]
+        key = RunKey(bytes.fromhex(changed.door.run_key)) if changed.door.run_key else None
+        seen = Store(changed.store_url, "run", key=key, patience_s=5.0)
+        stores.append(seen)
         board = NodeBoard(Path(order.board), create=True)
         (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
         calls, inbox = channel()
@@ -193,15 +215,20 @@ def start_guard(store: Store, order: GuardianOrder) -> Iterator[StartGuard]:
                 stand_guard(changed, trainer_end, say_end, calls)
             calls.close()
 
-        guarded = Guarded(store, board, changed, threading.Thread(target=run), trainer, output, inbox)
+        guarded = Guarded(seen, board, changed, threading.Thread(target=run), trainer, output, inbox)
         started.append(guarded)
         guarded.thread.start()
-        assert os.read(output, 100) == b"holding\n"
+        with os.fdopen(os.dup(output), "rb", buffering=0) as speech:
+            while (said := speech.readline()) == b"waiting\n":
+                on_wait()
+        assert said == b"holding\n"
         return guarded
 
     yield start
     for guarded in started:
         guarded.close()
+    for store in stores:
+        store.close()
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -216,6 +243,45 @@ def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> 
     assert start_guard().is_alive()
 
 
+def test_guardian_waits_for_a_store_that_lets_nobody_do_anything_by_now(
+    start_guard: StartGuard, redis_url: str, redis_client: redis.Redis
+) -> None:
+    """The trainer was let in there, so what the store refuses now it may allow later."""
+    waited: list[str] = []
+
+    def allow() -> None:
+        waited.append("")
+        admin.execute_command("ACL", "SETUSER", "default", "+@all")
+
+    redis_client.execute_command("ACL", "SETUSER", "admin", "on", ">s3cret", "~*", "+@all")
+    with redis.Redis.from_url(redis_url, username="admin", password="s3cret") as admin:
+        admin.execute_command("ACL", "SETUSER", "default", "-@all")
+        try:
+            guarded = start_guard(allow, lease_s=2.0)
+        finally:
+            allow()
+            redis_client.execute_command("ACL", "DELUSER", "admin")
+        assert len(waited) > 1 and guarded.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("said", "store_s", "holds"),
+    [
+        (b"holding\n", 0.0, True),
+        (b"waiting\nwaiting\nholding\n", 1000.0, True),
+        (b"waiting\nholding\n", -1.0, False),
+        (b"waiting\n", 1000.0, False),
+        (b"", 1000.0, False),
+    ],
+)
+def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: float, holds: bool) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, said)
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as output:
+        assert (last_word(output, store_s=store_s) == b"holding\n") == holds
+
+
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
     guarded.board.set_serves_state(True)
@@ -227,7 +293,7 @@ def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> 
 @pytest.fixture
 def other(redis_url: str) -> Iterator[socket.socket]:
     """Where another member's guardian listens, which answers nothing; its lease is long."""
-    store = Store(redis_url, "run", lease_s=1000.0, patience_s=5.0)
+    store = Store(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
@@ -240,12 +306,11 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
     key = RunKey(b"k" * 32)
     guarded = start_guard(renew_s=0.02, door=Door("127.0.0.1", run_key=key.secret.hex()))
 
-    async def pass_on(connection: socket.socket) -> None:
-        await shake_hands(connection, key, callee=OTHER, is_sealed=guarded.order.door.is_sealed)
+    async def take(connection: socket.socket, what: HandedOver) -> None:
         await answer_rate(connection)
 
-    met = LinkMonitor("127.0.0.1", detect_s=5.0, on_gone=print, answers={DATA_CALL: pass_on})
-    store = Store(redis_url, "run", lease_s=1000.0, patience_s=5.0)
+    met = LinkMonitor("127.0.0.1", identity=Identity(OTHER, key), detect_s=5.0, on_gone=print, take=take)
+    store = Store(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
     try:
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         _until(lambda: guarded.said().links.get(OTHER, 0) > 0)
@@ -259,7 +324,7 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
 def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
-    guarded = start_guard(lease_s=0.5, renew_s=1000.0)
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0, door=Door("127.0.0.1", run_key=(b"k" * 32).hex()))
     assert guarded.said().cut_off == ()
     _until(lambda: guarded.said().cut_off == (OTHER,))
 
@@ -268,8 +333,12 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
     """Much sooner than it would run out."""
-    guarded = start_guard()
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
     connection, _ = other.accept()
+    callee = Callee(key, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    connection.sendall(callee.answer)
+    assert len(connection.recv(PROOF_BYTES + 8, socket.MSG_WAITALL)) == PROOF_BYTES + 8  # and the first probe
     other.close()
     connection.close()
     _until(lambda: OTHER not in guarded.store.view(0).alive)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from zeroband.elastic import links
-from zeroband.elastic.links import LinkMonitor
-from zeroband.plane.port import PROBE_CALL
+from zeroband.elastic.links import Identity, LinkMonitor
+from zeroband.plane.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose, RunKey
 
 HOST = "127.0.0.1"
+KEY = RunKey(b"k" * 32)
 A, B, C = "a#1", "b#1", "c#1"
 DETECT_S = 0.1
-OpenMonitor = Callable[[], LinkMonitor]
+OpenMonitor = Callable[..., LinkMonitor]
 
 
 class Clock:
@@ -47,8 +48,8 @@ def gone() -> queue.SimpleQueue[str]:
 def open_monitor(gone: queue.SimpleQueue[str]) -> Iterator[OpenMonitor]:
     monitors: list[LinkMonitor] = []
 
-    def open_one() -> LinkMonitor:
-        monitors.append(LinkMonitor(HOST, detect_s=DETECT_S, on_gone=gone.put))
+    def open_one(member: str = A, *, detect_s: float = DETECT_S) -> LinkMonitor:
+        monitors.append(LinkMonitor(HOST, identity=Identity(member, KEY), detect_s=detect_s, on_gone=gone.put))
         return monitors[-1]
 
     yield open_one
@@ -81,14 +82,104 @@ def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:
     return link is not None and link.answered_at_s > after_s
 
 
+def probe(port: int, *, of: str = A, by: str = B, key: RunKey = KEY) -> socket.socket:
+    """A connection for probes, after its handshake."""
+    connection = socket.create_connection((HOST, port), timeout=10)
+    caller = Caller(key, Identity(by, key).introduction(of, Purpose.PROBE))
+    connection.sendall(caller.hello)
+    connection.sendall(caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))[0])
+    return connection
+
+
+def ask(connection: socket.socket) -> bytes:
+    connection.sendall(b"12345678")
+    return connection.recv(8, socket.MSG_WAITALL)
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def accept_probes(listener: socket.socket) -> socket.socket:
+    """As a guardian does: the next connection for probes, after its handshake."""
+    connection, _ = listener.accept()
+    connection.settimeout(10)
+    callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    assert callee.introduction.purpose == Purpose.PROBE
+    connection.sendall(callee.answer)
+    callee.take(connection.recv(PROOF_BYTES, socket.MSG_WAITALL))
+    return connection
+
+
 def test_monitor_listens_when_it_is_made(open_monitor: OpenMonitor) -> None:
-    with socket.create_connection((HOST, open_monitor().port), timeout=10) as connection:
-        connection.sendall(PROBE_CALL + b"12345678")
-        assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
+    with probe(open_monitor().port) as connection:
+        assert ask(connection) == b"12345678"
+
+
+@pytest.mark.parametrize("said", [b"", b"zbp112345678"], ids=["nothing", "a probe without a handshake"])
+def test_crowd_of_strangers_at_two_nodes_keeps_no_third_one_out(open_monitor: OpenMonitor, said: bytes) -> None:
+    """They hold their connections for as long as they are let, many more than any node has peers."""
+    monitors, idle = {member: open_monitor(member, detect_s=1.0) for member in (A, B)}, list[socket.socket]()
+    for monitor in monitors.values():
+        for _ in range(300):
+            idle.append(socket.create_connection((HOST, monitor.port), timeout=10))
+            idle[-1].sendall(said)
+    monitors[C] = open_monitor(C, detect_s=1.0)
+    from_s = time.monotonic()
+    for member, monitor in monitors.items():
+        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+    pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
+    until(lambda: all(has_answered(monitor, other, from_s) for monitor, other in pairs))
+    for connection in idle:
+        connection.close()
+
+
+def test_strangers_push_out_no_probe_that_is_answered(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor(detect_s=10.0)
+    with probe(monitor.port) as connection:
+        idle = [socket.create_connection((HOST, monitor.port), timeout=10) for _ in range(300)]
+        until(lambda: len(monitor._door._strangers) == 64)
+        assert ask(connection) == b"12345678"
+        for stranger in idle:
+            stranger.close()
+
+
+def test_probes_that_stop_are_hung_up_on(open_monitor: OpenMonitor) -> None:
+    with probe(open_monitor().port) as connection:
+        assert ask(connection) == b"12345678"
+        assert is_hung_up(connection)
+
+
+def test_member_that_calls_again_is_answered_on_its_newest_connection(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor(detect_s=10.0)
+    with probe(monitor.port) as old, probe(monitor.port, by=C) as other, probe(monitor.port) as new:
+        assert ask(new) == ask(other) == b"12345678"
+        assert is_hung_up(old) and sorted(monitor._askers) == [B, C]
+
+
+def test_dialling_pauses_where_connections_are_taken_and_closed_at_once(
+    open_monitor: OpenMonitor, silent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guardian cannot answer. Before, it was dialled again without a pause, as fast as it hung up."""
+    pauses, sleep = list[float](), links.asyncio.sleep
+
+    async def note(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(pause_s)
+
+    monitor = open_monitor(B)
+    monkeypatch.setattr(links.asyncio, "sleep", note)
+    monitor.watch({A: address_of(silent)})
+    accept_probes(silent).close()
+    accept_probes(silent).close()
+    assert monitor._probe_s in pauses
 
 
 def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
-    monitors = {member: open_monitor() for member in (A, B, C)}
+    monitors = {member: open_monitor(member) for member in (A, B, C)}
     from_s = time.monotonic()
     for member, monitor in monitors.items():
         monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
@@ -98,7 +189,7 @@ def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
 
 
 def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
-    monitor, other = open_monitor(), open_monitor()
+    monitor, other = open_monitor(A), open_monitor(C)
     from_s = time.monotonic()
     monitor.watch({B: address_of(silent), C: (HOST, other.port)})
     until(lambda: monitor.cut_off() == (B,))
@@ -118,17 +209,13 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
 ) -> None:
     monitor = open_monitor()
     monitor.watch({B: address_of(silent)})
-    connection, _ = silent.accept()
-    connection.settimeout(10)
-    assert connection.recv(len(PROBE_CALL), socket.MSG_WAITALL) == PROBE_CALL
+    connection = accept_probes(silent)
     connection.sendall(connection.recv(8, socket.MSG_WAITALL))
     until(lambda: monitor.cut_off() == (B,))
-    again, _ = silent.accept()
+    again = accept_probes(silent)
     stop = threading.Event()
 
     def echo() -> None:
-        again.settimeout(10)
-        again.recv(len(PROBE_CALL), socket.MSG_WAITALL)
         while not stop.is_set() and (probe := again.recv(8)):
             again.sendall(probe)
 
@@ -169,7 +256,7 @@ def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
     """Its machine closes the connection, and refuses another one."""
     monitor = open_monitor()
     monitor.watch({B: address_of(silent)})
-    connection, _ = silent.accept()
+    connection = accept_probes(silent)
     silent.close()
     connection.close()
     assert gone.get(timeout=10) == B
@@ -183,8 +270,7 @@ def test_connection_that_breaks_says_nobody_gone_while_another_one_is_taken(
     monitor = open_monitor()
     monitor.watch({B: address_of(silent)})
     for _ in range(3):
-        connection, _ = silent.accept()
-        connection.close()
+        accept_probes(silent).close()
     assert gone.empty()
 
 
@@ -218,7 +304,7 @@ def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor
 
 
 def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silent: socket.socket) -> None:
-    monitor, other = open_monitor(), open_monitor()
+    monitor, other = open_monitor(A), open_monitor(B)
     monitor.watch({B: address_of(silent)})
     until(lambda: monitor.cut_off() == (B,))
     monitor.watch({B: (HOST, other.port)})
@@ -240,9 +326,8 @@ def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMo
 def test_closed_monitor_hangs_up_in_silence(open_monitor: OpenMonitor, caplog: pytest.LogCaptureFixture) -> None:
     """Who asks it must learn at once that it has ended, and the user must see no error of a loop that was stopped."""
     monitor = open_monitor()
-    with socket.create_connection((HOST, monitor.port), timeout=10) as connection:
-        connection.sendall(PROBE_CALL + b"12345678")
-        assert connection.recv(8, socket.MSG_WAITALL) == b"12345678"
+    with probe(monitor.port) as connection:
+        assert ask(connection) == b"12345678"
         monitor.close()
         connection.settimeout(1)
         assert connection.recv(8) == b""

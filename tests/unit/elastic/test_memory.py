@@ -125,3 +125,13 @@ def test_memory_is_more_when_its_vote_for_the_current_opening_is_missing(memory:
     assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
     assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
     assert not memory.is_more_than(a_view(opening=an_opening(7)), 6), "it was opened again"
+
+
+def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: Memory) -> None:
+    """The run began again on a checkpoint without this member, in a store that had lost everything."""
+    founding = replace(an_opening(1, 2), sessions=("old",))
+    again = a_view(opening=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)
+    memory.announced(WORD)
+    assert not memory.is_more_than(again, 6)
+    memory.learn(again)
+    assert (memory.known.opening, memory.known.committed) == (again.opening, again.committed)

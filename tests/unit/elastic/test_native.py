@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, permutations
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from tests.unit.plane.conftest import DEADLINE_S, make_silent, tcp_pair, until
+from tests.unit.plane.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
 from zeroband.elastic import native as native_module
 from zeroband.elastic.board import NodeBoard
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.native import NativePlane, Reach
-from zeroband.errors import PeerLost
+from zeroband.elastic.stalls import TransferBounds
+from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import CODECS
+from zeroband.plane.calling import Address
 from zeroband.plane.engine import Encoded, Engine, LinkState
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import OPEN, RunKey, new_session
@@ -30,6 +35,8 @@ from zeroband.plane.tuning import LinkTuning
 
 N = 700
 INT8 = CODECS["int8"]
+PATIENT = TransferBounds(stall_s=DEADLINE_S, most_stall_s=DEADLINE_S, stream_s=DEADLINE_S, connect_s=DEADLINE_S)
+BOUNDS = replace(PATIENT, stall_s=1.0)
 SOURCE = torch.randn(N, generator=torch.Generator().manual_seed(0))
 
 
@@ -40,7 +47,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         board = NodeBoard(tmp_path / "board", create=True)
         reach = Reach(links=cast(Any, None), addresses=lambda members: {})
-        plane = NativePlane("run", board, INT8, reach, streams=1, paced=True, connect_s=1.0, silent_s=1.0)
+        plane = NativePlane("run", board, INT8, reach, streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
         assert plane.reduce_mean(SOURCE, result, opening, "a#1", lambda share: None, **more) == (0, 0)
@@ -78,22 +85,28 @@ OPENING = Opening(1, 1, 1, ("a#1", "b#1", "c#1"), (1, 1, 1), (4, 4, 4), (4, 4, 4
 class Node:
     """A member of OPENING with a data plane of its own."""
 
-    def __init__(self, member_id: str, folder: Path, links: type[Links] = Links, streams: int | None = 1) -> None:
+    def __init__(
+        self,
+        member_id: str,
+        folder: Path,
+        links: type[Links] = Links,
+        streams: int | None = 1,
+        bounds: TransferBounds = PATIENT,
+    ) -> None:
         self.member_id = member_id
-        self.links = links(Engine(1), RunKey(b"k" * 32), is_sealed=False)
+        self.links = links(Engine(1, beat_s=bounds.beat_s), RunKey(b"k" * 32), is_sealed=False)
         self._board = NodeBoard(folder / member_id, create=True)
         self._main = ThreadPoolExecutor(1)
-        reach = Reach(self.links, addresses=lambda members: {})
-        self._plane = NativePlane(
-            "run", self._board, CODECS["fp32"], reach, streams=streams, paced=True, connect_s=DEADLINE_S, silent_s=0.1
-        )
+        self.addresses: dict[str, Address] = {}
+        reach = Reach(self.links, addresses=lambda members: self.addresses)
+        self.plane = NativePlane("run", self._board, CODECS["fp32"], reach, streams=streams, paced=True, bounds=bounds)
 
     def reduce(self, opening: Opening) -> Future[torch.Tensor]:
         """As the trainer's main thread does it."""
 
         def reduce() -> torch.Tensor:
             result = torch.full((N,), 7.0)
-            self._plane.reduce_mean(SOURCE, result, opening, self.member_id, lambda share: None)
+            self.plane.reduce_mean(SOURCE, result, opening, self.member_id, lambda share: None)
             return result
 
         return self._main.submit(reduce)
@@ -101,10 +114,10 @@ class Node:
     @property
     def took_ms(self) -> int:
         """What the others are told of its last transfer."""
-        return self._plane.measured().took_ms
+        return self.plane.measured().took_ms
 
     def close(self) -> None:
-        self._plane.close()
+        self.plane.close()
         self._main.shutdown()
         self._board.close()
 
@@ -121,9 +134,9 @@ def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
-    """Of OPENING, without links."""
+    """Of OPENING, without links; they wait no longer than BOUNDS says."""
     monkeypatch.setattr(native_module, "_ASK_S", 0.01)
-    made = [Node(member, tmp_path) for member in OPENING.members]
+    made = [Node(member, tmp_path, bounds=BOUNDS) for member in OPENING.members]
     yield made
     for node in made:
         node.close()
@@ -145,15 +158,106 @@ def test_round_that_lost_a_link_without_a_word_goes_on_over_another_one(nodes: l
     join(a, b)
     join(b, c)
     join(a, c, is_silent=True)
-    for node, other in ((a, c), (c, a)):
+    for reducing, other in [(node.reduce(OPENING), other) for node, other in ((a, c), (c, a))]:
         with pytest.raises(PeerLost) as raised:
-            node.reduce(OPENING).result(DEADLINE_S)
+            reducing.result(DEADLINE_S)
         assert raised.value.member_ids == (other.member_id,)
     join(a, c)
     again = replace(OPENING, version=2, epoch=2)
     results = [reducing.result(DEADLINE_S) for reducing in [node.reduce(again) for node in nodes]]
     assert all(torch.equal(result, results[0]) for result in results)
     assert torch.allclose(results[0], SOURCE)
+
+
+class Box:
+    """A middlebox between two ends: acknowledges all that comes, and forwards what it is not told to swallow."""
+
+    def __init__(self) -> None:
+        (self.one, mine), (self.other, theirs) = tcp_pair(), tcp_pair()
+        self.there, self.back = threading.Event(), threading.Event()
+        """Set: what goes there, or comes back, is swallowed."""
+        for source, sink, swallows in ((mine, theirs, self.there), (theirs, mine, self.back)):
+            threading.Thread(target=self._pour, args=(source, sink, swallows), daemon=True).start()
+
+    def _pour(self, source: socket.socket, sink: socket.socket, swallows: threading.Event) -> None:
+        source.settimeout(None)
+        with suppress(OSError):
+            while piece := source.recv(1 << 16):
+                if not swallows.is_set():
+                    sink.sendall(piece)
+            if not swallows.is_set():
+                sink.shutdown(socket.SHUT_RDWR)
+
+
+def join_through(one: Node, other: Node) -> Box:
+    box, session = Box(), new_session()
+    one.links.accept(box.one, HandedOver("data", other.member_id, session, OPEN))
+    other.links.accept(box.other, HandedOver("data", one.member_id, session, OPEN))
+    return box
+
+
+TWO = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), wants=(4, 4))
+
+
+@pytest.mark.parametrize("is_both_ways", [True, False], ids=["both ways", "one way"])
+def test_path_that_acknowledges_and_forwards_nothing_is_left_for_another_one(
+    nodes: list[Node], is_both_ways: bool
+) -> None:
+    """TCP at either end sees everything acknowledged; who should get something sees that nothing comes."""
+    a, b, _ = nodes
+    box = join_through(a, b)
+    box.there.set()
+    if is_both_ways:
+        box.back.set()
+    reductions = [node.reduce(TWO) for node in (a, b)]
+    with pytest.raises(TransferStalled, match="with a#1 failed") as raised:
+        reductions[1].result(DEADLINE_S)
+    stall = raised.value
+    assert stall.member_ids == ("a#1",) and stall.since_s >= BOUNDS.stall_s and stall.at_byte == 0 < stall.of_bytes
+    with pytest.raises(PeerLost):
+        reductions[0].result(DEADLINE_S)
+    assert not a.links.state("b#1").is_up and not b.links.state("a#1").is_up
+    join(a, b)
+    again = [node.reduce(replace(TWO, version=2, epoch=2)) for node in (a, b)]
+    assert all(torch.allclose(reducing.result(DEADLINE_S), SOURCE) for reducing in again)
+
+
+def test_link_that_went_silent_between_two_rounds_is_not_used_in_the_next(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    box = join_through(a, b)
+    until(lambda: a.links.state("b#1").silent_s == 0)
+    box.back.set()
+    until(lambda: a.links.state("b#1").silent_s > BOUNDS.stall_s)
+    with pytest.raises(PeerLost, match="left before the transfer"):  # it asks where the other one is, to dial again
+        a.reduce(TWO).result(DEADLINE_S)
+    assert not a.links.state("b#1").is_up
+
+
+def test_member_that_is_late_costs_no_link_and_is_waited_for_longer_each_time(nodes: list[Node]) -> None:
+    """The others wait for it and for one another: nobody's path is to blame, and the round is opened again."""
+    for one, other in combinations(nodes, 2):
+        join(one, other)
+    waiting = nodes[:2]
+    for reducing in [node.reduce(OPENING) for node in waiting]:
+        with pytest.raises(TransferStalled, match="no byte of it moved") as raised:
+            reducing.result(DEADLINE_S)
+        assert "c#1" in raised.value.member_ids
+    assert all(one.links.state(other.member_id).is_up for one, other in permutations(nodes, 2))
+    assert [node.plane._limits.transfer.limit_s for node in waiting] == [2 * BOUNDS.stall_s] * 2
+    again = [node.reduce(replace(OPENING, version=2, epoch=2)) for node in nodes]
+    assert all(torch.allclose(reducing.result(DEADLINE_S), SOURCE) for reducing in again)
+    assert [node.plane._limits.transfer.limit_s for node in waiting] == [BOUNDS.stall_s] * 2
+
+
+def test_connection_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:
+    """It takes connections and says nothing, for as long as anybody waits."""
+    a = Node("a#1", tmp_path, bounds=replace(PATIENT, connect_s=0.3))
+    with socket.create_server((HOST, 0)) as silent:
+        a.addresses["b#1"] = silent.getsockname()
+        with pytest.raises(TransferStalled, match=r"no connection to b#1 within 0.3 s") as raised:
+            a.reduce(TWO).result(DEADLINE_S)
+    assert raised.value.member_ids == ("b#1",)
+    a.close()
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.orders import Orders, answer_loss, drain, give_up_rollback, go_on, pause, roll_back
+from zeroband.elastic.orders import Orders, answer_loss, drain, give_up_rollback, go_on, orders_from, pause, roll_back
 from zeroband.errors import ConfigError
 
 ALIVE = {"a#1": "a", "b#1": "b", "b#2": "b"}
@@ -33,12 +34,8 @@ COMMANDS = st.sampled_from(
 
 
 @given(ORDERS)
-def test_orders_come_back_from_the_fields_that_the_store_keeps(orders: Orders) -> None:
-    assert Orders.from_fields(orders.to_fields()) == orders
-
-
-def test_store_without_orders_has_version_0() -> None:
-    assert Orders.from_fields({}) == Orders()
+def test_orders_come_back_from_what_the_store_keeps(orders: Orders) -> None:
+    assert orders_from(json.loads(orders.to_json())) == orders
 
 
 @given(ORDERS, COMMANDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.elastic.shm import NodeFolder, is_restart, launch_of, remove_abandoned, restarting_launcher, sweep
+from zeroband.elastic.shm import NodeFolder, is_restart, launch_of, remove, remove_abandoned, restarting_launcher, sweep
 from zeroband.errors import ConfigError
 
 HOLDER = """
@@ -50,7 +50,7 @@ def hold() -> Iterator[Callable[[Path], subprocess.Popen[bytes]]]:
 
 def left_over(shm_dir: Path, node_id: str, *, age_s: float = 0.0, has_lock: bool = True) -> Path:
     folder = NodeFolder.path_of(shm_dir, "run", node_id)
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     (folder / "params").write_bytes(b"old")
     if has_lock:
         (folder / "lock").touch()
@@ -227,3 +227,73 @@ def test_launcher_restarts_as_often_as_it_was_told_to(
     assert bool(restarting_launcher(environ)) == bool(launch_of(environ)) == restarts
     assert bool(restarting_launcher(environ, left=True)) == restarts_again
     assert is_restart(environ) == (done > 0)
+
+
+# -- prepared by somebody else --------------------------------------------------------------------------------------
+
+STRANGER = 65534
+"""Another user of the machine."""
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to somebody else")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder like /dev/shm, and the user's own things beside it."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine" / "work").write_text("of years")
+    shm_dir = tmp_path / "shm"
+    shm_dir.mkdir()
+    shm_dir.chmod(0o1777)
+    return shm_dir
+
+
+def prepared(shm_dir: Path, how: str) -> Path:
+    """What somebody else may have made in the place of a node's folder, long ago."""
+    folder = NodeFolder.path_of(shm_dir, "run", "a")
+    if how == "a link":
+        folder.symlink_to(shm_dir.parent / "mine")
+        return folder
+    if how == "no folder":
+        folder.touch()
+        return folder
+    folder.mkdir(mode=0o700)
+    (folder / "lock").symlink_to(shm_dir.parent / "mine" / "work")
+    if how == "belongs to":
+        os.chown(folder, STRANGER, STRANGER)
+    else:
+        folder.chmod(0o777)
+    os.utime(folder, (0.0, 0.0))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "how", ["a link", "no folder", "other users may use it", pytest.param("belongs to", marks=as_root)]
+)
+def test_folder_that_somebody_else_prepared_is_refused_and_left_alone(shared: Path, how: str) -> None:
+    """Claiming it truncated the file that its `lock` led to, and the state lay where others read and write it."""
+    folder = prepared(shared, how)
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    with pytest.raises(ConfigError, match=rf"zeroband-run@a is not for this node.*{how}.*set node\.shm_dir"):
+        NodeFolder(shared, "run", "a")
+    assert (shared.parent / "mine" / "work").read_text() == "of years"
+    assert os.path.lexists(folder) and (sorted(folder.iterdir()) if folder.is_dir() else []) == inside
+
+
+@pytest.mark.parametrize("how", ["a link", "no folder", pytest.param("belongs to", marks=as_root)])
+def test_sweep_removes_nothing_that_is_not_this_users(shared: Path, how: str) -> None:
+    folder = prepared(shared, how)
+    if how == "belongs to":
+        (folder / "lock").unlink()  # so it is abandoned
+        os.utime(folder, (0.0, 0.0))
+    os.utime(shared.parent / "mine", (0.0, 0.0))
+    assert sweep(shared) == []
+    remove(folder)
+    assert os.path.lexists(folder) and (shared.parent / "mine" / "work").read_text() == "of years"
+
+
+def test_folder_where_anybody_may_replace_the_nodes_is_refused(shared: Path) -> None:
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"lets every user replace .*mode 0777.*chmod \+t"):
+        NodeFolder(shared, "run", "a")
+    assert list(shared.iterdir()) == []

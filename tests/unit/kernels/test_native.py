@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.kernels import native
 
-WAY_OUT = "run `uv sync --reinstall-package zeroband-elastic`"
+WAY_OUT = "or in a clone `uv sync --reinstall-package zeroband-elastic`"
 
 
 def test_missing_library_says_what_to_do(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
         ["n0", "training", "60/100", "5.000", "->", "2.500", "640", "3", "2", "0123456789ab", "2", "kB", "500", "kB"]
     )
     assert "run demo, 2 nodes in: n0, n1" in lines
-    assert "sent 4 kB; per-step data parallel would have sent 1 MB, 250 times as much" in lines
+    assert "sent 4 kB by all nodes; per-step data parallel would have sent 1 MB, 250 times as much" in lines
     assert lines[-1].endswith("n1 round_committed round=3 epoch=2 members=n0#1,n1#1 digest=0123456789abcdef")
 
 

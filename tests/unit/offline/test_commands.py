@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from zeroband.checkpoint.storage import open_storage
 from zeroband.data.index import SampleIndex
 from zeroband.data.tokens import TokenStore, prepare
-from zeroband.offline import evaluate, export, sample
+from zeroband.offline import continuation, directory, evaluate, export, sample
 from zeroband.offline.directory import TrainedModel
 
 HELD_OUT = 0.05
@@ -136,7 +136,7 @@ def test_sample_repeats_itself_and_begins_with_the_prompt(run: str, capsys: pyte
 
 
 def test_sample_sees_the_prompt_behind_the_end_of_a_document(run: str, trained: TrainedModel) -> None:
-    text = sample.continuation(trained, "ab", torch.device("cpu"), tokens=1, temperature=0.0, seed=0)
+    text = continuation.continuation(trained, "ab", torch.device("cpu"), tokens=1, temperature=0.0, seed=0)
     with torch.no_grad():
         likeliest = trained.build(torch.device("cpu"))(torch.tensor([[256, 97, 98]]))[0, -1].argmax().item()
     assert text == trained.tokenizer.decode([likeliest])
@@ -149,8 +149,8 @@ def test_sample_ends_with_the_document(trained: TrainedModel, monkeypatch: pytes
         asked.append(prompt.tolist())
         return torch.cat((prompt, torch.tensor([*b"hi", 256, *b"more"])))
 
-    monkeypatch.setattr(sample, "generate", generate)
-    assert sample.continuation(trained, "x", torch.device("cpu"), tokens=7, temperature=1.0, seed=0) == "hi"
+    monkeypatch.setattr(continuation, "generate", generate)
+    assert continuation.continuation(trained, "x", torch.device("cpu"), tokens=7, temperature=1.0, seed=0) == "hi"
     assert asked == [[256, ord("x")]]
 
 
@@ -169,7 +169,7 @@ def test_export_says_that_nothing_was_compared_without_transformers(
     assert export.main([run, str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "step 10 of run demo as bfloat16" in out
-    assert "not checked: transformers is not installed (`uv sync --extra hf`)" in out
+    assert "not checked: transformers is not installed; install the extra `hf`: " in out
     assert (tmp_path / "out" / "config.json").exists()
 
 
@@ -188,8 +188,10 @@ def test_export_ends_with_1_where_transformers_computes_something_else(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra hf")
-    honest = export.write_directory
-    monkeypatch.setattr(export, "write_directory", lambda _, out, dtype: honest(trained_of(TINY, seed=5), out, dtype))
+    honest = directory.write_directory
+    monkeypatch.setattr(
+        directory, "write_directory", lambda _, out, dtype: honest(trained_of(TINY, seed=5), out, dtype)
+    )
     assert export.main([run, str(tmp_path / "out")]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.errors import ConfigError
-from zeroband.optim import InnerOptimizer, sign_step
+from zeroband.optim import InnerOptimizer, StepRule, sign_step
 
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), schedule=LinearSchedule(type="linear"), warmup_steps=2)
 
@@ -188,6 +188,21 @@ def test_forget_moments_continues_as_a_fresh_adam_at_the_same_rate() -> None:
     train(model, optimizer, 5, 1)
     moved = (model.norm.detach() - before).abs()
     assert all(math.isclose(value, rate, rel_tol=1e-4) for value in moved.tolist())
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sign"])
+def test_vectors_are_decayed_where_that_is_asked_for(rule: StepRule) -> None:
+    moved: dict[bool, Tensor] = {}
+    for decays in (False, True):
+        model = Tiny()
+        adamw = OPTIM.adamw.model_copy(update={"decay_vectors": decays})
+        optimizer = InnerOptimizer(model, OPTIM.model_copy(update={"adamw": adamw}), total_steps=20, rule=rule)
+        before, lr = model.norm.detach().clone(), optimizer.lr
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        moved[decays] = before - model.norm.detach()
+    torch.testing.assert_close(moved[True] - moved[False], lr * adamw.weight_decay * before, rtol=1e-3, atol=1e-7)
 
 
 def test_step_by_signs_decays_matrices_and_moves_every_value_by_the_learning_rate() -> None:

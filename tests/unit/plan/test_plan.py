@@ -7,14 +7,19 @@ import math
 import pytest
 
 from zeroband import cli
+from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
+from zeroband.outer.demo import momentum_rule
+from zeroband.outer.flat import FlatLayout, Slot
+from zeroband.outer.sparse.combine import combined_bytes
+from zeroband.outer.sparseloco import error_rule
 from zeroband.plan.advice import OuterKnobs, advise
 from zeroband.plan.command import main
 from zeroband.plan.forecast import CODECS_OF, HEADERS, OWN_WORK, STORE_TRIPS, Forecast, Job, Link, Relay, forecasts
 from zeroband.plan.units import parse_count, parse_positive, parse_rate, parse_whole
-from zeroband.plane.shape import CROWDED, MESSAGE_S
+from zeroband.plane.times import CROWDED, MESSAGE_S
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
 JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
@@ -143,6 +148,20 @@ def test_aggregator_bounds_what_comes_down_by_the_combined_payload() -> None:
     found = of("demo", "sign", Job(4096e3, 4, 0.5, relay="aggregator", fragments=5))
     assert found.sent_bytes == found.payload_bytes
     assert found.received_bytes == 32 + 1000 * 5 // 8 + 1000 * 16 * (12 + 4) // 8
+
+
+@pytest.mark.parametrize(("params", "nodes"), [(4096, 2), (4096 * 1001, 5), (4096 * 12_345, 33)])
+def test_payloads_of_the_forecast_are_those_of_the_codec(params: int, nodes: int) -> None:
+    layout = FlatLayout((Slot("all", (params // 64, 64), 0),))
+    job = Job(params, nodes, 0.5, relay="aggregator", fragments=5, k=3)
+    demo = momentum_rule(DemoConfig(type="demo", k=3), layout).codec
+    sparse = error_rule(SparseLocoConfig(type="sparseloco"), layout).codec
+    for found, codec, weighted in (
+        (of("demo", "sign", job), demo, False),
+        (of("sparseloco", "two_bit", job), sparse, True),
+    ):
+        assert found.payload_bytes == codec.nbytes
+        assert found.received_bytes == combined_bytes(codec, nodes, weighted=weighted)
 
 
 def test_overlapped_step_hides_demos_payload() -> None:

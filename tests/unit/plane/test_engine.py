@@ -27,6 +27,7 @@ from torch import Tensor
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.plane.engine import Engine, Shape, State
 from zeroband.plane.handshake import OPEN
+from zeroband.plane.shape import shape_of
 
 KeptNet = Callable[[int, bool], Net]
 INT8 = CODECS["int8"]
@@ -108,6 +109,17 @@ def test_float32_gives_the_mean_that_torch_gives(kept_net: KeptNet, is_ring: boo
     sources = [noise(5003, seed=member) for member in range(4)]
     results = kept_net(4, False).mean(split_into(5003, FP32, [1, 2, 3, 4], is_ring=is_ring), sources)
     expected = sum(share * source for share, source in zip((0.1, 0.2, 0.3, 0.4), sources, strict=True))
+    assert torch.allclose(results[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@EACH_SHAPE
+def test_shares_need_not_add_up_to_one(kept_net: KeptNet, is_ring: bool) -> None:
+    """As those of a round do where a joiner has trained less than the others what it contributes."""
+    sources = [noise(5003, seed=member) for member in range(3)]
+    shape = replace(shape_of(5003, FP32, (0.5, 0.5, 0.25)), is_ring=is_ring, chunk_numel=512)
+    results = kept_net(3, False).mean(shape, sources)
+    expected = 0.5 * sources[0] + 0.5 * sources[1] + 0.25 * sources[2]
+    assert all(torch.equal(result, results[0]) for result in results)
     assert torch.allclose(results[0], expected, rtol=1e-5, atol=1e-6)
 
 

@@ -25,7 +25,7 @@ SHAPE = Shape(FP32, (0, SHARD, 2 * SHARD), (0.5, 0.5), (0, 1), is_ring=False, ch
 NUMBER = 5
 OPERATION = Operation(RUN, opening=NUMBER << 16, epoch=3, round=4)
 HEADER = struct.Struct("<IBBHQQIIIII4x")
-MAGIC = 0x31425A01
+MAGIC = 0x31425A02
 PARTIAL, FINAL = 1, 2
 MEANT_BYTES = 44
 """Of a header; the rest of it says nothing."""
@@ -34,7 +34,7 @@ FRAME_BYTES = HEADER.size + 4 * SHARD
 SEALED_BYTES = FRAME_BYTES + 2 * TAG_BYTES
 """The header and the payload each have a tag."""
 
-few = settings(deadline=None, max_examples=40, phases=[Phase.explicit, Phase.generate])  # one that fails is slow
+few = settings(max_examples=40, phases=[Phase.explicit, Phase.generate])  # one that fails is slow
 
 
 def header(kind: int, shard: int, /, **changes: int) -> bytes:
@@ -95,7 +95,7 @@ class Duel:
 
 @contextmanager
 def duel() -> Iterator[Duel]:
-    engine, onlooker = Engine(1), Engine(1)
+    engine, onlooker = (Engine(1, beat_s=3600) for _ in range(2))  # no beats between the frames that are compared
     (ours, peer), (mine, theirs) = tcp_pair(), tcp_pair()
     engine.add_stream(1, ours, OPEN)
     engine.add_stream(2, mine, OPEN)

@@ -249,3 +249,15 @@ def test_what_a_connection_is_for_survives_the_way(
 def test_longest_introduction_fits_into_a_message() -> None:
     """Names come out of a call of 512 bytes, and are written with escapes."""
     assert len(HandedOver("data", '"' * 250, "\0" * 250, DATA.keys).to_bytes()) < 4096
+
+
+def test_connection_for_which_the_trainer_has_no_descriptor_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel takes it away and gives the message alone."""
+    guardian, trainer = channel()
+    inbox = Inbox({})
+    inbox.attach(trainer)
+    guardian.send(HandedOver("data", "b#1").to_bytes())
+    until(lambda: bool(caplog.messages))
+    assert caplog.messages[0].startswith("a connection of b#1 cannot be taken: too many open files (the limit is ")
+    inbox.close()
+    guardian.close()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -18,14 +19,14 @@ from zeroband.errors import HandshakeFailed
 from zeroband.plane import port as port_module
 from zeroband.plane.handover import HandedOver
 from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction, RunKey
-from zeroband.plane.port import CALL_BYTES, PROBE_CALL, Answer, Port, read_exactly, shake_hands
+from zeroband.plane.port import CALL_BYTES, Answer, Heard, Port, read_exactly, shake_hands
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)
 ME, CALLER = "me#1", "caller#1"
 STRANGERS = 4
 SOON_S = 0.05
-OTHER_CALL = b"oth1"
+SOME_CALL, OTHER_CALL = b"som1", b"oth1"
 DEADLINE_S = 5.0
 
 
@@ -56,7 +57,7 @@ async def greet(connection: socket.socket) -> None:
 
 @asynccontextmanager
 async def opened(answers: Mapping[bytes, Answer] | None = None) -> AsyncIterator[tuple[Port, int]]:
-    port = Port(answers or {PROBE_CALL: greet, OTHER_CALL: greet})
+    port = Port(answers or {SOME_CALL: greet, OTHER_CALL: greet})
     number = port.open(HOST, 0)
     try:
         yield port, number
@@ -71,8 +72,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def call(number: int, data: bytes = b"") -> socket.socket:
+async def call(number: int, data: bytes = b"", *, from_host: str = "") -> socket.socket:
     connection = socket.socket()
+    if from_host:
+        connection.bind((from_host, 0))
     connection.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, (HOST, number))
@@ -129,20 +132,20 @@ def test_call_may_come_byte_by_byte() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             connection = await call(number)
-            for byte in PROBE_CALL:
+            for byte in SOME_CALL:
                 await asyncio.sleep(0.003)
                 assert len(port._strangers) == 1
                 await asyncio.get_running_loop().sock_sendall(connection, bytes([byte]))
             await asyncio.get_running_loop().sock_sendall(connection, b"1234")
-            assert await all_that_comes(connection) == PROBE_CALL + b"1234"
+            assert await all_that_comes(connection) == SOME_CALL + b"1234"
 
     asyncio.run(scene())
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.binary(min_size=CALL_BYTES, max_size=600).filter(lambda b: not b.startswith((PROBE_CALL, OTHER_CALL))),
+        st.binary(min_size=CALL_BYTES, max_size=600).filter(lambda b: not b.startswith((SOME_CALL, OTHER_CALL))),
         min_size=1,
         max_size=STRANGERS,
     )
@@ -158,7 +161,7 @@ def test_who_says_something_else_is_shut_out_and_told_nothing(calls: list[bytes]
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("said", [b"", b"G", b"GET", b"zbp"])
+@pytest.mark.parametrize("said", [b"", b"G", b"GET", b"som"])
 def test_who_does_not_say_what_it_wants_is_shut_out(said: bytes, impatient: None) -> None:
     async def scene() -> None:
         async with opened() as (port, number):
@@ -193,8 +196,8 @@ def test_oldest_of_too_many_strangers_goes() -> None:
                 await until(lambda count=count: len(port._strangers) == min(count, STRANGERS))
             assert await asyncio.gather(*map(all_that_comes, strangers[:STRANGERS])) == [b""] * STRANGERS
             for stranger in strangers[STRANGERS:]:
-                await asyncio.get_running_loop().sock_sendall(stranger, PROBE_CALL + b"1234")
-                assert await all_that_comes(stranger) == PROBE_CALL + b"1234"
+                await asyncio.get_running_loop().sock_sendall(stranger, SOME_CALL + b"1234")
+                assert await all_that_comes(stranger) == SOME_CALL + b"1234"
 
     asyncio.run(scene())
 
@@ -231,26 +234,76 @@ def test_crowd_at_the_door_is_hung_up_on_and_forgotten(impatient: None) -> None:
     asyncio.run(scene())
 
 
-def test_who_is_answered_for_long_is_no_stranger() -> None:
-    """Probes go on as long as both nodes are there; those who come later must not push them out."""
+def test_who_is_answered_for_long_is_no_stranger_once_it_has_proven_itself() -> None:
+    """Probes go on as long as both nodes are there; neither strangers nor other callers must push them out."""
     silent = asyncio.Event()
 
     async def stay(connection: socket.socket) -> None:
-        await greet(connection)
+        await shake_hands(connection, KEY, callee=ME, is_sealed=True)
+        await asyncio.get_running_loop().sock_sendall(connection, b"in")
         await silent.wait()
 
     async def scene() -> None:
-        async with opened({PROBE_CALL: stay, OTHER_CALL: greet}) as (port, number):
-            probes = [await call(number, PROBE_CALL + b"1234") for _ in range(STRANGERS + 1)]
-            for probe in probes:
-                assert await asyncio.get_running_loop().sock_recv(probe, 8) == PROBE_CALL + b"1234"
-            assert port._strangers == {}
+        async with opened({DATA_CALL: stay, OTHER_CALL: greet}) as (port, number):
+            probes = [(caller := caller_of(), await call(number, caller.hello)) for _ in range(STRANGERS + 1)]
+            for caller, probe in probes:
+                proof, _ = caller.take(await read_exactly(probe, ANSWER_BYTES))
+                await asyncio.get_running_loop().sock_sendall(probe, proof)
+                assert await read_exactly(probe, 2) == b"in"
+            assert port._strangers == {} and port._callers == {}
             for _ in range(2 * STRANGERS):
                 await assert_answers(number)
             silent.set()
-            assert await asyncio.gather(*map(all_that_comes, probes)) == [b""] * len(probes)
+            assert await asyncio.gather(*[all_that_comes(probe) for _, probe in probes]) == [b""] * len(probes)
 
     asyncio.run(scene())
+
+
+def test_crowd_from_one_address_pushes_out_nobody_from_another() -> None:
+    async def scene() -> None:
+        async with opened() as (port, number):
+            lonely = await call(number, from_host="127.0.0.2")
+            await until(lambda: len(port._strangers) == 1)
+            crowd = [await call(number) for _ in range(3 * STRANGERS)]
+            assert await asyncio.gather(*map(all_that_comes, crowd[: 2 * STRANGERS])) == [b""] * 2 * STRANGERS
+            await asyncio.get_running_loop().sock_sendall(lonely, SOME_CALL + b"1234")
+            assert await all_that_comes(lonely) == SOME_CALL + b"1234"
+            for stranger in crowd:
+                stranger.close()
+
+    asyncio.run(scene())
+
+
+def test_connection_that_finds_no_descriptor_is_said_once_and_taken_later(caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be taken waits in the kernel; before it was tried again fifty times a second without a word."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare: list[int] = []
+
+    async def scene() -> None:
+        async with opened() as (_, number):
+            late = await call(number, SOME_CALL + b"1234")
+            assert await all_that_comes(late) == SOME_CALL + b"1234"
+            late = socket.socket()
+            late.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 8, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.open(os.devnull, os.O_RDONLY))
+            await asyncio.get_running_loop().sock_connect(late, (HOST, number))
+            await until(lambda: bool(caplog.records))
+            await asyncio.sleep(3 * SOON_S)
+            for descriptor in spare:
+                os.close(descriptor)
+            await asyncio.get_running_loop().sock_sendall(late, SOME_CALL + b"1234")
+            assert await all_that_comes(late) == SOME_CALL + b"1234"
+
+    try:
+        asyncio.run(scene())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (said,) = caplog.messages
+    assert "a connection of another node cannot be taken: Too many open files (the limit is" in said
+    caplog.clear()
 
 
 @pytest.mark.parametrize("error", [HandshakeFailed("no"), OSError("gone"), TimeoutError(), EOFError()], ids=repr)
@@ -270,8 +323,8 @@ def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
 def test_closed_port_hangs_up_on_everybody_and_listens_no_more() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
-            strangers = [await call(number, said) for said in (b"", b"GE", PROBE_CALL + b"12")]
-            await until(lambda: len(port._busy) == 4 and len(port._strangers) == 2)
+            strangers = [await call(number, said) for said in (b"", b"GE", SOME_CALL + b"12")]
+            await until(lambda: len(port._busy) == 4 and len(port._strangers) == 3)
             port.close()
             assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * 3
             assert port._strangers == {}
@@ -309,11 +362,11 @@ def test_port_that_is_taken_is_said() -> None:
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 def test_port_listens_on_ipv6_addresses() -> None:
     async def scene() -> None:
-        port = Port({PROBE_CALL: greet})
+        port = Port({SOME_CALL: greet})
         number = port.open("::1", 0)
         reader, writer = await asyncio.open_connection("::1", number)
-        writer.write(PROBE_CALL + b"1234")
-        assert await reader.read(8) == PROBE_CALL + b"1234"
+        writer.write(SOME_CALL + b"1234")
+        assert await reader.read(8) == SOME_CALL + b"1234"
         writer.close()
         port.close()
 
@@ -329,10 +382,10 @@ def caller_of(key: RunKey = KEY, *, callee: str = ME, is_sealed: bool = True) ->
 
 @asynccontextmanager
 async def opened_for_data(*, is_sealed: bool = True) -> AsyncIterator[tuple[Port, int, list[HandedOver]]]:
-    taken: list[HandedOver] = []
+    taken, heard = list[HandedOver](), Heard()
 
     async def answer(connection: socket.socket) -> None:
-        taken.append(await shake_hands(connection, KEY, callee=ME, is_sealed=is_sealed))
+        taken.append(await shake_hands(connection, KEY, callee=ME, is_sealed=is_sealed, heard=heard))
 
     async with opened({DATA_CALL: answer, OTHER_CALL: greet}) as (port, number):
         yield port, number, taken
@@ -434,15 +487,29 @@ def test_call_that_is_never_finished_ends_after_a_moment(size: int, impatient: N
 
 
 def test_caller_that_proves_nothing_does_not_get_in(impatient: None) -> None:
-    """It has recorded a call, and gets it answered again, but never more."""
-
     async def scene() -> None:
         async with opened_for_data() as (_, number, taken):
-            hello = caller_of().hello
-            answers = await asyncio.gather(
-                all_that_comes(await call(number, hello)), all_that_comes(await call(number, hello + b"\0" * 32))
-            )
-            assert [len(answer) for answer in answers] == [ANSWER_BYTES] * 2
+            assert len(await all_that_comes(await call(number, caller_of().hello + b"\0" * 32))) == ANSWER_BYTES
             assert taken == []
 
     asyncio.run(scene())
+
+
+def test_call_that_was_recorded_gets_no_answer_when_it_is_repeated() -> None:
+    """Nor does it take a place among the callers, from which many of them would push out who is of the run."""
+
+    async def scene() -> None:
+        async with opened_for_data() as (port, number, taken):
+            caller = caller_of()
+            await finish(caller, await call(number, caller.hello))
+            assert len(taken) == 1
+            assert await all_that_comes(await call(number, caller.hello)) == b""
+            assert (len(taken), port._callers, port._strangers) == (1, {}, {})
+
+    asyncio.run(scene())
+
+
+def test_oldest_of_too_many_calls_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_module, "_MOST_HEARD", 2)
+    heard, hellos = Heard(), [bytes([n]) * HELLO_BYTES for n in range(3)]
+    assert [heard.is_new(hello) for hello in (*hellos, hellos[2], hellos[0])] == [True, True, True, False, True]

@@ -90,7 +90,7 @@ def test_what_is_sent_arrives_and_ends(pair: tuple[SealedSocket, SealedSocket]) 
     assert pair[0].makefile().read(9) == b"both ways"
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(sent=st.lists(st.binary(min_size=1, max_size=300), max_size=6), wanted=st.integers(1, 100))
 def test_reader_gets_the_bytes_in_order_however_they_were_cut(sent: list[bytes], wanted: int) -> None:
     a, b = sealed_pair()
@@ -119,7 +119,7 @@ def test_recorded_stream_opens_as_it_was_sent() -> None:
         assert all_of(reader) == b"onetwo"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(at=st.integers(0, 2 * FRAME_BYTES + 6 - 1), change=st.integers(1, 255))
 def test_changed_byte_ends_the_stream_before_it_is_believed(at: int, change: int) -> None:
     """Also in the length, and in the record that says that the stream is over."""

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.shape import CROWDED, MESSAGE_S, all_to_all_s, chunk_numel, ring_s, shape_of, shard_bounds
+from zeroband.plane.shape import chunk_numel, shape_of, shard_bounds
+from zeroband.plane.times import CROWDED, MESSAGE_S, all_to_all_s, ring_s
 from zeroband.plane.topology import Network
 
 INT8 = CODECS["int8"]

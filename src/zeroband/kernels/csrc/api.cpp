@@ -60,7 +60,7 @@ struct zb_traffic {
 };
 
 struct zb_link {
-    uint32_t is_up, streams, rtt_us, unanswered_ms, window;
+    uint32_t is_up, streams, rtt_us, unanswered_ms, window, silent_ms, stalest_ms;
     uint64_t received_bytes, sent_packets, resent_packets;
 };
 
@@ -72,7 +72,7 @@ static bool is_aligned(const zb_spec& spec) {
     return is_whole;
 }
 
-int zb_abi() { return 10; }
+int zb_abi() { return 11; }
 
 int zb_variants() { return variant_count(); }
 const char* zb_variant_name(int variant) {
@@ -94,7 +94,7 @@ void zb_add(int codec, int variant, const uint8_t* in, uint64_t n, float weight,
 
 const char* zb_sealing_problem() { return sealing_problem(); }
 
-Engine* zb_engine_open(int threads) { return new (std::nothrow) Engine(threads < 1 ? 1 : threads); }
+Engine* zb_engine_open(int threads, double beat_s) { return new (std::nothrow) Engine(threads < 1 ? 1 : threads, beat_s); }
 // Afterwards every link is down and nothing runs; the engine stays until it is freed, after its operations.
 void zb_engine_close(Engine* engine) { engine->close(); }
 void zb_engine_free(Engine* engine) { delete engine; }
@@ -105,8 +105,8 @@ void zb_stream_add(Engine* engine, uint32_t link, int fd, const uint8_t* seal_ke
 void zb_link_drop(Engine* engine, uint32_t link) { engine->drop_link(link); }
 void zb_link_state(Engine* engine, uint32_t link, zb_link* out) {
     const LinkState state = engine->link_state(link);
-    *out = {state.is_up ? 1u : 0u, state.streams,        state.rtt_us,       state.unanswered_ms,
-            state.window,          state.received_bytes, state.sent_packets, state.resent_packets};
+    *out = {state.is_up ? 1u : 0u, state.streams,    state.rtt_us,         state.unanswered_ms, state.window,
+            state.silent_ms,       state.stalest_ms, state.received_bytes, state.sent_packets,  state.resent_packets};
 }
 
 void zb_link_congestion(Engine* engine, uint32_t link, const char* name) { engine->set_congestion(link, name); }

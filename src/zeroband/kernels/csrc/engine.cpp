@@ -16,6 +16,7 @@ namespace {
 constexpr uint32_t LONG_US = 500;          // round trip of what is more than a local network
 constexpr uint64_t ANY_LIMIT = 1ull << 40;  // bytes per second, more than any link has
 constexpr uint64_t NO_LIMIT = ~uint64_t{0};
+constexpr double NEVER_S = 1e6;
 
 tcp_info info_of(int fd) {
     tcp_info info{};
@@ -46,8 +47,8 @@ uint32_t Running::member_of(uint32_t link) const {
     return member;
 }
 
-Engine::Engine(int threads) {
-    for (int i = 0; i < threads; ++i) loops_.push_back(std::make_unique<Loop>(*this));
+Engine::Engine(int threads, double beat_s) : beat_s_(beat_s) {
+    for (int i = 0; i < threads; ++i) loops_.push_back(std::make_unique<Loop>(*this, beat_s));
 }
 
 Engine::~Engine() { close(); }
@@ -70,7 +71,7 @@ void Engine::add_stream(uint32_t link, int fd, const uint8_t* seal_key, const ui
     auto stream = std::make_unique<Stream>(fd, link, pool_, seal_key, open_key);
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_closed_ || !links_[link].is_up) return;
-    links_[link].streams.insert(fd);
+    links_[link].streams[fd] = 0;
     loops_[next_loop_++ % loops_.size()]->add(std::move(stream));
 }
 
@@ -90,9 +91,12 @@ LinkState Engine::link_state(uint32_t link) {
     if (found == links_.end()) return state;
     state.is_up = found->second.is_up;
     state.streams = static_cast<uint32_t>(found->second.streams.size());
-    state.received_bytes = found->second.received_bytes.load();
+    state.received_bytes = found->second.received_bytes;
     uint32_t busy = 0;
-    for (const int fd : found->second.streams) {
+    double silent_s = found->second.streams.empty() ? 0 : NEVER_S, stalest_s = 0;
+    for (const auto& [fd, stream_silent_s] : found->second.streams) {
+        silent_s = std::min(silent_s, stream_silent_s);
+        stalest_s = std::max(stalest_s, stream_silent_s);
         const tcp_info info = info_of(fd);
         const uint32_t rtt_us = info.tcpi_rtt;
         if (rtt_us > 0 && (state.rtt_us == 0 || rtt_us < state.rtt_us)) state.rtt_us = rtt_us;
@@ -104,6 +108,8 @@ LinkState Engine::link_state(uint32_t link) {
         state.window += info.tcpi_snd_cwnd;
     }
     if (busy > 0) state.window /= busy;
+    state.silent_ms = static_cast<uint32_t>(1e3 * silent_s);
+    state.stalest_ms = static_cast<uint32_t>(1e3 * stalest_s);
     return state;
 }
 
@@ -111,7 +117,7 @@ void Engine::set_congestion(uint32_t link, const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
     if (found == links_.end()) return;
-    for (const int fd : found->second.streams)
+    for (const auto& [fd, _] : found->second.streams)
         setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size()));
 }
 
@@ -119,7 +125,7 @@ void Engine::set_pace(uint32_t link, uint64_t bytes_per_s) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
     if (found == links_.end()) return;
-    for (const int fd : found->second.streams) pace(fd, bytes_per_s);
+    for (const auto& [fd, _] : found->second.streams) pace(fd, bytes_per_s);
 }
 
 void Engine::set_senders(uint32_t link, uint32_t senders) {
@@ -189,6 +195,7 @@ std::vector<RunningPtr> Engine::all_running() {
 
 FrameReader::Verdict Engine::judge(uint32_t link, const Frame& frame) {
     using Verdict = FrameReader::Verdict;
+    if (frame.kind == BEAT) return Verdict::SKIP;
     RunningPtr running;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -208,13 +215,21 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         running = running_of(packet->frame.operation);
-        const auto found = links_.find(link);
-        if (found != links_.end()) found->second.received_bytes += packet->frame.payload_bytes;
     }
     if (running == nullptr) return;
     std::vector<uint32_t> awakened;
     running->transfer->receive(running->member_of(link), std::move(packet), awakened);
     awaken(*running, awakened);
+}
+
+// What a loop saw of one of its streams since it looked last.
+void Engine::heard(uint32_t link, int fd, double silent_s, uint64_t received_bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = links_.find(link);
+    if (found == links_.end()) return;
+    found->second.received_bytes += received_bytes;
+    const auto stream = found->second.streams.find(fd);
+    if (stream != found->second.streams.end()) stream->second = silent_s;
 }
 
 bool Engine::is_sender(uint32_t link, int fd) {

@@ -37,7 +37,9 @@ using RunningPtr = std::shared_ptr<Running>;
 struct LinkState {
     bool is_up = false;
     uint32_t streams = 0;
-    uint64_t received_bytes = 0;
+    uint64_t received_bytes = 0;  // of frames that were taken, as they come
+    uint32_t silent_ms = 0;       // for which nothing came: over the stream that was heard last,
+    uint32_t stalest_ms = 0;      // and over the one that was not heard for longest
     uint32_t rtt_us = 0;         // of the fastest stream
     uint32_t unanswered_ms = 0;  // of the stream on which what was sent waits longest for any packet; 0: nothing waits
     uint32_t window = 0;         // packets that a stream may have under way, the mean of those that have any; 0: none has
@@ -47,7 +49,8 @@ struct LinkState {
 
 class Engine {
   public:
-    explicit Engine(int threads);
+    // Every stream shows itself to the other end after `beat_s` without anything else to send.
+    Engine(int threads, double beat_s);
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
@@ -81,14 +84,15 @@ class Engine {
 
     struct Link {
         bool is_up = true;
-        std::set<int> streams;  // their descriptors
+        std::map<int, double> streams;  // by descriptor: seconds for which nothing came
         uint32_t senders = UINT32_MAX;
-        std::atomic<uint64_t> received_bytes{0};
+        uint64_t received_bytes = 0;
     };
 
     RunningPtr start(std::unique_ptr<Transfer> transfer, std::vector<uint32_t> links);
     FrameReader::Verdict judge(uint32_t link, const Frame& frame);
     void deliver(uint32_t link, PacketPtr packet);
+    void heard(uint32_t link, int fd, double silent_s, uint64_t received_bytes);
     bool is_sender(uint32_t link, int fd);
     PacketPtr pick(uint32_t link, int fd, RunningPtr& running);
     void lose_stream(uint32_t link);
@@ -97,6 +101,7 @@ class Engine {
     RunningPtr running_of(const Operation& operation);
     std::vector<RunningPtr> all_running();
 
+    const double beat_s_;
     const std::shared_ptr<PacketPool> pool_ = std::make_shared<PacketPool>();
     std::mutex mutex_;
     std::vector<RunningPtr> running_;  // oldest first

@@ -5,7 +5,7 @@
 namespace zeroband {
 namespace {
 
-constexpr uint32_t MAGIC = 0x3142'5a01;  // protocol 1
+constexpr uint32_t MAGIC = 0x3142'5a02;  // protocol 2
 
 template <typename Value>
 void put(uint8_t*& at, Value value) {
@@ -49,7 +49,8 @@ bool read_header(const uint8_t* in, Frame& frame) {
     frame.shard = take<uint32_t>(in);
     frame.chunk = take<uint32_t>(in);
     frame.payload_bytes = take<uint32_t>(in);
-    return kind >= PARTIAL && kind <= PAYLOAD && frame.payload_bytes > 0 && frame.payload_bytes <= LARGEST_PAYLOAD;
+    return kind >= PARTIAL && kind <= BEAT && (frame.payload_bytes == 0) == (kind == BEAT) &&
+           frame.payload_bytes <= LARGEST_PAYLOAD;
 }
 
 }  // namespace zeroband

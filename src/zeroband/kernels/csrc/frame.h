@@ -9,7 +9,9 @@ namespace zeroband {
 constexpr size_t HEADER_BYTES = 48;
 constexpr size_t LARGEST_PAYLOAD = size_t{16} << 20;
 
-enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2, PAYLOAD = 3 };
+enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2, PAYLOAD = 3, BEAT = 4 };
+
+// A beat has no payload and belongs to no operation: it shows that the way from the sender is open and its process runs.
 
 constexpr uint8_t NO_CODEC = 255;  // of payloads: bytes that stand for no values here
 

@@ -11,11 +11,14 @@ namespace {
 
 constexpr int EVENTS_AT_ONCE = 64;
 constexpr int FRAMES_AT_ONCE = 16;  // of one stream, before the others get their turn
+constexpr double STOOD_STILL = 3;    // beats: it was this thread that could not listen
 
 }  // namespace
 
-Loop::Loop(Engine& engine)
+Loop::Loop(Engine& engine, double beat_s)
     : engine_(engine),
+      beat_s_(beat_s),
+      beaten_at_s_(monotonic_s()),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       thread_([this] { run(); }) {}
@@ -111,7 +114,7 @@ void Loop::run() {
             std::lock_guard<std::mutex> lock(mutex_);
             has_orders = is_woken_;
         }
-        const int ready = epoll_wait(epoll_, events, EVENTS_AT_ONCE, has_orders ? 0 : -1);
+        const int ready = epoll_wait(epoll_, events, EVENTS_AT_ONCE, has_orders ? 0 : ms_to_beat());
         for (int i = 0; i < ready; ++i) {
             const int fd = events[i].data.fd;
             if (fd == wake_) {
@@ -128,7 +131,41 @@ void Loop::run() {
             }
         }
         take_orders();
+        beat();
     }
+}
+
+int Loop::ms_to_beat() const {
+    const double left_s = beaten_at_s_ + beat_s_ - monotonic_s();
+    return left_s <= 0 ? 0 : static_cast<int>(1e3 * left_s) + 1;
+}
+
+// Shows this end to the others where nothing else does, and counts for how long nothing came from them.
+void Loop::beat() {
+    const double now_s = monotonic_s(), passed_s = now_s - beaten_at_s_;
+    if (passed_s < beat_s_) return;
+    beaten_at_s_ = now_s;
+    std::vector<int> idle;
+    for (auto& [fd, handle] : streams_) {
+        listen(handle, passed_s > STOOD_STILL * beat_s_ ? 0 : passed_s);
+        if (!std::exchange(handle.has_sent, false) && !handle.stream->is_sending()) idle.push_back(fd);
+    }
+    for (const int fd : idle)
+        if (Handle* handle = find(fd)) show(*handle);
+}
+
+void Loop::show(Handle& handle) {
+    handle.stream->put(engine_.pool().lend({Operation{}, BEAT, NO_CODEC, 0, 0, 0}));
+    pump(handle);
+}
+
+// Who holds a frame back does not read on: that its other end is not heard says nothing about it.
+void Loop::listen(Handle& handle, double passed_s) {
+    Stream& stream = *handle.stream;
+    const bool is_heard = std::exchange(handle.heard_bytes, stream.received_bytes()) != stream.received_bytes();
+    handle.silent_s = is_heard || stream.reader().is_holding() ? 0 : handle.silent_s + passed_s;
+    const uint64_t taken_bytes = stream.reader().taken_bytes();
+    engine_.heard(stream.link(), stream.fd(), handle.silent_s, taken_bytes - std::exchange(handle.taken_bytes, taken_bytes));
 }
 
 void Loop::take_orders() {
@@ -174,9 +211,10 @@ void Loop::pump(Handle& handle) {
         if (io == Io::BROKEN) return close(stream.fd(), true);
         if (io == Io::BLOCKED) break;
         const size_t bytes = stream.packet()->frame.payload_bytes;
-        const uint32_t member = handle.running->member_of(stream.link());
         stream.clear();
-        handle.running->transfer->sent(member, bytes);
+        handle.has_sent = true;
+        if (handle.running == nullptr) continue;  // it was a beat
+        handle.running->transfer->sent(handle.running->member_of(stream.link()), bytes);
         handle.running.reset();
     }
     stream.awaits_room = true;  // or its turn is over: the next room is there at once

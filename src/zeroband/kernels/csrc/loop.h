@@ -16,7 +16,7 @@ namespace zeroband {
 
 class Loop {
   public:
-    explicit Loop(Engine& engine);
+    Loop(Engine& engine, double beat_s);
     ~Loop();
 
     // Ends the thread and closes the streams. Once.
@@ -33,11 +33,18 @@ class Loop {
         std::unique_ptr<Stream> stream;
         RunningPtr running;  // whose packet is being sent
         uint32_t events = 0;
+        bool has_sent = false;  // anything since the last beat
+        uint64_t heard_bytes = 0, taken_bytes = 0;
+        double silent_s = 0;
     };
 
     void run();
     void post(std::function<void()> order);
     void take_orders();
+    int ms_to_beat() const;
+    void beat();
+    void show(Handle& handle);
+    void listen(Handle& handle, double passed_s);
     void watch(Handle& handle);
     void read(Handle& handle);
     void pump(Handle& handle);
@@ -46,6 +53,8 @@ class Loop {
     Handle* find(int fd);
 
     Engine& engine_;
+    const double beat_s_;
+    double beaten_at_s_;
     const int epoll_;
     const int wake_;
     std::atomic<bool> is_over_{false};

@@ -34,6 +34,7 @@ PacketPtr PacketPool::lend(const Frame& frame) {
 void PacketPool::take_back(Packet* packet) {
     std::unique_ptr<Packet> owned(packet);
     lent_bytes_ -= owned->capacity;
+    if (owned->capacity == 0) return;  // of a beat: it would serve nothing else
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_.size() < MOST_FREE) free_.push_back(std::move(owned));
 }

@@ -38,6 +38,7 @@ bool FrameReader::filled(size_t n, const Sink& sink) {
     if (wanted_ > 0) {
         const size_t taken = std::min(n, wanted_ - filled_);
         filled_ += taken;
+        if (!is_skipped_) taken_bytes_ += taken;
         n -= taken;
         if (filled_ == wanted_ && !took_payload(sink)) return false;
     }

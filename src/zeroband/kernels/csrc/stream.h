@@ -43,6 +43,9 @@ class FrameReader {
     bool retry(const Sink& sink);
     bool is_holding() const { return is_holding_; }
 
+    // Of the frames that were taken, as they came.
+    uint64_t taken_bytes() const { return taken_bytes_; }
+
   private:
     bool took_header(const Sink& sink);
     bool judged(FrameReader::Verdict verdict);
@@ -59,6 +62,7 @@ class FrameReader {
     bool is_skipped_ = false;
     bool is_holding_ = false;
     size_t filled_ = 0, wanted_ = 0;  // of the payload and its tag
+    uint64_t taken_bytes_ = 0;
 };
 
 class Stream {

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ALIGNMENT = 8
-"""So many numbers of any width end at a whole byte."""
-
-
-def packed_size(count: int, bits: int) -> int:
-    """Bytes that so many numbers of so many bits take."""
-    return -(-count * bits // 8)
+from zeroband.outer.sparse.sizes import ALIGNMENT, packed_size
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

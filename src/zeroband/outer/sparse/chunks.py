@@ -10,16 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
+from zeroband.config.outer import Uneven
 from zeroband.outer.flat import FlatLayout, Slot
-from zeroband.outer.sparse.bits import ALIGNMENT
-
-Uneven = Literal["pad", "divide"]
-"""What to do with a length that no chunk divides: `pad` it with zeros to equal chunks, or `divide` it by its largest
-divisor that is no longer than the chunk, as DeMo's source does; a prime length then has chunks of one."""
+from zeroband.outer.sparse.sizes import ALIGNMENT
 
 
 def chunk_length(length: int, most: int, uneven: Uneven) -> int:

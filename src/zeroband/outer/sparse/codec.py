@@ -7,7 +7,6 @@ nodes get the same bits from the same payloads in the same order, whatever their
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,20 +15,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zeroband.config.outer import ValueCodingName
+from zeroband.config.outer import Uneven, ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
 from zeroband.kernels.waves import Waves, waves_on
 from zeroband.outer.flat import FlatLayout
-from zeroband.outer.sparse.bits import ALIGNMENT
-from zeroband.outer.sparse.chunks import ChunkGroup, ChunkLayout, Uneven, share_of
+from zeroband.outer.sparse.chunks import ChunkGroup, ChunkLayout, share_of
 from zeroband.outer.sparse.records import Chosen, RecordFormat
-from zeroband.outer.sparse.values import coding_of
+from zeroband.outer.sparse.sizes import ALIGNMENT, HEADER
 
-HEADER = struct.Struct("<4sBBxxIIQQ")
-"""Magic, version, kind, sources, (reserved) 0, bytes of the body, digest of what both ends must share."""
 MAGIC, VERSION = b"ZBSP", 1
 KIND_OWN = 0
 """Of a node's own payload; `combine` has kinds of its own."""
@@ -146,7 +142,7 @@ class SparseCodec:
         start = HEADER.size
         for group in chunks.groups:
             k = rule.k_of(group.numel)
-            record = RecordFormat(group.numel, k, coding_of(rule.values, k, group.numel))
+            record = RecordFormat(group.numel, k, rule.values)
             sections.append(Section(group, record, start))
             start += sections[-1].size
         self.sections = tuple(sections)

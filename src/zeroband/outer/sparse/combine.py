@@ -17,8 +17,9 @@ from zeroband.errors import MalformedPayload
 from zeroband.kernels import reference
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import place
-from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
-from zeroband.outer.sparse.codec import HEADER, Divisor, Payload, Section, SparseCodec, mean_over_senders
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.codec import Divisor, Payload, Section, SparseCodec, mean_over_senders
+from zeroband.outer.sparse.sizes import HEADER, combined_fields, combined_size, most_entries, packed_size
 
 MOST_SOURCES = (1 << 15) - 1
 """Sums of so many signs fit into 16 bits."""
@@ -82,11 +83,9 @@ def combine(
 def combined_bytes(codec: SparseCodec, sources: int, *, divisor: Divisor = "none", weighted: bool = False) -> int:
     """The most bytes that combining so many payloads can give: no two chose the same coefficient."""
     kind = _kind_of(codec, [1.0] if weighted else None, divisor)
-    total = HEADER.size
-    for section in codec.sections:
-        entries = section.group.chunks * _most_entries(section, sources)
-        total += sum(packed_size(count, bits) for count, bits in _fields(section, kind, sources, entries))
-    return total
+    flags = {"has_sums": kind != _VALUES, "has_senders": kind == _SIGNS_AND_SENDERS}
+    shapes = ((section.group.chunks, section.record.k, section.group.numel) for section in codec.sections)
+    return HEADER.size + sum(combined_size(*shape, sources, **flags) for shape in shapes)
 
 
 def check_combined(codec: SparseCodec, data: Tensor) -> Combined:
@@ -132,20 +131,17 @@ def _joined(parts: Sequence[Union]) -> Union:
     )
 
 
-def _most_entries(section: Section, sources: int) -> int:
-    """Of one chunk."""
-    return min(section.group.numel, section.record.k * sources)
-
-
 def _fields(section: Section, kind: int, sources: int, entries: int) -> list[tuple[int, int]]:
     """(how many, bits of each) of the fields of a section in their order: counts, places, values, senders."""
-    value_bits = 32 if kind == _VALUES else (2 * sources).bit_length()
-    return [
-        (section.group.chunks, _most_entries(section, sources).bit_length()),
-        (entries, (section.group.numel - 1).bit_length()),
-        (entries, value_bits),
-        (entries if kind == _SIGNS_AND_SENDERS else 0, sources.bit_length()),
-    ]
+    return combined_fields(
+        section.group.chunks,
+        section.record.k,
+        section.group.numel,
+        sources,
+        entries,
+        has_sums=kind != _VALUES,
+        has_senders=kind == _SIGNS_AND_SENDERS,
+    )
 
 
 def _pack(union: Union, section: Section, kind: int, sources: int) -> list[Tensor]:
@@ -175,7 +171,7 @@ def _unpack(data: Tensor, at: int, section: Section, kind: int, sources: int) ->
 
     chunks, count_bits = _fields(section, kind, sources, 0)[0]
     counts = numbers(chunks, count_bits)
-    if (counts > _most_entries(section, sources)).any():
+    if (counts > most_entries(sources, section.record.k, section.group.numel)).any():
         raise MalformedPayload(f"combined payload: {int(counts.max())} values in a chunk")
     _, of_places, of_values, of_senders = _fields(section, kind, sources, int(counts.sum()))
     places = numbers(*of_places)

@@ -6,12 +6,15 @@ Whatever a part of a payload is made by (a rank, a block of work), it is whole r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from zeroband.outer.sparse.bits import ALIGNMENT, has_clean_ends, pack, packed_size, unpack
-from zeroband.outer.sparse.values import ValueCoding
+from zeroband.config.outer import ValueCodingName
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.sizes import ALIGNMENT, index_bits, packed_size, record_size, records_size
+from zeroband.outer.sparse.values import ValueCoding, coding_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,16 @@ class RecordFormat:
 
     numel: int
     k: int
-    coding: ValueCoding
+    values: ValueCodingName
+
+    @cached_property
+    def coding(self) -> ValueCoding:
+        return coding_of(self.values, self.k, self.numel)
 
     @property
     def index_bits(self) -> int:
         """Of one place; none where all values are sent."""
-        return 0 if self.k == self.numel else (self.numel - 1).bit_length()
+        return index_bits(self.k, self.numel)
 
     @property
     def _marks_nothing(self) -> bool:
@@ -44,11 +51,7 @@ class RecordFormat:
 
     def size(self, chunks: int) -> int:
         """Bytes of so many chunks from a multiple of 8 on."""
-        whole, rest = divmod(chunks, ALIGNMENT)
-        return whole * self._record_size(ALIGNMENT) + (self._record_size(rest) if rest else 0)
-
-    def _record_size(self, chunks: int) -> int:
-        return packed_size(chunks * self.k, self.index_bits) + self.coding.size(chunks, self.k)
+        return records_size(self.values, chunks, self.k, self.numel)
 
     def encode(self, chosen: Chosen) -> Tensor:
         """The bytes of chunks from a multiple of 8 on, (size(chunks),) uint8."""
@@ -111,7 +114,7 @@ class RecordFormat:
     def _records(self, data: Tensor, chunks: int) -> list[tuple[Tensor, int]]:
         """Rows of bytes, one for each record, and how many chunks each holds."""
         whole, rest = divmod(chunks, ALIGNMENT)
-        size = self._record_size(ALIGNMENT)
+        size = record_size(self.values, ALIGNMENT, self.k, self.numel)
         rows = [(data[: whole * size].view(whole, size), ALIGNMENT), (data[whole * size :].view(1, -1), rest)]
         return [(records, count) for records, count in rows if count and records.numel()]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from zeroband.config.outer import ValueCodingName
 from zeroband.kernels import reference
 from zeroband.kernels.scan import all_finite
-from zeroband.outer.sparse.bits import has_clean_ends, pack, packed_size, unpack
+from zeroband.outer.sparse.bits import has_clean_ends, pack, unpack
+from zeroband.outer.sparse.sizes import LEVEL_BYTES, has_zeros, values_size
 
 
 class ValueCoding(Protocol):
@@ -47,7 +48,7 @@ class Float32:
     is_of_signs = False
 
     def size(self, chunks: int, k: int) -> int:
-        return 4 * chunks * k
+        return values_size("float32", chunks * k, with_zeros=False)
 
     def encode(self, values: Tensor) -> Tensor:
         return reference.encode_fp32(values.reshape(-1)).view(len(values), -1)
@@ -65,7 +66,7 @@ class BFloat16:
     is_of_signs = False
 
     def size(self, chunks: int, k: int) -> int:
-        return 2 * chunks * k
+        return values_size("bfloat16", chunks * k, with_zeros=False)
 
     def encode(self, values: Tensor) -> Tensor:
         return reference.encode_bf16(values.reshape(-1)).view(len(values), -1)
@@ -80,17 +81,16 @@ class BFloat16:
 class Sign:
     """One bit: 0 for plus one, 1 for minus one. Source: DisTrO's 1-bit values (Psyche's trainer).
 
-    With `has_zeros` two bits, the upper one for zero: a chunk of which all values or only one are sent has no other way
-    to say that there is nothing to send.
+    With `with_zeros` two bits, the upper one for zero (see `sizes.has_zeros`).
     """
 
     is_of_signs = True
 
-    def __init__(self, *, has_zeros: bool) -> None:
-        self._bits = 2 if has_zeros else 1
+    def __init__(self, *, with_zeros: bool) -> None:
+        self._bits = 2 if with_zeros else 1
 
     def size(self, chunks: int, k: int) -> int:
-        return packed_size(chunks * k, self._bits)
+        return values_size("sign", chunks * k, with_zeros=self._bits == 2)
 
     def encode(self, values: Tensor) -> Tensor:
         codes = (values < 0).to(torch.int32)
@@ -118,10 +118,9 @@ class TwoBit:
     """
 
     is_of_signs = False
-    _LEVEL_BYTES = 4
 
     def size(self, chunks: int, k: int) -> int:
-        return self._LEVEL_BYTES + packed_size(chunks * k, 2)
+        return values_size("two_bit", chunks * k, with_zeros=False)
 
     def encode(self, values: Tensor) -> Tensor:
         sizes = values.flatten(1).abs().double()
@@ -135,11 +134,11 @@ class TwoBit:
             dim=1,
         )  # (runs, 2)
         codes = (values.flatten(1) < 0).to(torch.int32) | is_high.to(torch.int32) << 1
-        head = reference.encode_bf16(levels.float().reshape(-1)).view(len(values), self._LEVEL_BYTES)
+        head = reference.encode_bf16(levels.float().reshape(-1)).view(len(values), LEVEL_BYTES)
         return torch.cat([head, pack(codes, 2)], dim=1)
 
     def decode(self, data: Tensor, chunks: int, k: int) -> Tensor:
-        codes = unpack(data[:, self._LEVEL_BYTES :], chunks * k, 2)
+        codes = unpack(data[:, LEVEL_BYTES:], chunks * k, 2)
         sizes = self._levels(data).gather(1, (codes >> 1).long())
         return torch.where((codes & 1) == 1, -sizes, sizes).view(len(data), chunks, k)
 
@@ -147,13 +146,13 @@ class TwoBit:
         levels = self._levels(data)
         if (levels < 0).any():
             return "a negative size"
-        if not has_clean_ends(data[:, self._LEVEL_BYTES :], chunks * k, 2):
+        if not has_clean_ends(data[:, LEVEL_BYTES:], chunks * k, 2):
             return "bits behind the last value"
         return _not_finite(levels)
 
     def _levels(self, data: Tensor) -> Tensor:
         """Sizes of the runs, (runs, 2) float32: the low one, the high one."""
-        head = _aligned(data[:, : self._LEVEL_BYTES])
+        head = _aligned(data[:, :LEVEL_BYTES])
         return reference.decode_bf16(head, head.numel() // 2).view(len(data), 2)
 
 
@@ -163,7 +162,7 @@ def coding_of(name: ValueCodingName, k: int, numel: int) -> ValueCoding:
         return Float32()
     if name == "bfloat16":
         return BFloat16()
-    return TwoBit() if name == "two_bit" else Sign(has_zeros=k == 1 or k == numel)
+    return TwoBit() if name == "two_bit" else Sign(with_zeros=has_zeros(k, numel))
 
 
 def _aligned(data: Tensor) -> Tensor:

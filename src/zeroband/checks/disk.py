@@ -1,0 +1,111 @@
+"""Whether the file systems that a run writes to can be written, and hold what it writes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.checkpoint.layout import step_of
+from zeroband.checks.finding import Finding, Stops, size_text
+from zeroband.checks.needs import Needs
+from zeroband.config.schema import RunConfig, TextSource
+from zeroband.data.sources import source_files
+from zeroband.data.tokens import default_cache_dir, is_prepared
+from zeroband.errors import ConfigError
+from zeroband.node import node_dir_of
+
+_FILES_BYTES = 16_000_000
+"""For logs, events and metrics, or for a small corpus: with less, a disk is full."""
+
+_TOKEN_BYTES = 2
+"""Size of one byte of text with the byte tokenizer."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder that the run writes to."""
+
+    key: str
+    folder: Path
+    needed: int
+    stops: Stops
+    """What the run could not do without that much."""
+
+
+def disks(needs: Needs) -> Iterator[Finding]:
+    """A finding for each file system that the run writes to."""
+    by_device: dict[int, list[_Place]] = defaultdict(list)
+    for place in _places(needs):
+        folder = _existing(place.folder)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            seen = f"{place.key}={str(place.folder)!r}: nothing can be written to {folder}: {error.strerror}"
+            yield Finding("disk", seen, f"set {place.key} to a folder that this user may write to", stops="start")
+            continue
+        by_device[folder.stat().st_dev].append(place)
+    yield from (_room(places) for places in by_device.values())
+
+
+def _room(places: list[_Place]) -> Finding:
+    """Whether one file system holds all that these places need."""
+    folder = _existing(places[0].folder)
+    free, needed = shutil.disk_usage(folder).free, sum(place.needed for place in places)
+    what = ", ".join(f"{place.key} {size_text(place.needed)}" for place in places)
+    seen = f"{size_text(free)} free where {folder} lies, needed: {what}"
+    at_start = sum(place.needed for place in places if place.stops == "start")
+    stops = "start" if free < at_start else "finish" if free < needed else None
+    keys = ", ".join(place.key for place in places)
+    return Finding("disk", seen, f"make room there, or set {keys} to another disk" if stops else "", stops=stops)
+
+
+def _places(needs: Needs) -> Iterator[_Place]:
+    config = needs.config
+    yield _Place("run.dir", node_dir_of(config), _FILES_BYTES, "start")
+    if corpus_bytes := _corpus_bytes(config):
+        yield _Place("data.cache_dir", _cache_of(config), corpus_bytes, "start")
+    if config.ckpt.path is not None and "://" not in config.ckpt.path.removeprefix("file://"):
+        folder = Path(config.ckpt.path.removeprefix("file://")) / config.run.id
+        missing = max(1, needs.kept_checkpoints - _checkpoints_in(folder))
+        yield _Place("ckpt.path", folder, missing * needs.checkpoint_bytes, "finish")
+    if config.export is not None:
+        yield _Place("export.path", config.export.path or node_dir_of(config), needs.export_bytes, "finish")
+
+
+def _cache_of(config: RunConfig) -> Path:
+    return config.data.cache_dir or default_cache_dir()
+
+
+def _corpus_bytes(config: RunConfig) -> int:
+    """Size of the tokenised corpus, as far as that can be told before; 0 where it lies there, or may do so.
+
+    A cache that was filled before may be read-only. Data and folder have checks of their own.
+    """
+    source = config.data.source
+    unknown_bytes = 0 if any(_cache_of(config).glob("*.tokens")) else _FILES_BYTES
+    if config.data.tokenizer != "byte" or not isinstance(source, TextSource):
+        return unknown_bytes
+    if any("://" in path for path in source.paths):
+        return unknown_bytes
+    try:
+        is_there = is_prepared(config.data, config.run.seed)
+    except (ConfigError, OSError):
+        return _FILES_BYTES
+    return 0 if is_there else max(_FILES_BYTES, _TOKEN_BYTES * sum(file.size for file in source_files(source)))
+
+
+def _checkpoints_in(folder: Path) -> int:
+    try:
+        return sum(step_of(path.name) is not None for path in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    return next((path for path in (folder, *folder.parents) if path.exists()), folder)

@@ -1,0 +1,64 @@
+"""Which optional packages a configuration needs, and which of them are missing. Imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from zeroband.checks.finding import Finding
+from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource, RunConfig, TextSource
+from zeroband.installing import way_to_extra
+
+_EXTRA_OF = {"s3fs": "s3", "gcsfs": "gcs", "transformers": "hf", "datasets": "hf", "wandb": "wandb"}
+"""By the module that it brings."""
+
+
+def missing_packages(config: RunConfig) -> Iterator[Finding]:
+    """A finding for each key whose value needs a package that is not installed here."""
+    for key, module in _needed(config):
+        if find_spec(module) is None:
+            extra = _EXTRA_OF.get(module)
+            advice = way_to_extra(extra) if extra else f"install the package that brings {module}"
+            yield Finding("packages", f"{key} needs {module}, which is not installed", advice, stops="start")
+
+
+def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
+    """A finding for each URL of a kind that nothing here can open."""
+    for key, protocol in _protocols(config):
+        if protocol not in _implementations():
+            advice = "use s3://, gs://, https:// or a path"
+            yield Finding("packages", f"{key}: nothing opens {protocol}://", advice, stops="start")
+
+
+def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key and value, module)."""
+    if config.data.tokenizer != "byte":
+        yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
+    if isinstance(config.data.source, HuggingFaceSource):
+        yield "data.source.type='huggingface'", "datasets"
+    if config.observe.wandb is not None:
+        yield "observe.wandb", "wandb"
+    for key, protocol in _protocols(config):
+        if implementation := _implementations().get(protocol):
+            root = str(implementation["class"]).partition(".")[0]
+            if root != "fsspec":
+                yield key, root
+
+
+def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key and value, protocol) of every value that is a URL."""
+    source = config.data.source
+    paths = source.paths if isinstance(source, TextSource | JsonlSource | ParquetSource) else ()
+    values = [("data.source.paths", path) for path in paths]
+    values += [("ckpt.path", config.ckpt.path), ("resume.path", config.resume.path if config.resume else None)]
+    for key, value in values:
+        if value is not None and "://" in value:
+            yield f"{key}={value!r}", value.partition("://")[0].rpartition("::")[2]
+
+
+def _implementations() -> dict[str, dict[str, str]]:
+    """What fsspec knows of each protocol; plain paths are a protocol, too."""
+    registry: Any = import_module("fsspec.registry")  # has no types
+    return registry.known_implementations

@@ -1,0 +1,47 @@
+"""What a check found, and what follows from it for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroband.errors import MachineUnfit
+
+Stops = Literal["start", "finish"]
+"""What a run on this machine could not do: not even begin, or begin but most likely not reach its end."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `advice`: what to do; empty where all is well."""
+
+    what: str
+    seen: str
+    advice: str = ""
+    stops: Stops | None = None
+
+    @property
+    def is_fatal(self) -> bool:
+        """A run would not start, not work or not reach its end."""
+        return self.stops is not None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.seen}" + (f"; {self.advice}" if self.advice else "")
+
+
+def require_start(findings: Iterable[Finding]) -> list[Finding]:
+    """Raise MachineUnfit, with a line for each finding that keeps a run from starting. Returns the other fatal ones."""
+    fatal = [finding for finding in findings if finding.is_fatal]
+    if stopping := [str(finding) for finding in fatal if finding.stops == "start"]:
+        raise MachineUnfit("\n".join(stopping))
+    return fatal
+
+
+def size_text(size: float) -> str:
+    """Bytes for a person, in steps of 1000."""
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

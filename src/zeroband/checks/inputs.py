@@ -1,0 +1,90 @@
+"""Whether what a run reads is there: data, tokenizer, weights to start from, an algorithm of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.checks.finding import Finding
+from zeroband.config.outer import CustomConfig
+from zeroband.config.schema import JsonlSource, ParquetSource, RunConfig, TextSource
+from zeroband.data.files import find_files
+from zeroband.data.sources import documents, require_beginning_of_text
+from zeroband.data.tokenizer import open_tokenizer
+from zeroband.errors import ConfigError
+
+_LOOKED_INTO = 64
+"""So many files of text are looked into for what is none; all of them are when they are made into tokens."""
+
+
+def local_inputs(config: RunConfig) -> Iterator[Finding]:
+    """What lies on this machine, as far as a look at it tells; says nothing where all is there."""
+    source = config.data.source
+    if isinstance(source, TextSource | JsonlSource | ParquetSource):
+        try:
+            local = [path for path in source.paths if "://" not in path.removeprefix("file://")]
+            files = find_files(local)
+            if isinstance(source, TextSource) and not source.binary:
+                for file in files[:_LOOKED_INTO]:
+                    require_beginning_of_text(file)
+        except ConfigError as error:
+            yield Finding("data", "cannot be read", str(error), stops="start")
+    if config.train.init_from is not None and not (config.train.init_from / "config.json").is_file():
+        seen = f"train.init_from={str(config.train.init_from)!r} has no config.json"
+        advice = "name a directory in Hugging Face's layout, such as `zeroband export` makes"
+        yield Finding("weights", seen, advice, stops="start")
+    if isinstance(config.outer, CustomConfig) and not Path(config.outer.algorithm).is_file():
+        seen = f"outer.algorithm={config.outer.algorithm!r} cannot be read"
+        yield Finding("outer algorithm", seen, "name the file of the algorithm", stops="start")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What was opened: the findings, and what the memory that a run needs follows from."""
+
+    findings: tuple[Finding, ...]
+    vocab_size: int = 0
+    sections: int = 1
+
+
+def open_inputs(config: RunConfig) -> Opened:
+    """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do."""
+    findings: list[Finding] = []
+    vocab_size, sections = 0, 1
+    try:
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        vocab_size = tokenizer.padded_vocab_size
+        findings.append(Finding("tokenizer", f"{config.data.tokenizer}, {tokenizer.vocab_size} ids"))
+    except (ConfigError, OSError) as error:
+        findings.append(Finding("tokenizer", "cannot be opened", str(error), stops="start"))
+    try:
+        first = next(documents(config.data.source, config.run.seed), None)
+        if first is None:
+            findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
+        else:
+            findings.append(Finding("data", f"first document: {len(first.text)} characters of {first.where}"))
+    except (ConfigError, OSError) as error:
+        findings.append(Finding("data", "cannot be read", str(error), stops="start"))
+    if config.train.init_from is not None:
+        findings += _weights(config, config.train.init_from)
+    if isinstance(config.outer, CustomConfig):
+        from zeroband.outer.custom import load_algorithm
+
+        try:
+            sections = len(load_algorithm(config.outer).sections)
+        except ConfigError as error:
+            findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
+    return Opened(tuple(findings), vocab_size, sections)
+
+
+def _weights(config: RunConfig, folder: Path) -> Iterator[Finding]:
+    from zeroband.checkpoint.hub_files import WeightFiles, require_model
+
+    try:
+        require_model(folder, config.model)
+        names = WeightFiles(folder).names
+    except ConfigError as error:
+        yield Finding("weights", "cannot be taken", str(error), stops="start")
+    else:
+        yield Finding("weights", f"{len(names)} tensors in {folder}")

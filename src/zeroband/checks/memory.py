@@ -1,0 +1,145 @@
+"""Whether the memory of this machine holds a run: shared memory, that of the ranks, and of GPUs."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from zeroband.checks.finding import Finding, size_text
+from zeroband.checks.needs import Needs
+from zeroband.config.outer import DilocoConfig
+from zeroband.elastic.shm import NodeFolder
+from zeroband.errors import ConfigError
+from zeroband.node import node_id_of
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_NO_GPU = ("", "-1")
+_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
+"""Files that drivers make: NVIDIA's, the same under WSL, AMD's."""
+
+
+def shared_memory(needs: Needs) -> Finding:
+    """Room for the canonical state; what this very node holds there already counts as free."""
+    config, what = needs.config, "shared memory"
+    folder = config.node.shm_dir
+    if not folder.is_dir():
+        advice = "set node.shm_dir to a memory file system"
+        return Finding(what, f"node.shm_dir={str(folder)!r} is no folder", advice, stops="start")
+    own = _own_folder(needs)
+    free = shutil.disk_usage(folder).free + _held_bytes(own)
+    seen = f"{size_text(free)} free in {folder}, this model needs {size_text(needs.shared_bytes)}"
+    if free >= needs.shared_bytes:
+        return Finding(what, seen)
+    return Finding(
+        what, seen, "raise it (docker: --shm-size; else remount with size=), or set node.shm_dir", stops="start"
+    )
+
+
+def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
+    """Room for the canonical state and, without a GPU, for what the ranks train with."""
+    needed = needs.shared_bytes + (0 if has_gpu(environ) else needs.training_bytes)
+    missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
+    limit, free = _limit_and_free()
+    seen = f"{size_text(free)} of {size_text(limit)} free, this model needs {size_text(needed)} and its activations"
+    advice = "take a smaller model, a machine with more memory, or end what else runs here"
+    stops = "start" if needed > limit else "finish" if missing > free else None
+    return Finding("memory", seen, advice if stops else "", stops=stops)
+
+
+def gpus(needs: Needs, local_world_size: int) -> Iterator[Finding]:
+    """What the GPUs of this machine can do for a run. Loads torch."""
+    import torch
+
+    from zeroband.kernels.codec import CODECS
+    from zeroband.outer.device_state import require_device
+
+    config = needs.config
+    if isinstance(config.outer, DilocoConfig):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            require_device(config.outer, CODECS[config.codec_name], device)
+        except ConfigError as error:
+            yield Finding("outer state", "cannot live on a GPU", str(error), stops="start")
+    yield from gpu_memory(needs, local_world_size)
+
+
+def gpu_memory(needs: Needs, local_world_size: int) -> Iterator[Finding]:
+    """Room on each GPU for its share of what the ranks train with. Loads torch."""
+    import torch
+
+    if not (gpus := torch.cuda.device_count()):
+        return
+    ranks_on_one = -(-local_world_size // gpus)
+    share = needs.training_bytes * ranks_on_one // local_world_size
+    for index in range(min(gpus, local_world_size)):
+        free, total = torch.cuda.mem_get_info(index)
+        seen = f"{size_text(free)} of {size_text(total)} free, this model needs {size_text(share)} and its activations"
+        stops = "start" if share > total else "finish" if share > free else None
+        advice = "train with more ranks on more GPUs, or take a smaller model"
+        yield Finding(f"GPU {index}", seen, advice if stops else "", stops=stops)
+
+
+def has_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether training here would use a GPU, as far as that is known without loading torch."""
+    try:
+        can_use = not version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        can_use = False
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "all").split(",")[0].strip()
+    return can_use and visible not in _NO_GPU and any(file for kind in _DEVICES for file in Path("/dev").glob(kind))
+
+
+def _own_folder(needs: Needs) -> Path:
+    config = needs.config
+    return NodeFolder.path_of(config.node.shm_dir, config.run.id, node_id_of(config))
+
+
+def _held_bytes(folder: Path) -> int:
+    try:
+        return sum(512 * file.stat().st_blocks for file in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def _limit_and_free() -> tuple[int, int]:
+    """Bytes of memory that this process may have at most, and that it can have now."""
+    known = _meminfo()
+    limit, free = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
+    if (most := _number(_CGROUP / "memory.max")) is not None:
+        limit = min(limit, most)
+        free = min(free, max(0, most - (_number(_CGROUP / "memory.current") or 0) + _reclaimable()))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limit, free = min(limit, address_space), min(free, address_space)
+    return limit, free
+
+
+def _meminfo() -> dict[str, int]:
+    lines = (line.split() for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+    return {name.rstrip(":"): 1024 * int(number) for name, number, *_ in lines}
+
+
+def _reclaimable() -> int:
+    """Bytes of the container's cached files, which count as its memory until somebody needs them."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def _number(file: Path) -> int | None:
+    """A limit of the container; None where there is none."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def local_world_size(environ: Mapping[str, str]) -> int:
+    """Ranks of this node, as torchrun says; 1 without it."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or 1)

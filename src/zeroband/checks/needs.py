@@ -1,0 +1,84 @@
+"""How many bytes a run needs on this node, and where: arithmetic on its configuration. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroband.config.cautions import round_steps
+from zeroband.config.model_size import parameter_count
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, SparseLocoConfig
+from zeroband.config.schema import RunConfig
+from zeroband.kernels.formats import FORMATS
+
+_VALUE_BYTES = 4
+"""Size of a float32, as which everything is kept."""
+
+_HALF_BYTES = 2
+_LEAST_SECTIONS = 1
+"""An outer state has the parameters at least."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs. `vocab_size`, `sections`: of the tokenizer and of an algorithm of one's own, which cannot be
+    known without loading them; 0 and 1 where they are not, and then these are the least that it needs.
+    """
+
+    config: RunConfig
+    vocab_size: int = 0
+    sections: int = _LEAST_SECTIONS
+
+    @property
+    def params(self) -> int:
+        return parameter_count(self.config.model, self.vocab_size)
+
+    @property
+    def shared_bytes(self) -> int:
+        """In shared memory, but for encoded values and payloads."""
+        held, work, inner = self._buffers
+        return _VALUE_BYTES * self.params * (held + work + (0 if self.config.ckpt.path is None else held + inner))
+
+    @property
+    def training_bytes(self) -> int:
+        """For parameters, gradients and moments, over all ranks of the node; activations come to it."""
+        moments = 0 if isinstance(self.config.outer, DemoConfig) else 2
+        return _VALUE_BYTES * self.params * (2 + moments)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint, with the inner state of this node."""
+        held, _, inner = self._buffers
+        return _VALUE_BYTES * self.params * ((held or 1) + inner)
+
+    @property
+    def export_bytes(self) -> int:
+        if self.config.export is None:
+            return 0
+        return self.params * (_HALF_BYTES if self.config.export.dtype == "bfloat16" else _VALUE_BYTES)
+
+    @property
+    def kept_checkpoints(self) -> int:
+        """The most that lie there at a time: an old one goes when a newer one is complete."""
+        outer = self.config.outer
+        steps = 1 if outer is None else round_steps(outer.model_dump()) or 1
+        rounds = -(-self.config.train.total_steps // steps)
+        every = self.config.ckpt.rounds_between(are_rounds_steps=steps == 1)
+        return min(self.config.ckpt.keep_last + 1, -(-rounds // every))
+
+    @property
+    def _buffers(self) -> tuple[int, int, int]:
+        """Float32 values for each parameter: of the outer state, to work in, and of the inner state in checkpoints."""
+        needs_feedback = FORMATS[self.config.codec_name].needs_feedback
+        match self.config.outer:
+            case None:
+                return 0, 0, 3  # parameters and two moments, in checkpoints only
+            case DdpConfig():
+                return 3, 2, 0  # the moments are held already
+            case DemoConfig():
+                return 2, 1, 0  # parameters and momentum; steps by signs have no moments
+            case SparseLocoConfig():
+                return 2, 2, 2  # parameters and errors
+            case CustomConfig():
+                return self.sections, 2 + needs_feedback, 2
+            case DilocoConfig(merge=merge):
+                return 2, 2 + 2 * (merge == "eager") + needs_feedback, 2

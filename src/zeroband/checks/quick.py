@@ -1,0 +1,45 @@
+"""The checks that a trainer makes at its start: of what lies on this machine, without torch and without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from zeroband.checkpoint.place import require_place
+from zeroband.checks.disk import disks
+from zeroband.checks.extras import missing_packages, unknown_protocols
+from zeroband.checks.finding import Finding
+from zeroband.checks.inputs import local_inputs
+from zeroband.checks.limits import compiler, descriptors, native_library, shares
+from zeroband.checks.memory import host_memory, local_world_size, shared_memory
+from zeroband.checks.needs import Needs
+from zeroband.config.load import load_config, require_asked
+from zeroband.config.schema import RunConfig
+from zeroband.faults import FaultPoints
+
+
+def asked_config(argv: Sequence[str]) -> RunConfig:
+    """The configuration of a run that somebody asked for. Raises ConfigError where it cannot be what was meant."""
+    config = load_config(argv)
+    require_asked(argv)
+    FaultPoints(config.fault.inject)
+    if config.ckpt.path is not None:
+        require_place(config.ckpt.path, config.run.id)
+    return config
+
+
+def quick_checks(
+    config: RunConfig, environ: Mapping[str, str], *, needs: Needs | None = None, nodes: int | None = None
+) -> Iterator[Finding]:
+    """`needs`: as far as is known; None: the least that it can be. `nodes`: None: those that the run waits for."""
+    needs = needs or Needs(config)
+    nodes = nodes or max(config.elastic.start_nodes, config.elastic.min_nodes)
+    yield from unknown_protocols(config)
+    yield from missing_packages(config)
+    yield from native_library(config)
+    yield from compiler(config, environ)
+    yield descriptors(config, nodes)
+    yield from shares(config, local_world_size(environ))
+    yield from local_inputs(config)
+    yield shared_memory(needs)
+    yield host_memory(needs, environ)
+    yield from disks(needs)
