@@ -37,8 +37,9 @@ from wan import Wan, iperf_mbit
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS
 from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handshake import OPEN, RunKey, StreamKeys
+from zeroband.plane.handshake import OPEN, StreamKeys
 from zeroband.plane.links import Links
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.shape import shape_of
 
 DEADLINE_S = 300.0

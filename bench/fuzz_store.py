@@ -31,7 +31,7 @@ from zeroband.data.audit import audit, read_rounds
 from zeroband.elastic.seals import id_of
 from zeroband.elastic.store import Keys, Store
 from zeroband.observe.view import node_id_of
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 TOKEN = "fuzz"
 DETECT_S = 1.0

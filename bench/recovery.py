@@ -27,8 +27,8 @@ from evidence import count, require
 from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.recovery import StateFetch
 from zeroband.checkpoint.serving import StateServer
-from zeroband.plane.handshake import RunKey
 from zeroband.plane.port import shake_hands
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.sealed import Dialler
 
 HOST = "127.0.0.1"

@@ -30,7 +30,8 @@ from wan import Wan
 from zeroband.elastic.links import Identity, LinkMonitor
 from zeroband.kernels.codec import CODECS
 from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handshake import OPEN, Caller, Introduction, RunKey
+from zeroband.plane.handshake import OPEN, Caller, Introduction
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.shape import shape_of
 
 WAY = "native/int8/4/sealed/all/cubic"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import zeroband
-from zeroband.installing import way_to_extra
+from zeroband.errors import way_to_extra
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM, get_constant_schedule_with_warmup

@@ -16,7 +16,7 @@ import redis
 from zeroband.cluster import RedisServer
 from zeroband.elastic.store import Store
 from zeroband.parallel import LocalMesh, init_local_mesh
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 
 def pytest_configure() -> None:

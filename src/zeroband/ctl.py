@@ -22,7 +22,7 @@ from zeroband.elastic.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
 _STORE_PATIENCE_S = 5.0

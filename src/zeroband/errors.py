@@ -1,4 +1,4 @@
-"""The one tree of errors.
+"""The one tree of errors; and, at the end, the ways out that many of them name.
 
 ZerobandError
 ├── ConfigError        the user's input is wrong: names the value and the way out
@@ -97,3 +97,22 @@ class CheckpointFailed(ZerobandError):
 
 class CheckpointDamaged(ZerobandError):
     """A checkpoint, or one file of it, is missing, cut off or changed; the message says which and why."""
+
+
+DISTRIBUTION = "zeroband-elastic"
+"""What installers call the package; `zeroband` on the index is another library."""
+
+
+def way_to_extra(extra: str) -> str:
+    """What to type for an optional part of the package."""
+    return (
+        f"install the extra `{extra}`: `pip install '{DISTRIBUTION}[{extra}]'`, or in a clone `uv sync --extra {extra}`"
+    )
+
+
+def way_to_native_library() -> str:
+    """What to type for the native library to be built."""
+    return (
+        f"install a C++ compiler and build the package again: `pip install --force-reinstall --no-deps --no-binary "
+        f"{DISTRIBUTION} {DISTRIBUTION}`, or in a clone `uv sync --reinstall-package {DISTRIBUTION}`"
+    )

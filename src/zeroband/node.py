@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +35,3 @@ class NodeParts:
     faults: FaultPoints
     step_loss: StepLoss = field(default_factory=StepLoss)
     """Of the newest inner step, for the outer algorithm."""
-
-
-def node_id_of(config: RunConfig) -> str:
-    """The name of this machine for the life of the run."""
-    return config.node.id or socket.gethostname()
-
-
-def node_dir_of(config: RunConfig) -> Path:
-    """`<run.dir>/<run.id>/<node id>`, where this node writes."""
-    return config.run.dir / config.run.id / node_id_of(config)

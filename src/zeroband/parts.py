@@ -49,7 +49,7 @@ from zeroband.outer.pace import Pace
 from zeroband.outer.rollback import StagedState
 from zeroband.parallel import LocalMesh, all_ok, barrier
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 from zeroband.plane_parts import PlaneParts, codec_of
 from zeroband.restorer import Restorer, SavedState, source_for
 from zeroband.vacancy import Vacancy

@@ -26,8 +26,9 @@ from zeroband.plane.calling import Address
 from zeroband.plane.descriptors import raise_limit, shortage
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox
-from zeroband.plane.handshake import Purpose, RunKey
+from zeroband.plane.handshake import Purpose
 from zeroband.plane.links import Links
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.sealed import Dialler
 
 _log = get_logger(__name__)

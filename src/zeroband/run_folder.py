@@ -26,7 +26,7 @@ from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"

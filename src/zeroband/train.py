@@ -33,7 +33,7 @@ from zeroband.elastic.departure import Departure
 from zeroband.ending import Ending
 from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
 from zeroband.launched import end_without_a_word, local_rank, tell_torchrun
-from zeroband.node import node_dir_of, node_id_of
+from zeroband.node_identity import node_dir_of, node_id_of
 from zeroband.observe.log import get_logger, setup_logging
 
 _EXIT_FAILED = 1

@@ -19,7 +19,8 @@ from zeroband.elastic.mesh import on_first_rank
 from zeroband.faults import FaultPoints
 from zeroband.model.init import init_weights
 from zeroband.model.transformer import Transformer
-from zeroband.node import NodeParts, node_dir_of, node_id_of
+from zeroband.node import NodeParts
+from zeroband.node_identity import node_dir_of, node_id_of
 from zeroband.observe.log import get_logger
 from zeroband.optim import InnerOptimizer, StepRule
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm

@@ -67,9 +67,7 @@ class Arena:
     def __enter__(self) -> Arena:
         env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         arguments = (*TINY, *self.more, "--data.cache-dir", str(self.folder / "cache"))
-        redis = (
-            RedisServer(persistent=True) if self.network is None else RedisServer.within(self.network, persistent=True)
-        )
+        redis = RedisServer(persistent=True) if self.network is None else self.network.redis_server(persistent=True)
         self.cluster = self._stack.enter_context(
             LocalCluster(self.folder / "runs", arguments, nodes=len(STEADY), env=env, network=self.network, redis=redis)
         )

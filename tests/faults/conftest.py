@@ -21,7 +21,7 @@ from zeroband.elastic.epoch import Verdict
 from zeroband.elastic.progress import Progress
 from zeroband.elastic.store import Store
 from zeroband.observe.view import node_id_of
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 DEADLINE_S = 180.0
 

@@ -92,7 +92,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     arguments = (*TINY, "--run.token", TOKEN, "--data.cache-dir", str(folder / "cache"))
     with NamedMachines() as network:
-        redis = RedisServer.within(network, password=PASSWORD)
+        redis = network.redis_server(password=PASSWORD)
         cluster = LocalCluster(folder / "runs", arguments, nodes=2, env=env, network=network, redis=redis)
         with cluster:
             yield look(cluster, redis)

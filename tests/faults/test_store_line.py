@@ -25,7 +25,7 @@ from zeroband.data.audit import audit, read_rounds
 from zeroband.elastic.connection import ACL_RULES
 from zeroband.elastic.store import Store
 from zeroband.observe.view import node_id_of
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

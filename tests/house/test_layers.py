@@ -30,7 +30,6 @@ FREE = {
     "zeroband",
     "zeroband.config.schema",
     "zeroband.errors",
-    "zeroband.installing",
     "zeroband.observe.log",
 }
 """May be imported from everywhere."""

@@ -13,7 +13,7 @@ from zeroband.doctor.command import main
 from zeroband.doctor.pairs import Meeting, PairFinding
 from zeroband.elastic.lease import Door
 from zeroband.elastic.store import Store
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 Examine = Callable[[str, str], list[PairFinding]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroband.config.schema import NodeSection, RunConfig
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 from zeroband.plane_parts import door_of
 
 ALL = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

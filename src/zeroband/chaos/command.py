@@ -32,7 +32,7 @@ from zeroband.config import RunConfig, load_config
 from zeroband.data.audit import Audit
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 _EXIT_CONFIG = 2
 _STORE_PATIENCE_S = 10.0
@@ -103,7 +103,7 @@ def soak(
 
 
 def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
-    redis = RedisServer(persistent=True) if network is None else RedisServer.within(network, persistent=True)
+    redis = RedisServer(persistent=True) if network is None else network.redis_server(persistent=True)
     return LocalCluster(
         options.directory,
         options.arguments,

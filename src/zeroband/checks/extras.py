@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroband.checks.finding import Finding
 from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource, RunConfig, TextSource
-from zeroband.installing import way_to_extra
+from zeroband.errors import way_to_extra
 
 _EXTRA_OF = {"s3fs": "s3", "gcsfs": "gcs", "transformers": "hf", "datasets": "hf", "wandb": "wandb"}
 """By the module that it brings."""

@@ -13,7 +13,7 @@ from zeroband.checks.needs import Needs
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.shm import NodeFolder
 from zeroband.errors import ConfigError
-from zeroband.node import node_id_of
+from zeroband.node_identity import node_id_of
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

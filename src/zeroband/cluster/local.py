@@ -82,7 +82,7 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         if self._has_own_store:
-            self.redis = self.redis or (RedisServer.within(self.network) if self.network else RedisServer())
+            self.redis = self.redis or (self.network.redis_server() if self.network else RedisServer())
             self._stack.enter_context(self.redis)
             self.store_url = self.redis.url
         return self

@@ -23,6 +23,7 @@ from types import TracebackType
 
 from zeroband.cluster.interrupts import uninterrupted
 from zeroband.cluster.processes import started_at_ticks
+from zeroband.cluster.redis_server import RedisServer
 from zeroband.errors import ConfigError
 
 STORE = "store"
@@ -124,6 +125,11 @@ class Network:
         """The address under which the others reach a node."""
         self.add(node)
         return _address(self._numbers[node])
+
+    def redis_server(self, *, persistent: bool = False, password: str | None = None) -> RedisServer:
+        """A server in the namespace of the store, under its address; to be started and closed by the caller."""
+        host, prefix = self.address(STORE), self.prefix(STORE)
+        return RedisServer(persistent=persistent, host=host, password=password, prefix=prefix)
 
     def cut_off(self, node: str) -> None:
         """Lose all packets from and to a node. No side gets an error: its link stays up."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from zeroband.cluster.network import STORE, Network
 from zeroband.cluster.processes import start_leashed
 from zeroband.elastic.shm import is_ours
 from zeroband.errors import ConfigError
@@ -123,12 +122,6 @@ class RedisServer:
         """For processes of this machine, whatever network they are in."""
         self.url = f"redis://{login}{host}:{port}" if host else self.local_url
         """For nodes."""
-
-    @classmethod
-    def within(cls, network: Network, *, persistent: bool = False, password: str | None = None) -> RedisServer:
-        """A server in a network of simulated nodes, under the address that the network has for its store."""
-        host, prefix = network.address(STORE), network.prefix(STORE)
-        return cls(persistent=persistent, host=host, password=password, prefix=prefix)
 
     @property
     def pid(self) -> int:

@@ -33,8 +33,7 @@ from zeroband.compare.table import Row, row_of
 from zeroband.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import load_config
-from zeroband.errors import ConfigError
-from zeroband.installing import way_to_extra
+from zeroband.errors import ConfigError, way_to_extra
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3
 _PAGE, _TABLE = "index.html", "table.md"

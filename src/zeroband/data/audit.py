@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.data.ledger import Ledger, Range, take
+from zeroband.data.ledger import Ledger, Range, holes, take
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 
@@ -135,17 +135,6 @@ def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
             overlaps.append((start, min(stop, reached)))
         reached = max(reached, stop)
     return tuple(overlaps)
-
-
-def holes(ranges: Iterable[Range], end: int) -> tuple[Range, ...]:
-    """What the ranges leave of 0..end."""
-    found: list[Range] = []
-    reached = 0
-    for start, stop in sorted(ranges):
-        if reached < min(start, end):
-            found.append((reached, min(start, end)))
-        reached = max(reached, stop)
-    return (*found, (reached, end)) if reached < end else tuple(found)
 
 
 def read_rounds(run_dir: Path) -> list[CommittedRound]:

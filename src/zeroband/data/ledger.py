@@ -113,3 +113,14 @@ def _merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
         else:
             merged.append((start, stop))
     return tuple(merged)
+
+
+def holes(ranges: Iterable[Range], end: int) -> tuple[Range, ...]:
+    """What the ranges leave of 0..end."""
+    found: list[Range] = []
+    reached = 0
+    for start, stop in sorted(ranges):
+        if reached < min(start, end):
+            found.append((reached, min(start, end)))
+        reached = max(reached, stop)
+    return (*found, (reached, end)) if reached < end else tuple(found)

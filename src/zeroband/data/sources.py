@@ -20,8 +20,7 @@ from zeroband.config.schema import (
     TextSource,
 )
 from zeroband.data.files import SourceFile, find_files, stdlib_files
-from zeroband.errors import ConfigError
-from zeroband.installing import way_to_extra
+from zeroband.errors import ConfigError, way_to_extra
 
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
-from zeroband.errors import ConfigError
-from zeroband.installing import way_to_extra
+from zeroband.errors import ConfigError, way_to_extra
 
 Ids = npt.NDArray[np.uint32]
 

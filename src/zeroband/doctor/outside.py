@@ -13,8 +13,8 @@ from zeroband.doctor.pairs import LEASE_S, Meeting, PairFinding
 from zeroband.elastic.store import Store
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
-from zeroband.node import node_id_of
-from zeroband.plane.handshake import RunKey
+from zeroband.node_identity import node_id_of
+from zeroband.plane.run_key import RunKey
 from zeroband.plane_parts import address_towards, door_of
 
 _STORE_PATIENCE_S = 5.0

@@ -23,8 +23,9 @@ from zeroband.kernels.codec import CODECS
 from zeroband.plane.calling import Address
 from zeroband.plane.engine import Engine, Operation, State
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.plane.handshake import Purpose, RunKey
+from zeroband.plane.handshake import Purpose
 from zeroband.plane.links import Links, Wanted
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.shape import shape_of
 
 LEASE_S = 3.0

@@ -33,7 +33,8 @@ from zeroband.elastic.mesh import on_first_rank
 from zeroband.entry import Entry, get_in
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
 from zeroband.faults import FaultPoints
-from zeroband.node import NodeParts, node_dir_of, node_id_of
+from zeroband.node import NodeParts
+from zeroband.node_identity import node_dir_of, node_id_of
 from zeroband.node_report import NodeReport
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue

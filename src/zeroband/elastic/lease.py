@@ -32,8 +32,9 @@ from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.plane.calling import Address
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.plane.handshake import Purpose, RunKey
+from zeroband.plane.handshake import Purpose
 from zeroband.plane.rate import answer_rate, measure_rate
+from zeroband.plane.run_key import RunKey
 
 _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _START_DEADLINE_S = 60.0

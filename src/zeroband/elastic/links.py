@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from zeroband.errors import ConfigError, HandshakeFailed
-from zeroband.plane.calling import Address, call
+from zeroband.plane.calling import Address, call, read_exactly
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey, new_session
-from zeroband.plane.port import Heard, Port, read_exactly, shake_hands
+from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, new_session
+from zeroband.plane.port import Heard, Port, shake_hands
+from zeroband.plane.run_key import RunKey
 
 _PROBE_BYTES = 8
 _IDLE = 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 _KEY_BYTES = 32
 _MAC_DIGITS = 32

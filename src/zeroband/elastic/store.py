@@ -39,7 +39,7 @@ from zeroband.elastic.orders import Orders
 from zeroband.elastic.seals import Seals, id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 PROTOCOL = 8
 """Version of what nodes tell one another: the records below, and what contributions, journals and states mean.

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 
-from zeroband.installing import way_to_native_library
+from zeroband.errors import way_to_native_library
 
 ABI = 11
 """What `zb_abi` must say: a library from another version of the sources is not used."""

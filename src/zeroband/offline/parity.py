@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.installing import way_to_extra
+from zeroband.errors import way_to_extra
 from zeroband.model.inference import evaluating
 from zeroband.offline.directory import DTYPES, ExportDtype, TrainedModel
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zeroband.data.audit import holes
-from zeroband.data.ledger import Range
+from zeroband.data.ledger import Range, holes
 from zeroband.elastic.epoch import Opening
 from zeroband.elastic.progress import Progress, RunShape
 from zeroband.errors import ZerobandError

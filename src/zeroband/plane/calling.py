@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, RunKey, StreamKeys
-from zeroband.plane.port import read_exactly
+from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, StreamKeys
+from zeroband.plane.run_key import RunKey
 
 Address = tuple[str, int]
 
@@ -53,6 +53,17 @@ def answers(address: Address) -> bool:
             return True
         except OSError:
             return False
+
+
+async def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Raises EOFError when the connection ends before."""
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size:
+        part = await loop.sock_recv(connection, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
 
 
 async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -> socket.socket:

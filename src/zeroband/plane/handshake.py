@@ -19,9 +19,9 @@ from typing import Any
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from zeroband.errors import HandshakeFailed
+from zeroband.plane.run_key import RunKey
 
 DATA_CALL = b"zbd1"
 """What a connection begins with that goes through a handshake."""
@@ -34,19 +34,6 @@ ANSWER_BYTES = 64
 PROOF_BYTES = 32
 _KEY_BYTES = 32
 _BODY_BYTES = HELLO_BYTES - PROOF_BYTES
-
-
-@dataclass(frozen=True)
-class RunKey:
-    """What all nodes of a run share: made of the token once, with a slow hash, since tokens may be guessable."""
-
-    secret: bytes
-
-    @staticmethod
-    def of(token: str | None, run_id: str) -> RunKey:
-        """Without a token anybody may be a node of this run; what is sent is sealed all the same."""
-        salt = hashlib.sha256(f"zeroband data plane {run_id}".encode()).digest()
-        return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()))
 
 
 class Purpose(enum.StrEnum):

@@ -18,7 +18,8 @@ from zeroband.plane.calling import Address, call
 from zeroband.plane.descriptors import Complaints
 from zeroband.plane.engine import Engine, LinkState
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import Introduction, RunKey, new_session
+from zeroband.plane.handshake import Introduction, new_session
+from zeroband.plane.run_key import RunKey
 
 _DIAL_AGAIN_S = 0.1
 _POLL_S = 0.002

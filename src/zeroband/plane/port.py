@@ -14,9 +14,11 @@ from contextvars import ContextVar
 from functools import partial
 
 from zeroband.errors import HandshakeFailed
+from zeroband.plane.calling import read_exactly
 from zeroband.plane.descriptors import Complaints
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import HELLO_BYTES, PROOF_BYTES, Callee, RunKey
+from zeroband.plane.handshake import HELLO_BYTES, PROOF_BYTES, Callee
+from zeroband.plane.run_key import RunKey
 
 CALL_BYTES = 4
 """So many bytes tell what a connection is for."""
@@ -175,17 +177,6 @@ async def _peek(connection: socket.socket) -> bytes:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-async def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Raises EOFError when the connection ends before."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < size:
-        part = await loop.sock_recv(connection, size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 async def shake_hands(

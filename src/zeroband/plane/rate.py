@@ -12,9 +12,9 @@ import socket
 import struct
 import time
 
-from zeroband.plane.calling import Address, call
-from zeroband.plane.handshake import Introduction, RunKey
-from zeroband.plane.port import read_exactly
+from zeroband.plane.calling import Address, call, read_exactly
+from zeroband.plane.handshake import Introduction
+from zeroband.plane.run_key import RunKey
 
 BURST_BYTES = 4 << 20
 BURST_S = 1.0

@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
 from zeroband.errors import HandshakeFailed
-from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, RunKey, StreamKeys
+from zeroband.plane.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
+from zeroband.plane.run_key import RunKey
 
 RECORD_BYTES = 1 << 16
 """Of what is sent, in one record at most."""

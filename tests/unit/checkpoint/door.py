@@ -12,8 +12,9 @@ from typing import Any
 from zeroband.checkpoint.donors import Donor
 from zeroband.checkpoint.serving import StateServer
 from zeroband.errors import HandshakeFailed
-from zeroband.plane.handshake import RunKey, StreamKeys
+from zeroband.plane.handshake import StreamKeys
 from zeroband.plane.port import shake_hands
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.sealed import Dialler
 
 KEY = RunKey(b"k" * 32)

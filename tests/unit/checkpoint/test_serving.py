@@ -16,7 +16,8 @@ from zeroband.checkpoint import serving
 from zeroband.checkpoint.chunks import chunk_hash, parse_manifest
 from zeroband.checkpoint.recovery import StateFetch, fetch_entry
 from zeroband.errors import HandshakeFailed, RecoveryFailed
-from zeroband.plane.handshake import HELLO_BYTES, OPEN, Callee, RunKey
+from zeroband.plane.handshake import HELLO_BYTES, OPEN, Callee
+from zeroband.plane.run_key import RunKey
 
 DATA = torch.arange(1000.0).numpy().tobytes()
 

@@ -210,7 +210,7 @@ def test_redis_server_listens_for_nodes_where_it_is_told_to(tmp: Path) -> None:
 def test_redis_server_within_a_network_is_reached_by_nodes_and_by_its_owner(tmp: Path, network: Network) -> None:
     ping = "exec 3<>/dev/tcp/$0/6379; echo PING >&3; read -t 0.1 answer <&3; echo $answer"
     ask = [*network.prefix("node0"), "bash", "-c", ping, network.address(STORE)]
-    with RedisServer.within(network) as server:
+    with network.redis_server() as server:
         assert server.url == f"redis://{network.address(STORE)}:6379"
         assert subprocess.run(ask, capture_output=True, timeout=10).stdout.strip() == b"+PONG"
         assert _value(server) is None

@@ -8,7 +8,7 @@ from zeroband.cluster.local import TRAINER
 from zeroband.cluster.simulate import ConsoleTail, main, open_cluster, ranks_of_nodes
 from zeroband.config import load_config
 from zeroband.errors import ConfigError
-from zeroband.node import node_dir_of
+from zeroband.node_identity import node_dir_of
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "each"), [(2, "2", [2, 2]), (2, "2,1", [2, 1]), (1, "4", [4])])

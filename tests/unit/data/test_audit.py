@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.audit import CommittedRound, audit, holes, main
-from zeroband.data.ledger import Ledger, Range
+from zeroband.data.audit import CommittedRound, audit, main
+from zeroband.data.ledger import Ledger, Range, holes
 from zeroband.observe.events import EventLog
 
 A, B, C = "a#1", "b#1", "c#1"

@@ -18,7 +18,7 @@ from tests.unit.elastic.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
 from zeroband.elastic.epoch import Opening, Ready, Verdict
 from zeroband.elastic.store import Keys, Store
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 Damage = Callable[[Run, bytes], None]
 

@@ -12,7 +12,8 @@ import pytest
 
 from zeroband.elastic import links
 from zeroband.elastic.links import Identity, LinkMonitor
-from zeroband.plane.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose, RunKey
+from zeroband.plane.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
+from zeroband.plane.run_key import RunKey
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)

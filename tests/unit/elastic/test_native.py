@@ -27,9 +27,10 @@ from zeroband.kernels.codec import CODECS
 from zeroband.plane.calling import Address
 from zeroband.plane.engine import Encoded, Engine, LinkState
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import OPEN, RunKey, new_session
+from zeroband.plane.handshake import OPEN, new_session
 from zeroband.plane.links import Links
 from zeroband.plane.pacing import Middle
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.topology import Network
 from zeroband.plane.tuning import LinkTuning
 

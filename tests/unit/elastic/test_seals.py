@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.seals import Label, Record, Seals, id_of
-from zeroband.plane.handshake import RunKey
+from zeroband.plane.run_key import RunKey
 
 OURS = Seals(RunKey(b"k" * 32), "run", "zeroband:{run}")
 STRANGERS = {

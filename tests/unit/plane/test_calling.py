@@ -13,8 +13,9 @@ from tests.unit.plane.conftest import HOST
 
 from zeroband.plane import calling
 from zeroband.plane.calling import call
-from zeroband.plane.handshake import HELLO_BYTES, Introduction, RunKey
+from zeroband.plane.handshake import HELLO_BYTES, Introduction
 from zeroband.plane.port import read_exactly
+from zeroband.plane.run_key import RunKey
 
 KEY = RunKey(b"k" * 32)
 INTRODUCTION = Introduction("a#1", "b#1", "session", is_sealed=True)

@@ -30,8 +30,9 @@ from zeroband.elastic.store import Store
 from zeroband.errors import HandshakeFailed
 from zeroband.plane.engine import Engine
 from zeroband.plane.handover import HandedOver, Inbox, channel
-from zeroband.plane.handshake import Purpose, RunKey
+from zeroband.plane.handshake import Purpose
 from zeroband.plane.links import Links
+from zeroband.plane.run_key import RunKey
 
 KEY, RUN, MEMBER = RunKey(b"k" * 32), "run", "a#1"
 TIMES = 5

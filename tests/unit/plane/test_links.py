@@ -19,9 +19,10 @@ from zeroband.plane import links as links_module
 from zeroband.plane.calling import call
 from zeroband.plane.engine import Engine, Operation, State
 from zeroband.plane.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.plane.handshake import DATA_CALL, OPEN, RunKey, StreamKeys
+from zeroband.plane.handshake import DATA_CALL, OPEN, StreamKeys
 from zeroband.plane.links import Links, Wanted
 from zeroband.plane.port import Port, shake_hands
+from zeroband.plane.run_key import RunKey
 
 KEY = RunKey(b"k" * 32)
 NO_LINK = 0xFFFFFFFF

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from zeroband.errors import HandshakeFailed
 from zeroband.plane import port as port_module
 from zeroband.plane.handover import HandedOver
-from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction, RunKey
+from zeroband.plane.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction
 from zeroband.plane.port import CALL_BYTES, Answer, Heard, Port, read_exactly, shake_hands
+from zeroband.plane.run_key import RunKey
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)

@@ -11,9 +11,10 @@ import pytest
 
 from zeroband.errors import HandshakeFailed
 from zeroband.plane import rate as rate_module
-from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose, RunKey
+from zeroband.plane.handshake import DATA_CALL, Introduction, Purpose
 from zeroband.plane.port import Port, shake_hands
 from zeroband.plane.rate import answer_rate, measure_rate
+from zeroband.plane.run_key import RunKey
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"k" * 32)

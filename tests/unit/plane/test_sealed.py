@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.unit.plane.conftest import DEADLINE_S, key_pair, tcp_pair
 
 from zeroband.errors import HandshakeFailed
-from zeroband.plane.handshake import OPEN, Caller, Introduction, RunKey
+from zeroband.plane.handshake import OPEN, Caller, Introduction
 from zeroband.plane.port import shake_hands
+from zeroband.plane.run_key import RunKey
 from zeroband.plane.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
 
 FRAME_BYTES = 4 + 16
