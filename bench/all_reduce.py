@@ -34,13 +34,13 @@ import torch.distributed as dist
 from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.engine import Engine, Operation, State
+from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.links import Links
+from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handshake import OPEN, StreamKeys
-from zeroband.plane.links import Links
-from zeroband.plane.run_key import RunKey
-from zeroband.plane.shape import shape_of
 
 DEADLINE_S = 300.0
 LEAST_S = 6

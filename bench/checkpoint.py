@@ -36,15 +36,15 @@ from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import RunConfig, load_config
-from zeroband.elastic.departure import Departure
-from zeroband.loop import forward_backward
+from zeroband.elastic.membership.departure import Departure
+from zeroband.node.mesh import init_local_mesh
+from zeroband.node.sharding import local_part
 from zeroband.outer.alone import Alone
-from zeroband.outer.flat import FlatLayout
-from zeroband.parallel import init_local_mesh
-from zeroband.parts import shape_of
-from zeroband.sharding import local_part
-from zeroband.snapshots import Snapshots
-from zeroband.trainer import TrainerParts, build_trainer
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.checkpointing import Snapshots
+from zeroband.runtime.loop import forward_backward
+from zeroband.runtime.replica import shape_of
+from zeroband.state.flat import FlatLayout
 
 PIECE = 16 << 20
 RUN = "bench"

@@ -26,8 +26,8 @@ from evidence import count, finite, require
 from zeroband.checkpoint.layout import folder_of
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
-from zeroband.cluster import LocalCluster
-from zeroband.offline.held_out import evaluate_checkpoint
+from zeroband.export.held_out import evaluate_checkpoint
+from zeroband.tools.cluster import LocalCluster
 
 INNER_STEPS, BATCH, LENGTH = 20, 8, 64
 SLOW_STEP_S = 1.5

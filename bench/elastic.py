@@ -27,10 +27,10 @@ from pathlib import Path
 
 from evidence import require, require_known
 
-from zeroband.cluster import LocalCluster, Network, NodeProcess
-from zeroband.elastic.progress import Progress
-from zeroband.elastic.store import Store
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.store.redis_store import Store
 from zeroband.observe.view import node_id_of
+from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
 
 STEP_S, SLOW_STEP_S = 0.1, 0.3
 DETECT_S = 2.0

@@ -33,12 +33,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from zeroband.cluster import LocalCluster
-from zeroband.data.audit import audit, read_rounds
-from zeroband.elastic.epoch import Opening, View
-from zeroband.elastic.store import Store
-from zeroband.errors import HandshakeFailed
-from zeroband.plane.handshake import (
+from zeroband.elastic.membership.epoch import Opening, View
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     DATA_CALL,
     HELLO_BYTES,
@@ -50,6 +47,9 @@ from zeroband.plane.handshake import (
     StreamKeys,
     new_session,
 )
+from zeroband.errors import HandshakeFailed
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
 
 NODES, DETECT_S, TOKEN = 3, 3.0, "sesame"
 CALLERS = 4

@@ -26,12 +26,12 @@ from typing import Any
 
 import redis
 
-from zeroband.cluster import LocalCluster
-from zeroband.data.audit import audit, read_rounds
-from zeroband.elastic.seals import id_of
-from zeroband.elastic.store import Keys, Store
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Keys, Store
+from zeroband.elastic.store.seals import id_of
 from zeroband.observe.view import node_id_of
-from zeroband.plane.run_key import RunKey
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
 
 TOKEN = "fuzz"
 DETECT_S = 1.0

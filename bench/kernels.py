@@ -186,10 +186,10 @@ def compare_rounds(numel: int) -> None:
     """Print the table of `round`."""
     from zeroband.config.outer import OuterSGDConfig
     from zeroband.kernels.codec import CODECS
+    from zeroband.node.mesh import init_local_mesh
     from zeroband.outer.device_state import DeviceState
-    from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
     from zeroband.outer.optimizer import OuterSGD
-    from zeroband.parallel import init_local_mesh
+    from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 
     codec, optimizer = CODECS["int8"], OuterSGD(OuterSGDConfig())
     model = model_of(numel)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from utilisation import trained
 
-from zeroband.compare.methods import Arm, flags_of
+from zeroband.tools.compare.methods import Arm, flags_of
 
 NODES = 4
 INNER_STEPS = 5

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from evidence import count, require
 
-from zeroband.checkpoint.donors import Donor
-from zeroband.checkpoint.recovery import StateFetch
-from zeroband.checkpoint.serving import StateServer
-from zeroband.plane.port import shake_hands
-from zeroband.plane.run_key import RunKey
-from zeroband.plane.sealed import Dialler
+from zeroband.elastic.guardian.port import shake_hands
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.recovery.donors import Donor
+from zeroband.elastic.recovery.recovery import StateFetch
+from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.transport.sealed import Dialler
 
 HOST = "127.0.0.1"
 KEY = RunKey(b"b" * 32)

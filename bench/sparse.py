@@ -16,10 +16,10 @@ from evidence import count
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.outer.compression.residual import ErrorFeedback
 from zeroband.outer.demo import momentum_rule
-from zeroband.outer.flat import FlatLayout, Slot
-from zeroband.outer.sparse.feedback import ErrorFeedback
 from zeroband.outer.sparseloco import error_rule
+from zeroband.state.flat import FlatLayout, Slot
 
 _PAYLOADS = 4
 

@@ -27,12 +27,12 @@ from all_reduce import measure
 from evidence import require_known
 from wan import Wan
 
-from zeroband.elastic.links import Identity, LinkMonitor
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.engine import Engine, Operation, State
+from zeroband.elastic.transport.handshake import OPEN, Caller, Introduction
+from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import CODECS
-from zeroband.plane.engine import Engine, Operation, State
-from zeroband.plane.handshake import OPEN, Caller, Introduction
-from zeroband.plane.run_key import RunKey
-from zeroband.plane.shape import shape_of
 
 WAY = "native/int8/4/sealed/all/cubic"
 MBIT, RTT_MS = 100, 10

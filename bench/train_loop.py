@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from zeroband.config.schema import CosineSchedule, ModelConfig, OptimConfig, TrainConfig
 from zeroband.model import Transformer, gradient_scale, init_weights, next_token_loss, parameter_count
-from zeroband.optim import InnerOptimizer
-from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh, make_room, parallelize
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh, make_room, parallelize
 
 VOCAB_SIZE = 320
 """The byte tokenizer's 257 ids, padded to a multiple of 64."""

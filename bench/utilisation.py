@@ -24,10 +24,10 @@ from pathlib import Path
 from evidence import count, require
 from wan import Wan
 
-from zeroband.cluster import LocalCluster, RedisServer
-from zeroband.compare.measure import Measured, measured
-from zeroband.compare.methods import Arm, flags_of, known_presets
-from zeroband.plan.forecast import Forecast, Job, Link, forecasts
+from zeroband.tools.cluster import LocalCluster, RedisServer
+from zeroband.tools.compare.measure import Measured, measured
+from zeroband.tools.compare.methods import Arm, flags_of, known_presets
+from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
 
 STEP_S = 0.2
 STORE_RTT_S = 5e-4

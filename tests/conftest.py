@@ -13,10 +13,10 @@ import hypothesis
 import pytest
 import redis
 
-from zeroband.cluster import RedisServer
-from zeroband.elastic.store import Store
-from zeroband.parallel import LocalMesh, init_local_mesh
-from zeroband.plane.run_key import RunKey
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.node.mesh import LocalMesh, init_local_mesh
+from zeroband.tools.cluster import RedisServer
 
 
 def pytest_configure() -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeroband.cluster.processes import start_leashed
-from zeroband.cluster.redis_server import redis_servers
+from zeroband.elastic.store.local_server import redis_servers
+from zeroband.node.processes import start_leashed
 
 DEADLINE_S = 20.0
 

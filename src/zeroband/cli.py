@@ -17,7 +17,7 @@ from zeroband.config.model_size import parameter_count
 from zeroband.config.stability import Caution
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
-from zeroband.launched import end_without_a_word
+from zeroband.node.launched import end_without_a_word
 
 _EXIT_CONFIG = 2
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -25,30 +25,28 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 class _Command(NamedTuple):
     module: str
-    """Its `main(argv)` does the work and returns the exit code."""
+    """Below the package. Its `main(argv)` does the work and returns the exit code."""
     meaning: str
 
 
 _COMMANDS = {
-    "train": _Command("zeroband.train", "train on this machine, one process; launch starts several"),
+    "train": _Command("train", "train on this machine, one process; launch starts several"),
     "launch": _Command(
-        "zeroband.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
+        "tools.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
     ),
-    "simulate": _Command("zeroband.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
-    "demo": _Command("zeroband.demo", "4 nodes train a small model here; one is killed and comes back"),
-    "chaos": _Command("zeroband.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
-    "data": _Command("zeroband.data.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
-    "doctor": _Command("zeroband.doctor.command", "whether this machine can take part, and what its links carry"),
-    "compare": _Command(
-        "zeroband.compare.command", "methods side by side from one warm start: a table, a page, figures"
-    ),
-    "plan": _Command("zeroband.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
-    "ctl": _Command("zeroband.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
-    "status": _Command("zeroband.observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
-    "export": _Command("zeroband.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
-    "eval": _Command("zeroband.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
-    "sample": _Command("zeroband.offline.sample", "CKPT --prompt TEXT: text from a trained model"),
-    "config": _Command("zeroband.cli", "@file.toml --flags ...: the configuration that `train` would run with"),
+    "simulate": _Command("tools.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
+    "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
+    "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
+    "data": _Command("tools.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
+    "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
+    "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table, a page, figures"),
+    "plan": _Command("tools.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
+    "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
+    "status": _Command("observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
+    "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
+    "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
+    "sample": _Command("tools.offline.sample", "CKPT --prompt TEXT: text from a trained model"),
+    "config": _Command("cli", "@file.toml --flags ...: the configuration that `train` would run with"),
 }
 
 
@@ -68,7 +66,7 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
     """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
     numbers = end_without_a_word()
     try:
-        return cast(Callable[[Sequence[str]], int], import_module(_COMMANDS[command].module).main)
+        return cast(Callable[[Sequence[str]], int], import_module(f"zeroband.{_COMMANDS[command].module}").main)
     finally:
         for number, handler in numbers.items():
             signal.signal(number, handler)

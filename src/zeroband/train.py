@@ -13,7 +13,7 @@ its ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
-    from zeroband.launched import end_without_a_word
+    from zeroband.node.launched import end_without_a_word
 
     end_without_a_word()
 
@@ -29,12 +29,12 @@ from importlib import import_module
 from zeroband.checks.finding import require_start
 from zeroband.checks.quick import asked_config, quick_checks
 from zeroband.config import RunConfig
-from zeroband.elastic.departure import Departure
-from zeroband.ending import Ending
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
-from zeroband.launched import end_without_a_word, local_rank, tell_torchrun
-from zeroband.node_identity import node_dir_of, node_id_of
+from zeroband.node.identity import node_dir_of, node_id_of
+from zeroband.node.launched import end_without_a_word, local_rank, tell_torchrun
 from zeroband.observe.log import get_logger, setup_logging
+from zeroband.runtime.signals import Ending
 
 _EXIT_FAILED = 1
 _EXIT_CODES: dict[type[ZerobandError], int] = {RunOver: 0, Leaving: 0, MachineUnfit: 3, ConfigError: 2}
@@ -62,7 +62,7 @@ def _main(argv: Sequence[str] | None) -> int:
             for finding in survived:
                 _log.warning(str(finding))
             try:
-                import_module("zeroband.loop").run(config, departure)  # torch
+                import_module("zeroband.runtime.loop").run(config, departure)  # torch
             except RuntimeError as error:  # an exchange with another rank of this node broke off
                 code = ending.excuse()
                 if code is None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from tests.faults.conftest import left_behind
 
-from zeroband.cluster import LocalCluster, Network, NodeProcess, RedisServer
-from zeroband.cluster.network import STORE
-from zeroband.data.audit import audit, read_rounds
-from zeroband.elastic.epoch import Verdict
-from zeroband.elastic.lease import process_state
-from zeroband.elastic.store import Store
+from zeroband.elastic.guardian.process import process_state
+from zeroband.elastic.membership.epoch import Verdict
+from zeroband.elastic.store.redis_store import Store
 from zeroband.observe.view import node_id_of
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster, Network, NodeProcess, RedisServer
+from zeroband.tools.cluster.network import STORE
 
 DEADLINE_S = 90.0
 DETECT_S = 2.0

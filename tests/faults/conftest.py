@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from zeroband.cluster import LocalCluster, NodeProcess
-from zeroband.cluster.processes import pids_with
 from zeroband.data.ledger import take
-from zeroband.elastic.epoch import Verdict
-from zeroband.elastic.progress import Progress
-from zeroband.elastic.store import Store
+from zeroband.elastic.membership.epoch import Verdict
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of
-from zeroband.plane.run_key import RunKey
+from zeroband.tools.cluster import LocalCluster, NodeProcess
 
 DEADLINE_S = 180.0
 

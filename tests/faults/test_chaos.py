@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.chaos.command import main, soak
-from zeroband.chaos.options import ChaosOptions
+from zeroband.tools.chaos.command import main, soak
+from zeroband.tools.chaos.options import ChaosOptions
 
 pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 

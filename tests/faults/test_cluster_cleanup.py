@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.cluster import LocalCluster
-from zeroband.cluster.processes import MARK, marked_pids, signal_all
-from zeroband.elastic.shm import NodeFolder
+from zeroband.node.processes import MARK, marked_pids, signal_all
+from zeroband.node.shm import NodeFolder
+from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -144,7 +144,7 @@ class Command:
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
         self._output = folder / "output"
-        command = [sys.executable, "-m", "zeroband.cluster", "2", "1", str(script), *arguments]
+        command = [sys.executable, "-m", "zeroband.tools.cluster", "2", "1", str(script), *arguments]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_hear_signals

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.cluster.processes import pids_with
+from zeroband.node.processes import pids_with
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ class Demo:
             "ZERO_BAND_RUN__ID": self.run_id,
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
-        command = [sys.executable, "-m", "zeroband.demo", *arguments]
+        command = [sys.executable, "-m", "zeroband.tools.demo", *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 

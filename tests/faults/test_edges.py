@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import DEADLINE_S, TINY
 
-from zeroband.cluster import LocalCluster, Network, RedisServer
+from zeroband.tools.cluster import LocalCluster, Network, RedisServer
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import TINY
 
-from zeroband.cluster import LocalCluster
-from zeroband.cluster.local import TRAINER
-from zeroband.cluster.processes import ranks_of
-from zeroband.data.audit import audit, read_rounds
+from zeroband.node.processes import ranks_of
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.local import TRAINER
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -25,8 +25,8 @@ ENDLESS = ("--fault.inject", "inner@+2=TAKES3600", "--fault.grace-s", "1")
 IN_C = """
 import ctypes, sys, time
 from zeroband import ending
-from zeroband.elastic.departure import Departure
-from zeroband.ending import Ending
+from zeroband.elastic.membership.departure import Departure
+from zeroband.runtime.signals import Ending
 
 ending._REACT_S = ending._UNWIND_S = 0.3
 departure = Departure(grace_s=0.3)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.epoch import Opening, Peer
-from zeroband.elastic.lease import process_state
-from zeroband.elastic.shm import NodeFolder
-from zeroband.elastic.store import Store
+from zeroband.elastic.guardian.process import process_state
+from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.store.redis_store import Store
+from zeroband.node.board import NodeBoard
+from zeroband.node.shm import NodeFolder
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -32,9 +32,9 @@ STALL_S = 3.0
 TRAINER = """
 import ctypes, json, os, sys, time
 from pathlib import Path
-from zeroband.elastic.board import NodeBoard
-from zeroband.elastic.lease import Door, Guardian, GuardianOrder
-from zeroband.elastic.shm import NodeFolder
+from zeroband.node.board import NodeBoard
+from zeroband.elastic.guardian.process import Door, Guardian, GuardianOrder
+from zeroband.node.shm import NodeFolder
 
 shm_dir, url, detect_s, hung_s, stall_s = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
 folder = NodeFolder(Path(shm_dir).parent, "run", "a")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.cluster.processes import ranks_of
+from zeroband.node.processes import ranks_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -10,9 +10,9 @@ import pytest
 from tests.faults.arena import TINY
 from tests.faults.middlebox import HOST, Middlebox
 
-from zeroband.cluster import LocalCluster
-from zeroband.cluster.node import NodeProcess
 from zeroband.observe.view import node_id_of
+from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.node import NodeProcess
 
 DEADLINE_S = 60.0
 """Far below `fault.hung_s`, which is 300 s."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tests.faults.conftest import PACE
 
-from zeroband.data.audit import audit, read_rounds
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
 from zeroband.observe.view import node_id_of
+from zeroband.tools.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 

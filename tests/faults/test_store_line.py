@@ -20,12 +20,12 @@ from tests.certificates import write_authority, write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
-from zeroband.cluster import LocalCluster
-from zeroband.data.audit import audit, read_rounds
-from zeroband.elastic.connection import ACL_RULES
-from zeroband.elastic.store import Store
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.connection import ACL_RULES
+from zeroband.elastic.store.redis_store import Store
 from zeroband.observe.view import node_id_of
-from zeroband.plane.run_key import RunKey
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -12,11 +12,11 @@ import pytest
 
 from zeroband.config.outer import Outer
 from zeroband.config.schema import FaultConfig, RunConfig
-from zeroband.elastic.stalls import TransferBounds
+from zeroband.elastic.transport.stalls import TransferBounds
 
 OUTER = get_args(get_args(Outer)[0])
 
-TOOLS = {"chaos", "cli", "cluster", "compare", "demo", "doctor", "offline", "plan"}
+TOOLS = {"cli", "tools"}
 """Somebody looks at them while they run, and no node waits for them."""
 
 BLOCKING = {
@@ -81,12 +81,12 @@ def section(root: Path) -> str:
 
 
 NOT_FOUND_BY_NAME = {
-    "entry.py: Entry.enter",  # asks for `join` of an algorithm, as do the next three
-    "entry.py: Entry._go_on_from_memory",
-    "entry.py: Entry._roll_back",
-    "outer/rounds.py: RoundKeeper.arrived",  # Flight.wait, which is in the table
+    "runtime/join.py: Entry.enter",  # asks for `join` of an algorithm, as do the next three
+    "runtime/join.py: Entry._go_on_from_memory",
+    "runtime/join.py: Entry._roll_back",
+    "elastic/rounds/coordinator.py: RoundKeeper.arrived",  # Flight.wait, which is in the table
 }
-ONLY_BY_TORCH = {"parallel.py: init_local_mesh"}
+ONLY_BY_TORCH = {"node/mesh.py: init_local_mesh"}
 """Waits inside collectives, which have no call of their own to be found by."""
 
 

@@ -26,8 +26,8 @@ from zeroband.checkpoint.manifest import StoredFile
 from zeroband.config.schema import ModelConfig, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
-from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers, gradient_shards, parameter_shards
-from zeroband.parallel import LocalMesh, barrier, init_local_mesh, parallelize
+from zeroband.node.mesh import LocalMesh, barrier, init_local_mesh, parallelize
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, gradient_shards, parameter_shards
 
 VOCAB = 61  # 61 rows divide by neither two nor three
 

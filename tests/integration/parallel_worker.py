@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zeroband.checkpoint.hub_files import start_from
 from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
 from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
+from zeroband.export.hub_files import start_from
 from zeroband.model import (
     IGNORE_INDEX,
     Transformer,
@@ -28,9 +29,8 @@ from zeroband.model import (
     init_weights,
     next_token_loss,
 )
-from zeroband.offline.directory import TrainedModel, whole_parameters, write_directory
-from zeroband.optim import InnerOptimizer
-from zeroband.parallel import (
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
     barrier,
@@ -41,7 +41,7 @@ from zeroband.parallel import (
     parallelize,
     set_gradient_sync,
 )
-from zeroband.sharding import is_sharded
+from zeroband.node.sharding import is_sharded
 
 VOCAB, BATCH, LENGTH, STEPS = 61, 8, 16, 5  # 61 rows do not divide by two: uneven shards
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=3e-3), warmup_steps=2, clip_norm=1.0, z_loss=1e-3)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import zeroband
-from zeroband.cluster.processes import ranks_of
+from zeroband.node.processes import ranks_of
 from zeroband.observe.view import node_id_of
 
 DEADLINE_S = 120.0

@@ -14,12 +14,12 @@ from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.manifest import parse_manifest
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import load_config
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import RecoveryFailed
-from zeroband.loop import train
+from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.offline import sample
-from zeroband.parallel import init_local_mesh
+from zeroband.runtime.loop import train
+from zeroband.tools.offline import sample
 
 pytestmark = pytest.mark.slow
 

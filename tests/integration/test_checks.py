@@ -25,11 +25,11 @@ SOURCE = Path(zeroband.__file__).parents[1]
 
 PROBE = """
 import contextlib, importlib.machinery, io, json, os, resource, signal, sys, tempfile
-import zeroband.doctor.machine, zeroband.doctor.outside, zeroband.train
+import zeroband.tools.doctor.machine, zeroband.tools.doctor.outside, zeroband.train
 from zeroband.cli import main
 from zeroband.kernels import native
 
-zeroband.doctor.outside._STORE_PATIENCE_S = 0.1
+zeroband.tools.doctor.outside._STORE_PATIENCE_S = 0.1
 
 class Uninstalled(importlib.machinery.PathFinder):
     names = ()
@@ -45,7 +45,7 @@ def answer(command, condition):
     if "descriptors" in condition:
         resource.setrlimit(resource.RLIMIT_NOFILE, (condition["descriptors"],) * 2)
     if condition.get("no_library"):
-        native.library_path = lambda: zeroband.doctor.machine.Path("absent.so")
+        native.library_path = lambda: zeroband.tools.doctor.machine.Path("absent.so")
     try:
         return main(command)
     except SystemExit as end:

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zeroband.cluster import RedisServer
-from zeroband.doctor import outside, pairs
-from zeroband.doctor.command import main
-from zeroband.doctor.pairs import Meeting, PairFinding
-from zeroband.elastic.lease import Door
-from zeroband.elastic.store import Store
-from zeroband.plane.run_key import RunKey
+from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.tools.cluster import RedisServer
+from zeroband.tools.doctor import outside, pairs
+from zeroband.tools.doctor.command import main
+from zeroband.tools.doctor.pairs import Meeting, PairFinding
 
 Examine = Callable[[str, str], list[PairFinding]]
 

@@ -14,8 +14,8 @@ import pytest
 from tests.integration.peers import DEADLINE_S, Peers
 
 import zeroband
-from zeroband.cluster import RedisServer
 from zeroband.observe.view import node_id_of
+from zeroband.tools.cluster import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.integration.peers import Peers
 
-from zeroband.cluster import RedisServer
 from zeroband.observe.view import node_id_of
+from zeroband.tools.cluster import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

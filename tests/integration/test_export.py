@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.offline.llama import llama_logits
+from tests.unit.export.llama import llama_logits
 
-from zeroband.cluster import RedisServer
 from zeroband.config import load_config
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
-from zeroband.loop import train
-from zeroband.offline import evaluate, export
-from zeroband.parallel import init_local_mesh
+from zeroband.node.mesh import init_local_mesh
+from zeroband.runtime.loop import train
+from zeroband.tools.cluster import RedisServer
+from zeroband.tools.offline import evaluate, export
 
 TINY = {
     "model.d_model": 16,

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.cluster import LocalCluster
 from zeroband.config import RunConfig
-from zeroband.elastic.departure import Departure
-from zeroband.loop import forward_backward
-from zeroband.outer.flat import FlatLayout, ShardMap, digest_of, parameter_shards
-from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh
-from zeroband.trainer import TrainerParts, build_trainer
+from zeroband.elastic.membership.departure import Departure
+from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.loop import forward_backward
+from zeroband.state.flat import FlatLayout, ShardMap, digest_of, parameter_shards
+from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-import zeroband.loop
-import zeroband.parts
-import zeroband.plane_parts
+import zeroband.runtime.loop
+import zeroband.runtime.replica
+import zeroband.runtime.transport_setup
 import zeroband.train
 from zeroband.config import load_config
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, StoreLost
 from zeroband.observe.status import RunReader
 
@@ -264,7 +264,7 @@ def test_store_url_of_each_form_is_accepted(url: str) -> None:
 
 @pytest.mark.slow
 def test_unreachable_redis_is_named_without_its_password(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeroband.parts, "_FIRST_CONTACT_S", 0.1)
+    monkeypatch.setattr(zeroband.runtime.replica, "_FIRST_CONTACT_S", 0.1)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
@@ -294,7 +294,7 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
-        zeroband.plane_parts.address_towards("redis://:s3cret@nowhere:6379")
+        zeroband.runtime.transport_setup.address_towards("redis://:s3cret@nowhere:6379")
 
 
 def test_folder_of_a_running_node_is_left_alone(rank: Rank) -> None:
@@ -362,7 +362,7 @@ def test_signal_ends_the_run_through_its_clean_up(
         for number in numbers:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(zeroband.loop, "train", interrupted)
+    monkeypatch.setattr(zeroband.runtime.loop, "train", interrupted)
     with pytest.raises(SystemExit) as ended:
         rank.main()
     assert (ended.value.code, given_back) == (code, ["all"])
@@ -380,7 +380,7 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
         asked.append(departure.is_asked)
         raise Leaving("left as asked")
 
-    monkeypatch.setattr(zeroband.loop, "train", asked_to_leave)
+    monkeypatch.setattr(zeroband.runtime.loop, "train", asked_to_leave)
     assert rank.main() == (0, "zeroband: left as asked")
     assert asked == [True]
 

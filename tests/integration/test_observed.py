@@ -16,12 +16,12 @@ import zeroband
 import zeroband.cli
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
-from zeroband.cluster import LocalCluster, RedisServer
 from zeroband.config import load_config
 from zeroband.kernels.codec import CODECS
 from zeroband.observe.events import EVENTS
 from zeroband.observe.metrics import METRICS
 from zeroband.observe.status import RunReader
+from zeroband.tools.cluster import LocalCluster, RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRETS = ("t0ken-in-a-flag", "passw0rd-of-the-store")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from tests.faults.conftest import Recorded, Setup, Story, record
 
-from zeroband.cluster.redis_server import RedisServer
 from zeroband.config import load_config
-from zeroband.elastic.departure import Departure
-from zeroband.loop import train
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.view import node_id_of
 from zeroband.outer.aggregator import aggregator_of
-from zeroband.parallel import init_local_mesh
+from zeroband.runtime.loop import train
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from zeroband.cluster import RedisServer
 from zeroband.config import RunConfig, load_config
 from zeroband.config.model_size import parameter_count
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.departure import Departure
-from zeroband.loop import train
-from zeroband.parallel import init_local_mesh
+from zeroband.elastic.membership.departure import Departure
+from zeroband.node.mesh import init_local_mesh
+from zeroband.runtime.loop import train
+from zeroband.tools.cluster import RedisServer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from zeroband import ctl
-from zeroband.cluster import LocalCluster
-from zeroband.data.audit import audit, read_left_out, read_rounds
-from zeroband.elastic.shm import sweep
+from zeroband.node.shm import sweep
+from zeroband.tools import ctl
+from zeroband.tools.audit import audit, read_left_out, read_rounds
+from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -13,14 +13,14 @@ import pytest
 
 import zeroband
 from zeroband.checkpoint.place import require_place
-from zeroband.cluster import RedisServer
 from zeroband.config import load_config
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
-from zeroband.loop import train
+from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.parallel import init_local_mesh
+from zeroband.runtime.loop import train
+from zeroband.tools.cluster import RedisServer
 
 pytestmark = pytest.mark.slow
 

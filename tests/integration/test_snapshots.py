@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband import snapshots
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import open_storage
-from zeroband.cluster import RedisServer
 from zeroband.config import load_config
-from zeroband.copying import Pairs
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
-from zeroband.loop import train
+from zeroband.node.async_copy import Pairs
+from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.outer.alone import Alone
-from zeroband.outer.flat import FlatLayout, parameter_shards
-from zeroband.parallel import init_local_mesh
-from zeroband.parts import shape_of
-from zeroband.snapshots import Snapshots
-from zeroband.trainer import TrainerParts, build_trainer
+from zeroband.runtime import checkpointing as snapshots
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.checkpointing import Snapshots
+from zeroband.runtime.loop import train
+from zeroband.runtime.replica import shape_of
+from zeroband.state.flat import FlatLayout, parameter_shards
+from zeroband.tools.cluster import RedisServer
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeroband.config import RunConfig
-from zeroband.elastic.departure import Departure
-from zeroband.loop import forward_backward
-from zeroband.parallel import LocalMesh, clip_grad_norm_, init_local_mesh
-from zeroband.trainer import TrainerParts, build_trainer
+from zeroband.elastic.membership.departure import Departure
+from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.loop import forward_backward
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.cluster import LocalCluster
-from zeroband.data.audit import audit, read_rounds
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

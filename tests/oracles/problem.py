@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zeroband.outer.flat import FlatLayout, Slot
+from zeroband.state.flat import FlatLayout, Slot
 
 SHAPES = {
     "embed.weight": (11, 6),

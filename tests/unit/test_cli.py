@@ -15,12 +15,12 @@ from zeroband import __version__, cli
     ("command", "module"),
     [
         ("train", "zeroband.train"),
-        ("simulate", "zeroband.cluster"),
-        ("demo", "zeroband.demo"),
+        ("simulate", "zeroband.tools.cluster"),
+        ("demo", "zeroband.tools.demo"),
         ("status", "zeroband.observe.status"),
-        ("export", "zeroband.offline.export"),
-        ("eval", "zeroband.offline.evaluate"),
-        ("sample", "zeroband.offline.sample"),
+        ("export", "zeroband.tools.offline.export"),
+        ("eval", "zeroband.tools.offline.evaluate"),
+        ("sample", "zeroband.tools.offline.sample"),
     ],
 )
 def test_command_hands_all_that_follows_it_to_its_part(

@@ -1,1 +1,4 @@
-"""Snapshots of the committed state and where they go: to a joining node, and to durable checkpoints."""
+"""Durable checkpoints: written beside training by a process of their own, committed by a manifest, verified when read.
+
+Knows no members; a joiner's state from memory is `elastic.recovery`'s.
+"""

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from zeroband.checkpoint.manifest import Manifest, StoredFile
 from zeroband.checkpoint.storage import Data
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.errors import CheckpointDamaged
-from zeroband.plane.run_key import RunKey
 
 _INFO = b"zeroband checkpoints 1"
 _KEY_BYTES = 32

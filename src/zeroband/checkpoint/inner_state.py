@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zeroband.checkpoint.authenticity import FileHash
-from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.headers import StoredTensor, read_header
 from zeroband.checkpoint.layout import Slot, numel_of
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
+from zeroband.elastic.recovery.chunks import bytes_of
 from zeroband.errors import CheckpointDamaged
 
 _PIECE_ELEMENTS = 4 << 20

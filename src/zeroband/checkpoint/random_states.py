@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroband.parallel import LocalMesh
+from zeroband.node.mesh import LocalMesh
 
 
 def gather_random_states(local: LocalMesh) -> list[str]:

@@ -16,7 +16,7 @@ from zeroband.config.schema import RunConfig, TextSource
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
 from zeroband.errors import ConfigError
-from zeroband.node_identity import node_dir_of
+from zeroband.node.identity import node_dir_of
 
 _FILES_BYTES = 16_000_000
 """For logs, events and metrics, or for a small corpus: with less, a disk is full."""

@@ -79,7 +79,7 @@ def open_inputs(config: RunConfig) -> Opened:
 
 
 def _weights(config: RunConfig, folder: Path) -> Iterator[Finding]:
-    from zeroband.checkpoint.hub_files import WeightFiles, require_model
+    from zeroband.export.hub_files import WeightFiles, require_model
 
     try:
         require_model(folder, config.model)

@@ -13,9 +13,9 @@ from zeroband.checks.memory import has_gpu
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
+from zeroband.elastic.transport.descriptors import needed
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
-from zeroband.plane.descriptors import needed
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:

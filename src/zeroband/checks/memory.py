@@ -11,9 +11,9 @@ from pathlib import Path
 from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.needs import Needs
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.shm import NodeFolder
 from zeroband.errors import ConfigError
-from zeroband.node_identity import node_id_of
+from zeroband.node.identity import node_id_of
+from zeroband.node.shm import NodeFolder
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -14,7 +14,7 @@ from zeroband.checks.memory import host_memory, local_world_size, shared_memory
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config, require_asked
 from zeroband.config.schema import RunConfig
-from zeroband.faults import FaultPoints
+from zeroband.node.faults import FaultPoints
 
 
 def asked_config(argv: Sequence[str]) -> RunConfig:

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroband.elastic.store import Store
+from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import Leaving, StoreLost
+from zeroband.node.sharding import local_part
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of
-from zeroband.outer.base import RoundReport
-from zeroband.outer.flat import digest_of
-from zeroband.sharding import local_part
+from zeroband.state.flat import digest_of
 
 _ALONE_ROUNDS = 2
 _SHARE = 4096

@@ -22,8 +22,8 @@ from zeroband.dropin.inner import (
 )
 from zeroband.dropin.outer_sgd import outer_sgd_of
 from zeroband.dropin.session import Session, Wish
+from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.errors import ConfigError, RunOver
-from zeroband.outer.base import RoundReport
 
 
 class DiLoCoOptimizer(Optimizer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.errors import ConfigError
-from zeroband.sharding import is_sharded
+from zeroband.node.sharding import is_sharded
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from zeroband.cluster.redis_server import RedisServer
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
@@ -27,22 +26,23 @@ from zeroband.dropin.company import Company
 from zeroband.dropin.inner import ScheduledOptimizer
 from zeroband.dropin.parameters import NamedParameters
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
-from zeroband.elastic.departure import Departure
-from zeroband.elastic.member import say_nothing
-from zeroband.elastic.mesh import on_first_rank
-from zeroband.entry import Entry, get_in
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.member import say_nothing
+from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
-from zeroband.faults import FaultPoints
-from zeroband.node import NodeParts
-from zeroband.node_identity import node_dir_of, node_id_of
-from zeroband.node_report import NodeReport
+from zeroband.node.faults import FaultPoints
+from zeroband.node.identity import node_dir_of, node_id_of
+from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, join_local_mesh
+from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.outer.base import RoundReport
-from zeroband.outer.flat import digest_of
-from zeroband.parallel import LocalMesh, all_ok, barrier, broadcast_json, join_local_mesh
-from zeroband.parts import RunParts
-from zeroband.sharding import is_sharded
+from zeroband.runtime.join import Entry, get_in
+from zeroband.runtime.node import NodeParts
+from zeroband.runtime.replica import RunParts
+from zeroband.runtime.report import NodeReport
+from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zeroband.sharding import is_fsdp
+from zeroband.node.sharding import is_fsdp
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.model.transformer import Transformer
-from zeroband.sharding import is_sharded, local_part
+from zeroband.node.sharding import is_sharded, local_part
 
 STD = 0.02
 """Standard deviation of matrices, as in GPT-2 and the Llama of OpenDiLoCo."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroband.elastic.epoch import Opening
-from zeroband.elastic.mesh import Gathering, Transfer
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.rounds.elastic_device_mesh import Gathering, Transfer
 from zeroband.errors import MalformedPayload
+from zeroband.node.mesh import all_ok, broadcast_json
 from zeroband.observe.log import get_logger
+from zeroband.outer.compression.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
+from zeroband.outer.compression.sparse_codec import Payload
 from zeroband.outer.payloads import PayloadExchange
-from zeroband.outer.sparse.codec import Payload
-from zeroband.outer.sparse.combine import MOST_SOURCES, check_combined, combine, combined_bytes, decode_combined
-from zeroband.parallel import all_ok, broadcast_json
 
 _LENGTH_BYTES = 8
 

@@ -11,7 +11,7 @@ from zeroband.config.outer import (
     RoundsConfig,
     SparseLocoConfig,
 )
-from zeroband.outer.base import OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.demo import Demo

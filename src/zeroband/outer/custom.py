@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from zeroband.config.key_value import key_value
 from zeroband.config.outer import CustomConfig
 from zeroband.config.section import Section
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.errors import ConfigError
-from zeroband.outer.base import OuterAlgorithm, OuterParts
 from zeroband.outer.every_step import EveryStep
 
 _NAME = "ALGORITHM"

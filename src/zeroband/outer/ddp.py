@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
+from zeroband.elastic.rounds.transaction import CONTRIBUTION
 from zeroband.kernels.scan import norm
-from zeroband.outer.base import OuterParts, open_buffers
 from zeroband.outer.every_step import PARAMS, EveryStep
-from zeroband.outer.flat import gradient_shards, parameter_shards
-from zeroband.outer.transaction import CONTRIBUTION
+from zeroband.state.flat import gradient_shards, parameter_shards
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 

@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
+from zeroband.elastic.rounds.interfaces import OuterParts, RoundReport
+from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.transaction import Committed
 from zeroband.errors import Fenced
+from zeroband.node.mesh import broadcast_json, clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
-from zeroband.outer.base import OuterParts, RoundReport
+from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.every_step import PARAMS, EveryStep
-from zeroband.outer.flat import FlatLayout, gradient_shards, parameter_shards
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.payloads import PayloadExchange
-from zeroband.outer.rollback import RolledBack
-from zeroband.outer.sparse.codec import SparseCodec, SparseRule
-from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.transaction import Committed
-from zeroband.parallel import broadcast_json, clip_grad_norm_
+from zeroband.state.flat import FlatLayout, gradient_shards, parameter_shards
 
 MOMENTUM = "momentum"
 

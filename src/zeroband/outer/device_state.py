@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.copying import pin
+from zeroband.elastic.rounds.transaction import CONTRIBUTION
+from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
 from zeroband.kernels.scan import all_finite
-from zeroband.outer.flat import ShardMap, SharedBuffers
+from zeroband.node.async_copy import pin
 from zeroband.outer.optimizer import OuterSGD
-from zeroband.outer.transaction import CONTRIBUTION
-from zeroband.plane.engine import Encoded
+from zeroband.state.flat import ShardMap, SharedBuffers
 
 _CODEC = CODECS["int8"]
 _ENCODED, _ENCODED_RESULT = "encoded", "encoded-result"

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.ledger import count
-from zeroband.elastic.groups import lane_bounds
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.coordinator import RoundKeeper
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
+from zeroband.elastic.rounds.kept import KeptRounds
+from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, MeanExchange
+from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm
-from zeroband.outer.base import MissedRound, OuterParts, RoundReport, open_buffers
+from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.outer.device_state import DeviceState
-from zeroband.outer.flat import digest_of, parameter_shards
-from zeroband.outer.fragments import Fragment, bounds_of
-from zeroband.outer.kept import KeptRounds
 from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.replica import Replica, build_replica
-from zeroband.outer.rounds import RoundKeeper
-from zeroband.outer.transaction import CONTRIBUTION, Committed, MeanExchange
 from zeroband.outer.turns import Turns
-from zeroband.parallel import barrier, broadcast_json
+from zeroband.state.flat import digest_of, parameter_shards
+from zeroband.state.fragments import Fragment, bounds_of
 
 PARAMS, MOMENTUM = "params", "momentum"
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.elastic.progress import Progress
-from zeroband.outer.base import MissedRound, OuterParts, RoundReport
-from zeroband.outer.flat import digest_of, gradient_shards
-from zeroband.outer.kept import KeptRounds
-from zeroband.outer.rounds import RoundKeeper
-from zeroband.outer.transaction import RESULT, Committed, Exchange
-from zeroband.parallel import barrier
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.coordinator import RoundKeeper
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport
+from zeroband.elastic.rounds.kept import KeptRounds
+from zeroband.elastic.rounds.transaction import RESULT, Committed, Exchange
+from zeroband.node.mesh import barrier
+from zeroband.state.flat import digest_of, gradient_shards
 
 PARAMS = "params"
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.kernels.scan import all_finite
-from zeroband.outer.base import OuterParts
-from zeroband.outer.sparse.codec import Part
-from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.parallel import all_ok, barrier
+from zeroband.node.mesh import all_ok, barrier
+from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.sparse_codec import Part
 
 
 class LocalMemory:

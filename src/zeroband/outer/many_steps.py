@@ -16,15 +16,15 @@ from torch import Tensor
 
 from zeroband.config.outer import RoundsConfig
 from zeroband.config.section import Section
-from zeroband.elastic.groups import lane_bounds
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.coordinator import Offer, RoundKeeper
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
+from zeroband.elastic.rounds.kept import KeptRounds
+from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange
+from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm
-from zeroband.outer.base import MissedRound, OuterParts, RoundReport, open_buffers
-from zeroband.outer.flat import digest_of, parameter_shards
-from zeroband.outer.kept import KeptRounds
-from zeroband.outer.rounds import Offer, RoundKeeper
-from zeroband.outer.transaction import CONTRIBUTION, Committed, Exchange
-from zeroband.parallel import barrier
+from zeroband.node.mesh import barrier
+from zeroband.state.flat import digest_of, parameter_shards
 
 PARAMS = "params"
 

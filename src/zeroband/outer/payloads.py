@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroband.elastic.epoch import Opening
-from zeroband.elastic.mesh import ElasticDeviceMesh, Gathering, Transfer
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, Gathering, Transfer
+from zeroband.elastic.rounds.transaction import RESULT
 from zeroband.errors import MalformedPayload, RecoveryFailed
+from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
-from zeroband.outer.flat import SharedBuffers
-from zeroband.outer.sparse.codec import Divisor, Payload, SparseCodec
-from zeroband.outer.sparse.combine import MOST_SOURCES
-from zeroband.outer.sparse.norms import norm_of
-from zeroband.outer.transaction import RESULT
-from zeroband.parallel import all_ok, barrier, broadcast_json, each_ok
+from zeroband.outer.compression.combine import MOST_SOURCES
+from zeroband.outer.compression.norms import norm_of
+from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec
+from zeroband.state.flat import SharedBuffers
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
 

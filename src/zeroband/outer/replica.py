@@ -12,11 +12,11 @@ from typing import Protocol
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.outer.base import OuterParts
-from zeroband.outer.flat import parameter_shards
+from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.elastic.rounds.transaction import CONTRIBUTION
 from zeroband.outer.optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, mix
-from zeroband.outer.transaction import CONTRIBUTION
+from zeroband.state.flat import parameter_shards
 
 VIEW, HISTORY = "view", "history"
 

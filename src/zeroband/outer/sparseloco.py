@@ -14,18 +14,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
+from zeroband.elastic.rounds.coordinator import Offer
+from zeroband.elastic.rounds.interfaces import OuterParts, RoundReport
+from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.transaction import Committed
 from zeroband.errors import Fenced
-from zeroband.outer.base import OuterParts, RoundReport
-from zeroband.outer.flat import FlatLayout
+from zeroband.outer.compression.norms import norm_of
+from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.sparse_codec import Payload, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.payloads import PayloadExchange
-from zeroband.outer.rollback import RolledBack
-from zeroband.outer.rounds import Offer
-from zeroband.outer.sparse.codec import Payload, SparseCodec, SparseRule
-from zeroband.outer.sparse.feedback import ErrorFeedback
-from zeroband.outer.sparse.norms import norm_of
-from zeroband.outer.transaction import Committed
+from zeroband.state.flat import FlatLayout
 
 ERRORS = "errors"
 

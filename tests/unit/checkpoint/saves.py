@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.owner import Owner, claim
 from zeroband.checkpoint.saving import Heard, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
-from zeroband.outer.flat import FlatLayout, Slot, digest_of
+from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.state.flat import FlatLayout, Slot, digest_of
 
 SHAPES = {
     "embed_tokens.weight": (7, 4),

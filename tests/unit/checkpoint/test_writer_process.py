@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tests.unit.checkpoint.saves import RULES, SECTIONS, buffers_of, layout, own, stamp_of
 
-from zeroband.checkpoint.chunks import bytes_of
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
 from zeroband.checkpoint.writer_process import WriterProcess
+from zeroband.elastic.recovery.chunks import bytes_of
 
 AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")

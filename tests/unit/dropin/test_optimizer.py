@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroband
 from zeroband.dropin.session import Session
-from zeroband.elastic.departure import Departure
+from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, Fenced, RunOver
 from zeroband.outer.diloco import DiLoCo
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from zeroband.kernels import waves
 from zeroband.kernels.waves import Waves
-from zeroband.outer.flat import FlatLayout, Slot
-from zeroband.outer.sparse import codec as codec_module
-from zeroband.outer.sparse.codec import SparseCodec, SparseRule
-from zeroband.outer.sparse.feedback import ErrorFeedback
+from zeroband.outer.compression import sparse_codec as codec_module
+from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
+from zeroband.state.flat import FlatLayout, Slot
 
 SHAPES = [(5, 64, 64, 4), (3, 52, 64, 32), (9, 1, 64, 4), (2, 1, 13, 13), (3, 16, 1, 3), (2, 7, 5, 1)]
 """Chunks, rows, columns, k."""

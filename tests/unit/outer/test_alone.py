@@ -1,4 +1,4 @@
-from zeroband.elastic.progress import RunShape
+from zeroband.elastic.membership.progress import RunShape
 from zeroband.outer.alone import MEMBER_ID, Alone
 
 

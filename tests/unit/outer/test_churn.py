@@ -14,9 +14,9 @@ from tests.oracles.problem import LAYOUT, SHAPES, Problem
 from torch import Tensor, nn
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.data.audit import CommittedRound, audit
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import PARAMS
+from zeroband.tools.audit import CommittedRound, audit
 
 Run = Any
 BATCH, NAMES = 4, ("a", "b", "c", "d")

@@ -14,7 +14,7 @@ from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig
 from zeroband.errors import ConfigError
 from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.custom import load_algorithm
-from zeroband.outer.flat import digest_of
+from zeroband.state.flat import digest_of
 
 FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 LR, BETA1, BETA2, TAU = 0.003, 0.9, 0.99, 0.001

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig
-from zeroband.outer.base import StateCopy
-from zeroband.outer.flat import digest_of
+from zeroband.elastic.rounds.interfaces import StateCopy
+from zeroband.state.flat import digest_of
 
 DDP = DdpConfig(type="ddp")
 StartRun = Callable[..., Any]

@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.oracles.problem import Problem
 from tests.oracles.sparse import demo
-from tests.unit.outer.conftest import FakeNode, FakeRun
+from tests.unit.conftest import FakeNode, FakeRun
 from tests.unit.outer.test_overlap import assert_every_sample_once
 from tests.unit.outer.test_payload_rounds import LR, memory_of, start_again, start_problem
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
 from zeroband.errors import Fenced
-from zeroband.outer.flat import digest_of
+from zeroband.state.flat import digest_of
 
 StartRun = Callable[..., FakeRun]
 Noise = Callable[..., Tensor]

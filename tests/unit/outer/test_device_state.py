@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS
+from zeroband.node.mesh import LocalMesh
 from zeroband.outer.device_state import DeviceState, require_device
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.outer.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.outer.optimizer import OuterSGD
-from zeroband.parallel import LocalMesh
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.elastic.rounds.transaction import CONTRIBUTION
+from zeroband.node.mesh import barrier
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.outer.flat import digest_of
-from zeroband.outer.transaction import CONTRIBUTION
-from zeroband.parallel import barrier
+from zeroband.state.flat import digest_of
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]
@@ -141,7 +141,7 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
         apply(*args, **kwargs)
 
     monkeypatch.setattr(module, "barrier", barrier_)
-    monkeypatch.setattr("zeroband.outer.rounds.barrier", barrier_)
+    monkeypatch.setattr("zeroband.elastic.rounds.coordinator.barrier", barrier_)
     monkeypatch.setattr(outer._optimizer, "apply", apply_)
     run.round(a=noise(1))
     assert order[order.index("apply") - 1] == "barrier, copies kept away"

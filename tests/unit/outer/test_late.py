@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.data.audit import Audit, CommittedRound, audit
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.outer.flat import digest_of
+from zeroband.state.flat import digest_of
+from zeroband.tools.audit import Audit, CommittedRound, audit
 
 BATCH = 4
 StartRun = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
-from zeroband.outer.flat import digest_of
+from zeroband.state.flat import digest_of
 
 DDP = DdpConfig(type="ddp")
 StartRun = Callable[..., Any]

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.config.stability import largest_stable_lr
-from zeroband.optim import sign_step
+from zeroband.model.optim import sign_step
+from zeroband.outer.compression.bits import ALIGNMENT
+from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, eager_gradient
-from zeroband.outer.sparse.bits import ALIGNMENT
-from zeroband.outer.sparse.codec import SparseCodec, SparseRule
-from zeroband.outer.sparse.feedback import ErrorFeedback
 from zeroband.outer.sparseloco import error_rule
 
 ROUNDS, INNER_STEPS = 20, 4

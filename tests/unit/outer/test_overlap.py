@@ -14,10 +14,10 @@ from tests.oracles.streaming import streaming
 from torch import Tensor, nn
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.data.audit import CommittedRound, audit
-from zeroband.elastic.progress import Progress
+from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.outer.fragments import fragments_of
+from zeroband.state.fragments import fragments_of
+from zeroband.tools.audit import CommittedRound, audit
 
 StartRun = Callable[..., Any]
 Run = Any

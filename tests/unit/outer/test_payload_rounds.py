@@ -11,19 +11,19 @@ import pytest
 import torch
 from tests.oracles.problem import LAYOUT, SHAPES, Problem
 from tests.oracles.sparse import demo, sparseloco
-from tests.unit.outer.conftest import FakeNode, FakeRun, ModelOf
+from tests.unit.conftest import FakeNode, FakeRun, ModelOf
 from tests.unit.outer.test_oracles import runs_of
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
-from zeroband.elastic.epoch import Opening
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.aggregator import aggregator_of
-from zeroband.outer.base import RoundReport
-from zeroband.outer.flat import digest_of
 from zeroband.outer.sparseloco import error_rule
-from zeroband.plane.topology import Network
+from zeroband.state.flat import digest_of
 
 StartRun = Callable[..., FakeRun]
 Noise = Callable[..., Tensor]

@@ -1,0 +1,216 @@
+"""The restorer: gets a state from a checkpoint, for a run that begins again or goes back. Knows no other node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroband.checkpoint.authenticity import ANYBODY, Trust
+from zeroband.checkpoint.layout import LATEST, folder_of, step_of
+from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.random_states import set_random_state
+from zeroband.checkpoint.storage import Storage, open_storage, reason_of
+from zeroband.config.resume import ResumeConfig
+from zeroband.config.schema import RunConfig
+from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.faults import FaultPoints
+from zeroband.node.mesh import LocalMesh
+from zeroband.observe.log import get_logger
+from zeroband.state.flat import FlatLayout
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What `--resume` asks for."""
+
+    own: Storage
+    """Of this run."""
+    other: Storage | None = None
+    """Of another one, to begin with where this run has no checkpoint yet."""
+    step: int | None = None
+    """None: the newest that verifies."""
+    trust: Trust = ANYBODY
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint whose outer state was read and verified."""
+
+    step: int
+    round: int
+    payload: Mapping[str, Any]
+    state: str
+    rejected: tuple[str, ...]
+    """Why newer ones were not taken."""
+
+
+def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None, step: int | None) -> Source:
+    """Where to look. `path`: ckpt.path; `other`: resume.path, a run's folder of checkpoints or one of them.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        raise ConfigError("--resume needs ckpt.path: the folder or URL below which this run keeps its checkpoints")
+    if other is None:
+        return Source(open_storage(path, run_id, node_id), step=step)
+    place, _, last = other.rstrip("/").rpartition("/")
+    named = step_of(last)
+    if named is not None:
+        place, _, last = place.rpartition("/")
+        if step is not None and step != named:
+            raise ConfigError(f"resume.path={other!r} names step {named}, resume.step={step} another one")
+    if not last or re.fullmatch(r"[A-Za-z0-9._-]+", last) is None:
+        raise ConfigError(f"resume.path={other!r} is not <ckpt.path>/<run.id>, nor a step_N folder in it")
+    return Source(open_storage(path, run_id, node_id), open_storage(place or ".", last, node_id), named or step)
+
+
+def source_for(config: RunConfig, node_id: str) -> Source:
+    """Where a node of this configuration looks. Raises ConfigError."""
+    resume, token = config.resume or ResumeConfig(), config.run.token
+    source = source_of(config.ckpt.path, config.run.id, node_id, other=resume.path, step=resume.step)
+    trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
+    return replace(source, trust=trust)
+
+
+class Restorer:
+    """Reads checkpoints into this node.
+
+    `targets`: the sections of the outer state, (n,) float32 each, on CPU. `on_piece`: called after every few megabytes
+    that were read, in any thread.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        node_id: str,
+        layout: FlatLayout,
+        targets: Mapping[str, Tensor],
+        faults: FaultPoints,
+        on_piece: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._source = source
+        self._node_id = node_id
+        self._layout = layout
+        self._targets = dict(targets)
+        self._faults = faults
+        self._on_piece = on_piece
+        self._storage = source.own
+        self.staged: Mapping[str, Tensor] | None = None
+        """What `stage` read, (n,) float32 each."""
+
+    @property
+    def url(self) -> str:
+        """Where this run's folder of checkpoints is."""
+        return self._source.own.url
+
+    def steps(self) -> list[int]:
+        """Steps of this run's checkpoints that look committed. Raises RecoveryFailed."""
+        try:
+            return steps_in_order(self._source.own)
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+
+    def is_whole(self, step: int) -> bool:
+        """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
+        try:
+            open_checkpoint(self._source.own, step, trust=self._source.trust).require_sizes()
+        except CheckpointDamaged:
+            return False
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+        return True
+
+    def restore(self, step: int | None = None) -> SavedState | None:
+        """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
+
+        None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
+        """
+        source, wanted = self._source, step if step is not None else self._source.step
+        self._storage = source.own
+        if source.other is not None and (source.step is not None or not self.steps()):
+            self._storage = source.other
+        self._faults.at("restoring", 0)
+        restored = self._read(self._targets, wanted)
+        self._faults.at("restored", 0)
+        if step is None:
+            self._warn_of_newer()
+        if restored is None and (source.other is not None or wanted is not None):
+            raise ConfigError(f"there is no checkpoint in {self._storage.url}")
+        return None if restored is None else _saved(restored)
+
+    def _read(self, targets: Mapping[str, Tensor], step: int | None) -> Restored | None:
+        trust = self._source.trust
+        return restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
+
+    def _warn_of_newer(self) -> None:
+        """Say what a command line that names a step leaves behind, at every start with it."""
+        named = self._source.step
+        newer = [] if named is None else [step for step in self.steps() if step > named]
+        if newer:
+            fields = {"step": named, "newer": len(newer), "newest": max(newer)}
+            _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
+
+    def stage(self, step: int) -> SavedState:
+        """Read a checkpoint of this run into memory of its own; the run's state stays as it is until it is taken.
+
+        Raises RecoveryFailed. Local rank 0.
+        """
+        self._storage = self._source.own
+        self._faults.at("restoring", 0)
+        targets = {name: torch.empty_like(target) for name, target in self._targets.items()}
+        restored = self._read(targets, step)
+        assert restored is not None, "of a step there is one, or an error"
+        self.staged = targets
+        self._faults.at("restored", 0)
+        return _saved(restored)
+
+    def load_inner(
+        self, step: int, inner: InnerOptimizer, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
+    ) -> bool:
+        """Take this node's inner optimizer from the checkpoint that was read before; every local rank its shards.
+
+        `buffers`: flat ones, (n,) float32, to fill with what else the node saved of itself.
+        False, with fresh moments, where this node is not in it, or what it saved of itself does not verify.
+        """
+        from zeroband.checkpoint.inner_state import views_of  # loads FSDP2, for which one rank has no other use
+
+        wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
+        try:
+            checkpoint = open_checkpoint(self._storage, step, self._on_piece, trust=self._source.trust)
+            counters = checkpoint.node_state(self._node_id)
+            if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
+                inner.seek(inner.step_count, update_count=int(counters["update_count"]))
+                set_random_state(counters["random_states"], local)
+                return True
+        except CheckpointDamaged as error:
+            _log.error("fresh moments: its own are damaged", extra={"fields": {"step": step, "why": str(error)}})
+        inner.forget_moments()
+        return False
+
+    def take_staged(self) -> Mapping[str, Tensor]:
+        """What was staged, and forget it. Local rank 0."""
+        staged, self.staged = self.staged, None
+        assert staged is not None, "stage comes first"
+        return staged
+
+    def point_latest(self, step: int) -> None:
+        """The run went back to this step: whoever resumes begins there, and not with what was left behind."""
+        try:
+            self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
+        except OSError as error:
+            _log.warning("`latest` still names what the run left behind", extra={"fields": {"why": reason_of(error)}})
+
+
+def _saved(restored: Restored) -> SavedState:
+    checkpoint: Checkpoint = restored.checkpoint
+    stamp = checkpoint.manifest.stamp
+    rejected = tuple(one.reason for one in restored.rejected)
+    return SavedState(stamp.inner_step, stamp.round, stamp.payload, stamp.state, rejected)

@@ -1,0 +1,200 @@
+"""The node's one port: takes every connection, finds out what it wants, and hands it to whoever answers such calls.
+
+Runs in an event loop of the guardian, so that strangers at the door cost the trainer nothing. Whoever does not say what
+it wants, or cannot prove that it may, is shut out after seconds and a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.descriptors import Complaints
+from zeroband.elastic.transport.dial import read_exactly
+from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handshake import HELLO_BYTES, PROOF_BYTES, Callee
+from zeroband.errors import HandshakeFailed
+
+CALL_BYTES = 4
+"""So many bytes tell what a connection is for."""
+
+_MOST_STRANGERS = 64
+_MOST_CALLERS = 512
+"""They have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
+_MOST_HEARD = 1 << 16
+_PATIENCE_S = 5.0
+_PEEK_S = 0.02
+_PAUSE_S = 0.2
+"""Where no connection can be taken."""
+
+Answer = Callable[[socket.socket], Awaitable[None]]
+"""Takes over a connection whose first bytes were looked at and not taken."""
+
+
+_on_shown: ContextVar[Callable[[bool], None]] = ContextVar("on_shown", default=lambda is_proven: None)
+"""In the task that answers a connection: called when its other end has shown that it is of this run, with False, and
+with True when it has proven it."""
+
+_Crowd = dict[asyncio.Task[None], str]
+"""Who is being received, the oldest first, and from which address."""
+
+
+class Heard:
+    """First messages of callers, each of which counts once: whoever recorded one must not come in by repeating it."""
+
+    def __init__(self) -> None:
+        self._proofs: OrderedDict[bytes, None] = OrderedDict()
+
+    def is_new(self, hello: bytes) -> bool:
+        """Only for those that were found to be of the run, so that strangers cannot fill the memory for them."""
+        proof = hello[-PROOF_BYTES:]
+        if proof in self._proofs:
+            return False
+        self._proofs[proof] = None
+        if len(self._proofs) > _MOST_HEARD:
+            self._proofs.popitem(last=False)
+        return True
+
+
+class Port:
+    """Listens once `open` ran. All methods belong to one event loop.
+
+    `answers`: by the first CALL_BYTES of a connection.
+    """
+
+    def __init__(self, answers: Mapping[bytes, Answer]) -> None:
+        self._answers = answers
+        self._strangers: _Crowd = {}
+        self._callers: _Crowd = {}
+        self._busy: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+        self._complaints = Complaints()
+
+    def open(self, host: str, port: int) -> int:
+        """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        self._listener = socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=is_dual)
+        self._listener.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._accept(self._listener))
+        self._keep(task)
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening and hang up on whoever was not handed over."""
+        for task in [*self._busy]:
+            task.cancel()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._busy.add(task)
+        task.add_done_callback(self._busy.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (host, *_) = await loop.sock_accept(listener)
+            except OSError as error:  # or it was gone before it was taken
+                self._complaints.say("a connection of another node cannot be taken", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connection.setblocking(False)
+            task = loop.create_task(self._receive(connection))
+            task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
+            _admit(task, host, self._strangers, _MOST_STRANGERS)
+            self._keep(task)
+            await asyncio.sleep(0)  # who has said already what it wants is heard before the next one comes in
+
+    def _hang_up(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._callers.pop(task, None)
+        connection.close()
+
+    def _know(self, task: asyncio.Task[None], is_proven: bool) -> None:
+        """Strangers do not push this one out any more, and nobody does once it has proven who it is."""
+        host = self._strangers.pop(task, None)
+        if is_proven:
+            self._callers.pop(task, None)
+        elif host is not None:
+            _admit(task, host, self._callers, _MOST_CALLERS)
+
+    async def _receive(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                call = await _peek(connection)
+            answer = self._answers.get(call)
+            if answer is None or task not in self._strangers:
+                return
+            _on_shown.set(partial(self._know, task))
+            await answer(connection)
+        except (OSError, TimeoutError, EOFError, HandshakeFailed):
+            pass  # nobody that this node has to tell
+
+
+def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> None:
+    """Where there are too many, the oldest goes of those from the address that has the most."""
+    while len(crowd) >= most:
+        most_of, _ = Counter(crowd.values()).most_common(1)[0]
+        oldest = next(other for other, from_host in crowd.items() if from_host == most_of)
+        crowd.pop(oldest)
+        oldest.cancel()
+    crowd[task] = host
+
+
+async def _peek(connection: socket.socket) -> bytes:
+    """The first bytes, which stay where they are. Raises EOFError when there will not be as many."""
+    loop = asyncio.get_running_loop()
+    seen = 0
+    while True:
+        try:
+            call = connection.recv(CALL_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(connection, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection)
+            continue
+        if len(call) == CALL_BYTES:
+            return call
+        if not call:
+            raise EOFError
+        if len(call) == seen:  # readable all the time, so epoll does not help
+            await asyncio.sleep(_PEEK_S)
+        seen = len(call)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def shake_hands(
+    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: Heard | None = None
+) -> HandedOver:
+    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
+    async with asyncio.timeout(_PATIENCE_S):
+        hello = await read_exactly(connection, HELLO_BYTES)
+        called = Callee(key, hello)
+        if heard is not None and not heard.is_new(hello):
+            raise HandshakeFailed("a call was repeated by somebody who did not make it")
+        _on_shown.get()(False)
+        asked = called.introduction
+        if asked.callee != callee:
+            raise HandshakeFailed(f"a call to {asked.callee}, which this node is not any more")
+        if asked.is_sealed != is_sealed:
+            raise HandshakeFailed("one end wants the connection sealed and the other does not")
+        await asyncio.get_running_loop().sock_sendall(connection, called.answer)
+        keys = called.take(await read_exactly(connection, PROOF_BYTES))
+        _on_shown.get()(True)
+    return HandedOver(asked.purpose.value, asked.caller, asked.session, keys)

@@ -1,0 +1,274 @@
+"""Links: whether this node and each other member reach one another, apart from whether both reach the store.
+
+Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, which begins
+with a handshake. It holds the node's one port, on which all other connections come in too. Runs an event loop in one
+thread of the guardian, so that a stall of the trainer's interpreter cuts no link. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from zeroband.elastic.guardian.port import Heard, Port, shake_hands
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.dial import Address, call, read_exactly
+from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
+from zeroband.errors import ConfigError, HandshakeFailed
+
+_PROBE_BYTES = 8
+_IDLE = 4
+"""So many times `detect_s` without a probe, and its connection is given up: an asker sends ten in one."""
+_START_DEADLINE_S = 10.0
+_LEAST_CALL_S = 1.0
+"""For the handshake of a probe; a machine that is busy takes longer for it than for an answer."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """As what this node calls others, and by what they call it."""
+
+    member_id: str
+    key: RunKey
+    is_sealed: bool = True
+
+    def introduction(self, member: str, purpose: Purpose) -> Introduction:
+        return Introduction(self.member_id, member, new_session(), self.is_sealed, purpose)
+
+
+async def refuse(connection: socket.socket, what: HandedOver) -> None:
+    """For callers that want something else than to probe, where nobody has it."""
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    match error.errno:
+        case errno.EADDRINUSE:
+            what, way_out = (
+                "is taken: another process of this machine listens",
+                "end that one, or set another node.port",
+            )
+        case errno.EACCES:
+            what, way_out = "needs rights that this user lacks", "set node.port to 1024 or more"
+        case _:
+            what, way_out = f"cannot be listened on ({error.strerror or error})", "check node.bind_host"
+    return ConfigError(f"node.port={port} {what} (address {host}); {way_out}")
+
+
+class LinkMonitor:
+    """Answers the other guardians' probes and sends its own. `close()` ends its thread.
+
+    `host` and `port`: where to listen; port 0 takes a free one. `take`: for connections of nodes of the run that are no
+    probes; it may hand them on, and they are hung up on when it returns. `detect_s`: a member that answers nothing for
+    so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
+    machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
+    carries, in Mbit/s; asked once for each member that answers, one after the other.
+    Raises ConfigError when it cannot listen.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        identity: Identity,
+        detect_s: float,
+        on_gone: Callable[[str], None],
+        port: int = 0,
+        take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
+        measure: Callable[[str, Address], Awaitable[int]] | None = None,
+    ) -> None:
+        self._identity = identity
+        self._detect_s = detect_s
+        self._probe_s = min(0.5, detect_s / 5)
+        self._on_gone = on_gone
+        self._links: dict[str, _Link] = {}
+        self._measure = measure
+        self._take = take
+        self._heard = Heard()
+        self._askers: dict[str, asyncio.Task[None]] = {}
+        """Who answers the probes of each member."""
+        self._door = Port({DATA_CALL: self._answer})
+        self._beat_at_s = time.monotonic()
+        self._bursts = asyncio.Lock()
+        """One at a time, so that they do not slow one another."""
+        self._loop = asyncio.new_event_loop()
+        self._is_listening = threading.Event()
+        self.port = 0
+        self._problem: OSError | None = None
+        self._thread = threading.Thread(target=self._run, args=(host, port), name="links", daemon=True)
+        self._thread.start()
+        self._is_listening.wait(_START_DEADLINE_S)
+        if self._problem is not None:
+            raise _cannot_listen(host, port, self._problem) from self._problem
+
+    def watch(self, members: Mapping[str, Address]) -> None:
+        """Probe exactly these members from now on."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._set_members, dict(members))
+
+    def cut_off(self) -> tuple[str, ...]:
+        """Members that did not answer for `detect_s`, in the order of their ids."""
+        now_s, links = time.monotonic(), dict(self._links)
+        if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
+            return ()
+        return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
+
+    def rates(self) -> dict[str, int]:
+        """Mbit/s to the members whose link was measured."""
+        return {member: link.mbit for member, link in dict(self._links).items() if link.mbit}
+
+    def longest_rtt_ms(self) -> int:
+        """To the farthest member that answered, at least 1; 0: nobody did."""
+        known = [link.rtt_s for link in dict(self._links).values() if link.rtt_s is not None]
+        return max(1, round(max(known) * 1e3)) if known else 0
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    # -- in the loop's thread -----------------------------------------------------------------------------------
+
+    def _run(self, host: str, port: int) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._listen(host, port))
+            self._is_listening.set()  # not sooner: a stop before `run_forever` would be forgotten
+            beat = self._loop.create_task(self._beat())
+            self._loop.run_forever()
+            beat.cancel()
+        except OSError as error:
+            self._problem = error
+        finally:
+            self._is_listening.set()
+            self._loop.run_until_complete(self._hang_up())
+            self._loop.close()
+
+    async def _listen(self, host: str, port: int) -> None:
+        self.port = self._door.open(host, port)
+
+    async def _hang_up(self) -> None:
+        """Close all connections, so that those who ask learn at once that nobody answers any more."""
+        self._door.close()
+        for link in self._links.values():
+            link.task.cancel()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Notice that this thread stood still: then everybody gets the time to answer again."""
+        while True:
+            now_s = time.monotonic()
+            if now_s - self._beat_at_s > self._detect_s / 2:
+                for link in self._links.values():
+                    link.answered_at_s = now_s
+            self._beat_at_s = now_s
+            await asyncio.sleep(self._probe_s / 2)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        own = self._identity
+        handshake = shake_hands(connection, own.key, callee=own.member_id, is_sealed=own.is_sealed, heard=self._heard)
+        what = await handshake
+        if what.kind == Purpose.PROBE:
+            await self._answer_probes(connection, what.caller)
+        else:
+            await self._take(connection, what)
+
+    async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
+        """Until it hangs up, falls silent, or calls again."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        if (before := self._askers.get(caller)) is not None:
+            before.cancel()
+        self._askers[caller] = task
+        try:
+            while True:
+                async with asyncio.timeout(_IDLE * self._detect_s):
+                    await loop.sock_sendall(connection, await read_exactly(connection, _PROBE_BYTES))
+        finally:
+            if self._askers.get(caller) is task:
+                del self._askers[caller]
+
+    def _set_members(self, members: Mapping[str, Address]) -> None:
+        for member in [m for m, link in self._links.items() if members.get(m) != link.address]:
+            self._links.pop(member).task.cancel()
+        for member, address in members.items():
+            if member not in self._links:
+                self._links[member] = _Link(address, self._loop.create_task(self._probe(member, address)))
+
+    async def _probe(self, member: str, address: Address) -> None:
+        """Ask for as long as it is watched.
+
+        A connection that its other end closed is made anew at once, since a machine that is only cut off does not
+        refuse; if there was no answer on that one either, after a pause.
+        """
+        has_ended, introduction = False, partial(self._identity.introduction, member, Purpose.PROBE)
+        while True:
+            was_answered = False
+            try:
+                async with asyncio.timeout(max(self._detect_s, _LEAST_CALL_S)):
+                    connection, _ = await call(self._identity.key, introduction(), address)
+            except ConnectionRefusedError:
+                if has_ended:
+                    self._on_gone(member)
+                    has_ended = False
+            except (OSError, EOFError, TimeoutError, HandshakeFailed):
+                pass
+            else:
+                with connection:
+                    has_ended, was_answered = await self._ask(member, connection)
+            if not (has_ended and was_answered):
+                await asyncio.sleep(self._probe_s)
+
+    async def _ask(self, member: str, connection: socket.socket) -> tuple[bool, bool]:
+        """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
+        loop, was_answered = asyncio.get_running_loop(), False
+        try:
+            while True:
+                probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
+                async with asyncio.timeout(self._detect_s):
+                    await loop.sock_sendall(connection, probe)
+                    answer = await read_exactly(connection, _PROBE_BYTES)
+                if answer != probe:
+                    return False, was_answered
+                was_answered, link = True, self._links[member]
+                link.answered(asked_at_s)
+                if self._measure is not None and link.measuring is None:
+                    link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
+                await asyncio.sleep(self._probe_s)
+        except (ConnectionResetError, BrokenPipeError, EOFError):
+            return True, was_answered
+        except (OSError, TimeoutError):
+            return False, was_answered
+
+    async def _learn_rate(self, member: str, link: _Link, measure: Callable[[str, Address], Awaitable[int]]) -> None:
+        async with self._bursts:
+            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
+                link.mbit = await measure(member, link.address)
+
+
+class _Link:
+    """One member as seen from here."""
+
+    def __init__(self, address: Address, task: asyncio.Task[None]) -> None:
+        self.address = address
+        self.task = task
+        self.answered_at_s = time.monotonic()
+        self.rtt_s: float | None = None
+        """The shortest round trip so far."""
+        self.mbit = 0
+        """0: not measured."""
+        self.measuring: asyncio.Task[None] | None = None
+
+    def answered(self, asked_at_s: float) -> None:
+        self.answered_at_s = time.monotonic()
+        took_s = self.answered_at_s - asked_at_s
+        self.rtt_s = took_s if self.rtt_s is None else min(self.rtt_s, took_s)

@@ -1,0 +1,352 @@
+"""The guardian: a small process beside the trainer that keeps the node's lease while the trainer is worth it.
+
+A process of its own, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
+trainer by a pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is
+stopped (SIGSTOP, a debugger, a frozen container), ends the lease when there is no progress for `hung_s`, says which
+members it does not reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.guardian.rate import answer_rate, measure_rate
+from zeroband.elastic.membership.epoch import Peer
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.dial import Address
+from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.elastic.transport.handshake import Purpose
+from zeroband.errors import ConfigError, StoreLost, ZerobandError
+from zeroband.node.board import NodeBoard
+from zeroband.node.shm import remove_abandoned
+from zeroband.observe.log import get_logger, setup_logging
+
+_LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
+_START_DEADLINE_S = 60.0
+_TICK_S = 0.1
+_PREDECESSOR_S = 5.0
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Door:
+    """The node's one port: where it listens, and as what the others know it."""
+
+    host: str
+    """Under which the other nodes reach this one."""
+    port: int | None = None
+    """Under which they reach it; None: the port that it listens on."""
+    bind_host: str | None = None
+    """Address to listen on; None: `host`."""
+    bind_port: int = 0
+    """0: any that is free."""
+    run_key: str = ""
+    """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
+    is_sealed: bool = True
+    """Whether what other nodes send and fetch is."""
+
+
+@dataclass(frozen=True)
+class GuardianOrder:
+    """All that the guardian needs, handed over on its standard input: no secret stands on a command line."""
+
+    store_url: str
+    run_id: str
+    member_id: str
+    node_id: str
+    door: Door
+    board: str
+    shm_dir: str
+    rank_pids: tuple[int, ...]
+    launcher_pid: int
+    lease_s: float
+    renew_s: float
+    hung_s: float
+    is_first: bool
+    """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
+    store_s: float = 0.0
+    """How long it may take until the store gives the lease; a first answer is awaited in any case."""
+
+
+class Guardian:
+    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back.
+
+    `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
+    """
+
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
+        theirs, ours = channel()
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+            bufsize=0,  # what has been read ahead would not be seen by a poll
+        )
+        theirs.close()
+        if inbox is None:
+            ours.close()
+        else:
+            inbox.attach(ours)
+        self._send((json.dumps(asdict(order)) + "\n").encode())
+        said = last_word(self._output, store_s=order.store_s)
+        if said != _HOLDING:
+            self.close()
+            if said not in (b"", _WAITING):
+                raise ConfigError(said.decode().strip())
+            raise StoreLost(
+                f"the guardian of {order.member_id} took no lease within {max(order.store_s, _START_DEADLINE_S):g} s"
+            )
+
+    @property
+    def _output(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Give the lease back and end the process; at most a few seconds."""
+        self._send(_LEAVE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+
+def last_word(output: IO[bytes], *, store_s: float) -> bytes:
+    """What a new guardian says: that it holds the lease, or why it cannot; that it waits for the store, when it has
+    said so for this time. Empty: it is silent."""
+    end_s = time.monotonic() + store_s
+    while speaks(output, _START_DEADLINE_S):
+        said = output.readline()
+        if said != _WAITING or time.monotonic() > end_s:
+            return said
+    return b""
+
+
+def speaks(pipe: IO[bytes], within_s: float) -> bool:
+    """Whether a pipe has something to read, or ends, within this time."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
+class Vigil:
+    """Decides at each tick whether the trainer still deserves its lease. Time is an argument."""
+
+    def __init__(self, *, hung_s: float, started_at_s: float) -> None:
+        self._hung_s = hung_s
+        self._progress = -1
+        self._moved_at_s = started_at_s
+        self.is_hung = False
+        """At the last tick."""
+
+    def deserves_lease(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
+        """`states`: one letter for each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""
+        if progress != self._progress:
+            self._progress, self._moved_at_s = progress, now_s
+        self.is_hung = now_s - self._moved_at_s > self._hung_s
+        return not self.is_hung and not any(state in "TtZX" for state in states)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process; X where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _take_post(order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> _Watch:
+    """Raises ConfigError where the node's port stays taken: the guardian before this one may hold it for a moment."""
+    end_s = time.monotonic() + _PREDECESSOR_S
+    while True:
+        try:
+            return _Watch(order, store, board, calls)
+        except ConfigError:
+            if time.monotonic() > end_s:
+                raise
+        time.sleep(_TICK_S)
+
+
+def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
+    """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
+    patience_s = max(1.0, order.lease_s / 2)
+    key = RunKey(bytes.fromhex(order.door.run_key)) if order.door.run_key else None
+    store = Store(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
+    store.trust_address()  # the trainer was answered there
+    board = NodeBoard(Path(order.board), create=False)
+    try:
+        watch = _take_post(order, store, board, calls)
+    except ConfigError as error:  # the trainer says it
+        say.write(f"{error}\n".encode())
+        say.flush()
+        return
+    try:
+        while not watch.takes_lease():
+            if speaks(trainer, 0):
+                return
+            say.write(_WAITING)
+            say.flush()
+        say.write(_HOLDING)
+        say.flush()
+        while not speaks(trainer, _TICK_S):
+            with contextlib.suppress(ZerobandError):  # the lease runs out; the trainer finds out at its boundary
+                watch.tick(time.monotonic())
+        with contextlib.suppress(StoreLost):
+            store.release_lease(order.member_id)
+    finally:
+        watch.close()
+    is_clean_leave = trainer.readline() == _LEAVE
+    if not is_clean_leave:
+        remove_when_abandoned(order)
+
+
+class _Watch:
+    """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
+
+    def __init__(self, order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> None:
+        self._order = order
+        self._store = store
+        self._board = board
+        self._vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
+        self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._calls = calls
+        door = order.door
+        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(door.run_key)), door.is_sealed)
+        self._links = LinkMonitor(
+            door.bind_host or door.host,
+            port=door.bind_port,
+            identity=self._identity,
+            take=self._pass_on,
+            detect_s=order.lease_s,
+            on_gone=self._gone.put,
+            measure=self._measure_rate if door.run_key else None,
+        )
+        self._renewed_at_s = 0.0
+        self._has_ended_lease = False
+        self._cut_off: tuple[str, ...] = ()
+
+    def takes_lease(self) -> bool:
+        """Try to take the lease for the first time; False while the store is out of reach."""
+        try:
+            self.renew(is_first=self._order.is_first)
+        except StoreLost:
+            return False
+        return True
+
+    def tick(self, now_s: float) -> None:
+        """Look at everything once. Raises StoreLost."""
+        states = [process_state(pid) for pid in self._order.rank_pids]
+        deserves_lease = self._vigil.deserves_lease(now_s, progress=self._board.progress, states=states)
+        is_due = now_s - self._renewed_at_s >= self._order.renew_s
+        if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
+            self.renew()
+        elif self._vigil.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
+            self._store.expire_lease(self._order.member_id)
+            self._has_ended_lease = True
+            _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
+        while not self._gone.empty():
+            self._store.expire_lease(self._gone.get())
+
+    def renew(self, *, is_first: bool = False) -> None:
+        """Keep the lease; a refusal goes to the node's board. Raises StoreLost."""
+        self._cut_off = self._links.cut_off()
+        order = self._order
+        port = order.door.port or self._links.port
+        peer = Peer(
+            order.node_id,
+            order.door.host,
+            port,
+            self._board.serves_state,
+            self._cut_off,
+            self._links.rates(),
+            self._links.longest_rtt_ms(),
+        )
+        if self._store.session != self._board.session:
+            self._store.session = self._board.session
+        members = self._store.renew_lease(order.member_id, peer, first=is_first)
+        self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
+        if members is None:
+            self._board.set_fenced(True)
+            return
+        others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
+        self._links.watch(others)
+
+    async def _pass_on(self, connection: socket.socket, what: HandedOver) -> None:
+        """Give the trainer a connection of which the other end is a node of this run."""
+        if not self._order.door.run_key:
+            return
+        if what.kind == Purpose.RATE:
+            await answer_rate(connection)
+        elif not hand_over(self._calls, connection, what):
+            _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
+
+    async def _measure_rate(self, member: str, address: Address) -> int:
+        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), address)
+
+    def close(self) -> None:
+        self._links.close()
+
+
+def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:
+    """Remove the node's shared memory if its launcher is gone too; a living launcher restarts the trainer on it."""
+    folder, end = Path(order.shm_dir), time.monotonic() + deadline_s
+    while time.monotonic() < end and folder.exists():
+        pids = (*order.rank_pids, order.launcher_pid)
+        is_gone = all(process_state(pid) in "ZX" for pid in pids)
+        if is_gone and remove_abandoned(folder):  # its threads may hold the lock for a moment more
+            return
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """The guardian process: takes its order from standard input and stands guard."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
+    trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
+    record: dict[str, Any] = json.loads(trainer.readline())
+    record |= {"rank_pids": tuple(record["rank_pids"]), "door": Door(**record["door"])}
+    setup_logging("WARNING", record["node_id"], 0)
+    calls = socket.socket(fileno=int(sys.argv[1]))
+    calls.setblocking(False)
+    stand_guard(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)
+
+
+if __name__ == "__main__":
+    main()

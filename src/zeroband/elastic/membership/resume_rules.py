@@ -1,0 +1,92 @@
+"""How a run that nobody holds any more begins again on the state of a checkpoint. Pure rules.
+
+Nodes that resume at once must found one run and not several: the first names the checkpoint and the round, and the
+store takes only its word. Rounds go on counting, so whatever belongs to an earlier one stays fenced. A member of the
+dead run that turns out to live is preferred by the rules of the opening: its state is newer than any checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from zeroband.elastic.membership.epoch import View
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What was agreed on for the founding of a run from a checkpoint."""
+
+    round: int
+    """That founds it: above all rounds before."""
+    step: int
+    """Inner step of the checkpoint."""
+    state: str
+    """Digest of its outer state."""
+    member: str
+    """Who proposed it."""
+    sessions: tuple[str, ...] = ()
+    """Sessions of the dead run, as in its newest verdict."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def beginning_from(record: Mapping[str, Any]) -> Beginning:
+    """The inverse of `Beginning.to_json`, its JSON read."""
+    fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
+    return Beginning(**fields)
+
+
+def pending(view: View) -> Beginning | None:
+    """What is agreed on for a founding that is not committed yet."""
+    newest = -1 if view.committed is None else view.committed.round
+    return view.beginning if view.beginning is not None and view.beginning.round > newest else None
+
+
+def begins_with(view: View, round: int) -> bool:
+    """Whether a line of rounds begins with this one on a checkpoint."""
+    beginning = pending(view)
+    return beginning is not None and beginning.round == round
+
+
+def members_of(view: View) -> frozenset[str]:
+    """The members that could go on with the run, if they live."""
+    openings = [view.opening] if view.committed is None else [view.opening, view.committed.opening]
+    return frozenset(m for opening in openings if opening is not None for m in (*opening.members, *opening.late))
+
+
+def is_abandoned(view: View) -> bool:
+    """Whether no member that could go on with the run holds a lease."""
+    return not members_of(view) & view.alive
+
+
+Way = Literal["found", "join", "begin", "wait"]
+"""Found a new run, join the running one, begin again on a checkpoint, or look again in a moment."""
+
+
+def way_in(view: View, *, resumes: bool) -> Way | Beginning:
+    """How a node that holds no state comes into the run; a Beginning is one to take part in.
+
+    `resumes`: it may begin again on a checkpoint.
+    """
+    if view.is_settling:
+        return "wait"
+    agreed = pending(view)
+    if agreed is not None and (agreed.member in view.alive or not resumes):
+        return agreed if resumes else "join"
+    if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):
+        return "wait"  # the store lost the newest verdict, and who holds it is there
+    if view.committed is None:
+        return "begin" if resumes else "found"
+    return "begin" if resumes and is_abandoned(view) else "join"
+
+
+def beginning_after(view: View, *, round: int, step: int, state: str, member: str) -> Beginning:
+    """The proposal to begin on a checkpoint that was saved after this round."""
+    newest = -1 if view.committed is None else view.committed.round
+    sessions = () if view.committed is None else view.committed.sessions
+    return Beginning(max(newest, round) + 1, step, state, member, sessions)

@@ -1,0 +1,224 @@
+"""One donor seen from a joiner: its address, its manifest, a connection to it. Believes no length that a donor says."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from zeroband.elastic.recovery.chunks import Manifest, parse_manifest
+from zeroband.elastic.transport.sealed import Connection, Dialler
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+
+MANIFEST_BYTES = 16 << 20
+"""Largest manifest; a state of a terabyte has one of a third of this."""
+
+_PIECE_BYTES = 1 << 18
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+NONSENSE = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
+"""What reading from a donor raises where it is cut off, silent, no node of the run, or speaks no HTTP."""
+
+
+@dataclass(frozen=True)
+class Donor:
+    """A member that serves its state."""
+
+    member_id: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.member_id} at {self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How much of its time a joiner gives to a donor."""
+
+    connect_s: float = 5.0
+    silent_s: float = 30.0
+    """Longest silence within an answer; above the time that a member waits for a round that it is about to apply."""
+    answer_s: float = 300.0
+    """Longest time for a whole answer: a donor that sends a chunk more slowly is none."""
+    hashing_s: float = 300.0
+    """Longest time until a donor has hashed its state."""
+    retries: int = 3
+    """So many requests in a row may break off on a connection."""
+    backoff_s: float = 0.2
+    """Pause before the first retry; it doubles with each."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A donor that did not give a manifest."""
+
+    why: str
+    is_other_round: bool = False
+    """It serves, but holds no copy of the round that it was asked for."""
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What a joiner asks each of its donors for."""
+
+    kind: str
+    """`state` or `journal`."""
+    dialler: Dialler
+    lengths: Mapping[str, int] | None
+    """Bytes of each section that the joiner has room for; None if any will do."""
+    patience: Patience
+    connections: int = 3
+    """To each donor: one TCP stream does not fill a long link."""
+
+    def path(self, round: int) -> str:
+        return f"/{self.kind}/{round}"
+
+    def round_of(self, donor: Donor) -> int:
+        """The round of a donor's newest state. Raises RecoveryFailed."""
+        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
+            try:
+                status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
+                if status not in (HTTPStatus.OK, HTTPStatus.ACCEPTED):
+                    raise RecoveryFailed(f"/{self.kind} answered {status}")
+                round = json.loads(body)["round"]
+                if type(round) is not int:
+                    raise ValueError("its round is no number")
+            except (*NONSENSE, LookupError, TypeError, RecursionError) as error:
+                raise RecoveryFailed(reason_of(error)) from error
+        return round
+
+    def manifest_of(self, donor: Donor, round: int) -> Manifest | Refusal:
+        """What a donor claims of a round, once it has hashed it."""
+        with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
+            try:
+                status, body = self._await_manifest(connection, round)
+                manifest = parse_manifest(body, self.lengths) if status == HTTPStatus.OK else None
+            except (*NONSENSE, RecoveryFailed) as error:
+                return Refusal(reason_of(error))
+        if manifest is None:
+            return Refusal(f"{self.path(round)} answered {status}", is_other_round=status == HTTPStatus.NOT_FOUND)
+        if manifest.round != round:
+            return Refusal(f"it answers with round {manifest.round} where round {round} was asked for")
+        return manifest
+
+    def _await_manifest(self, connection: DonorConnection, round: int) -> tuple[int, bytes]:
+        deadline_s, pause_s = time.monotonic() + self.patience.hashing_s, _FIRST_PAUSE_S
+        while True:
+            status, body = connection.get(self.path(round), MANIFEST_BYTES)
+            if status != HTTPStatus.ACCEPTED:
+                return status, body
+            if time.monotonic() > deadline_s:
+                raise RecoveryFailed(f"it hashes its state for more than {self.patience.hashing_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class DonorConnection:
+    """One connection to a donor, opened again where it broke. For one thread; any other may `abort()` it."""
+
+    def __init__(self, donor: Donor, dialler: Dialler, patience: Patience) -> None:
+        self._donor = donor
+        self._dialler = dialler
+        self._connection: Any = http.client.HTTPConnection(donor.host, donor.port)
+        self._connection.auto_open = 0  # nothing is asked before the handshake
+        self._patience = patience
+        self._is_aborted = False
+
+    def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Status and body of an answer. Raises RecoveryFailed for a longer body, or one of NONSENSE."""
+        with self._request(path) as response:
+            length = response.length
+            if length is None or length > most_bytes:
+                raise RecoveryFailed(f"{path} has {_count(length)} bytes, at most {most_bytes} are taken")
+            return response.status, b"".join(_pieces(response, length))
+
+    def read_into(self, path: str, target: memoryview) -> int:
+        """Fill a buffer with an answer; returns its status, with an untouched buffer unless that is 200.
+
+        Raises RecoveryFailed for a body of another length, or one of NONSENSE.
+        """
+        with self._request(path) as response:
+            length = response.length
+            if response.status == HTTPStatus.OK and length != len(target):
+                raise RecoveryFailed(f"{path} has {_count(length)} bytes, not {len(target)}")
+            if response.status != HTTPStatus.OK:
+                self.close()
+                return response.status
+            done = 0
+            for piece in _pieces(response, len(target)):
+                target[done : done + len(piece)] = piece
+                done += len(piece)
+            return HTTPStatus.OK
+
+    @contextlib.contextmanager
+    def _request(self, path: str) -> Generator[http.client.HTTPResponse]:
+        """Ask, with a deadline for the whole answer; whatever goes wrong closes the connection."""
+        deadline = threading.Timer(self._patience.answer_s, self._cut)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            self._open()
+            self._connection.request("GET", path)
+            response: http.client.HTTPResponse = self._connection.getresponse()
+            yield response
+            response.close()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            deadline.cancel()
+
+    def _open(self) -> None:
+        if self._socket is None:
+            donor = self._donor
+            opened = self._dialler.dial(donor.member_id, (donor.host, donor.port), self._patience.connect_s)
+            opened.settimeout(self._patience.silent_s)
+            self._connection.sock = opened
+        if self._is_aborted:
+            raise ConnectionAbortedError("this joiner needs the donor no longer")
+
+    @property
+    def _socket(self) -> Connection | None:
+        return self._connection.sock
+
+    def _cut(self) -> None:
+        opened = self._socket
+        if opened is not None:
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+
+    def abort(self) -> None:
+        """End what the connection's thread waits for, and refuse further requests."""
+        self._is_aborted = True
+        self._cut()
+
+    def close(self) -> None:
+        """Give the socket up; the next request opens another."""
+        self._connection.close()
+
+
+def _pieces(response: http.client.HTTPResponse, length: int) -> Iterator[bytes]:
+    """The body as it arrives. Raises IncompleteRead where it ends early."""
+    while length > 0:
+        piece = response.read1(min(_PIECE_BYTES, length))
+        if not piece:
+            raise http.client.IncompleteRead(b"", length)
+        length -= len(piece)
+        yield piece
+
+
+def _count(length: int | None) -> str:
+    return "an unknown number of" if length is None else str(length)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in a few words, whatever a donor put into it."""
+    return str(error) if isinstance(error, OSError | RecoveryFailed | HandshakeFailed) else f"{error!r:.200}"

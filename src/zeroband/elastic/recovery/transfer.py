@@ -1,0 +1,278 @@
+"""Fetching the chunks of one manifest from several donors at once. Owns the threads that do it.
+
+Every chunk is held against the manifest before it is written. A donor that sends a wrong one is dropped; one that
+breaks off is tried again for a while. The target is not written to once `Transfer.run` returned.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from zeroband.elastic.recovery.chunk_queue import ChunkQueue
+from zeroband.elastic.recovery.chunks import Chunk, Manifest, chunk_hash
+from zeroband.elastic.recovery.donors import NONSENSE, Donor, DonorConnection, Inquiry, Refusal, reason_of
+from zeroband.elastic.recovery.election import no_donor
+from zeroband.errors import RecoveryFailed
+from zeroband.observe.log import get_logger
+
+_IDLE_POLL_S = 0.1
+_STOP_S = 2.0
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class Tally:
+    """What a fetch cost so far."""
+
+    received_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Verified bytes that each member sent, those included that another one had sent before."""
+    dropped: dict[str, str] = field(default_factory=dict[str, str])
+    """Why a member was dropped."""
+
+    def count(self, donor: Donor, sent_bytes: int) -> None:
+        self.received_bytes[donor.member_id] = self.received_bytes.get(donor.member_id, 0) + sent_bytes
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    donor: Donor
+    sent_bytes: int
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A connection ended; without a reason if there was nothing more to fetch."""
+
+    donor: Donor
+    why: str
+
+
+@dataclass(frozen=True)
+class _Enlisted:
+    donor: Donor
+    answer: Manifest | Refusal
+
+
+@dataclass
+class _Source:
+    """A donor in use."""
+
+    donor: Donor
+    connections: list[DonorConnection]
+    living: int
+    why: str = ""
+    """Why it is dropped, if it is."""
+
+    def drop(self, why: str) -> None:
+        self.why = self.why or why
+        for connection in self.connections:
+            connection.abort()
+
+
+class Transfer:
+    """One fetch of the chunks that a queue holds. `run` is for one thread, which also gets the calls of `on_chunk`."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        inquiry: Inquiry,
+        targets: Mapping[str, memoryview],
+        chunks: ChunkQueue,
+        tally: Tally,
+    ) -> None:
+        self._manifest = manifest
+        self._inquiry = inquiry
+        self._targets = targets
+        self._chunks = chunks
+        self._tally = tally
+        self.missing = chunks.missing
+        """What is not there, when `run` has ended."""
+        self._total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
+        self._changed = threading.Condition()
+        """Guards the queue of chunks and the targets."""
+        self._is_over = threading.Event()
+        self._events: queue.SimpleQueue[_Arrived | _Ended | _Enlisted] = queue.SimpleQueue()
+        self._sources: dict[Donor, _Source] = {}
+        self._asked = 0
+        self._threads: list[threading.Thread] = []
+        self._problems: dict[str, str] = {}
+
+    def run(
+        self,
+        supporters: Sequence[Donor],
+        spare: Sequence[Donor],
+        on_chunk: Callable[[int, int], None],
+        *,
+        donors_at_once: int,
+    ) -> None:
+        """Fetch what is missing. Raises RecoveryFailed when no donor is left.
+
+        `supporters` made the manifest's claim; `spare` donors are asked for it when these are too few. `on_chunk` gets
+        (bytes of a verified chunk, bytes that were missing at the start).
+        """
+        waiting = list(spare)
+        try:
+            for donor in supporters:
+                self._start(donor)
+            while not self._is_complete():
+                while waiting and len(self._sources) + self._asked < donors_at_once:
+                    self._enlist(waiting.pop(0))
+                if not self._sources and not self._asked:
+                    raise no_donor(self._problems)
+                self._note(self._events.get(), on_chunk)
+            self._note_last_arrivals(on_chunk)
+        finally:
+            self._stop()
+
+    def _is_complete(self) -> bool:
+        with self._changed:
+            return self._chunks.is_done
+
+    def _note(self, event: _Arrived | _Ended | _Enlisted, on_chunk: Callable[[int, int], None]) -> None:
+        match event:
+            case _Arrived():
+                self._tally.count(event.donor, event.sent_bytes)
+                if event.is_new:
+                    on_chunk(event.sent_bytes, self._total_bytes)
+            case _Ended():
+                self._note_end(self._sources[event.donor], event.why)
+            case _Enlisted():
+                self._asked -= 1
+                self._note_answer(event.donor, event.answer)
+
+    def _note_answer(self, donor: Donor, answer: Manifest | Refusal) -> None:
+        if isinstance(answer, Refusal):
+            self._problems[str(donor)] = answer.why
+            if not answer.is_other_round:
+                self._drop(donor, answer.why)
+        elif answer.claim != self._manifest.claim:
+            self._drop(donor, self._manifest.difference(answer))
+        else:
+            self._start(donor)
+
+    def _note_end(self, source: _Source, why: str) -> None:
+        """A donor is dropped with its last connection."""
+        source.living -= 1
+        if source.living > 0:
+            return
+        del self._sources[source.donor]
+        if source.why or why:
+            self._drop(source.donor, source.why or why)
+
+    def _note_last_arrivals(self, on_chunk: Callable[[int, int], None]) -> None:
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, _Arrived):
+                self._note(event, on_chunk)
+
+    def _drop(self, donor: Donor, why: str) -> None:
+        self._problems[str(donor)] = self._tally.dropped[donor.member_id] = why
+        fields = {"donor": str(donor), "round": self._manifest.round, "why": why}
+        _log.warning("donor dropped", extra={"fields": fields})
+
+    def _enlist(self, donor: Donor) -> None:
+        """Ask one more donor whether it makes the same claim."""
+        self._asked += 1
+        self._spawn(lambda: self._put_answer(donor))
+
+    def _put_answer(self, donor: Donor) -> None:
+        answer: Manifest | Refusal = Refusal("this node failed to ask it")
+        try:
+            answer = self._inquiry.manifest_of(donor, self._manifest.round)
+        finally:
+            self._events.put(_Enlisted(donor, answer))
+
+    def _start(self, donor: Donor) -> None:
+        inquiry = self._inquiry
+        connections = [DonorConnection(donor, inquiry.dialler, inquiry.patience) for _ in range(inquiry.connections)]
+        source = self._sources[donor] = _Source(donor, connections, len(connections))
+        self._tally.count(donor, 0)
+        for connection in connections:
+            self._threads.append(self._spawn(lambda connection=connection: self._serve(source, connection)))
+
+    def _spawn(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name="recovery", daemon=True)
+        thread.start()
+        return thread
+
+    def _stop(self) -> None:
+        """No chunk is written after this; threads that still wait for a donor end by themselves."""
+        with self._changed:
+            self._is_over.set()
+            self.missing = self._chunks.missing
+            self._changed.notify_all()
+        for source in self._sources.values():
+            source.drop("the fetch is over")
+        deadline_s = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    # -- in the threads, one for each connection --
+
+    def _serve(self, source: _Source, connection: DonorConnection) -> None:
+        why = "its connection ended"
+        try:
+            why = self._fetch_chunks(source, connection)
+        finally:
+            connection.close()
+            self._events.put(_Ended(source.donor, why))
+
+    def _fetch_chunks(self, source: _Source, connection: DonorConnection) -> str:
+        """Fetch until nothing is left; the reason to drop the connection, if there was one."""
+        patience, failures = self._inquiry.patience, 0
+        buffer = memoryview(bytearray(min(self._manifest.chunk_bytes, max(self._manifest.lengths.values(), default=0))))
+        while (chunk := self._take(source)) is not None:
+            why, is_final = self._fetch(source, connection, chunk, buffer)
+            failures = failures + 1 if why else 0
+            if is_final:
+                source.drop(why)
+            if is_final or failures > patience.retries:
+                return why
+            if why:
+                self._is_over.wait(patience.backoff_s * 2 ** (failures - 1))
+        return ""
+
+    def _take(self, source: _Source) -> Chunk | None:
+        """The next chunk, waited for while others are at the last ones; None when there is nothing to do any more."""
+        with self._changed:
+            while not (self._is_over.is_set() or source.why or self._chunks.is_done):
+                chunk = self._chunks.take(source.donor.member_id, time.monotonic())
+                if chunk is not None:
+                    return chunk
+                self._changed.wait(_IDLE_POLL_S)
+        return None
+
+    def _fetch(
+        self, source: _Source, connection: DonorConnection, chunk: Chunk, buffer: memoryview
+    ) -> tuple[str, bool]:
+        """Fetch and verify one chunk; otherwise give it back, and say why and whether it is no use to go on."""
+        member_id, target = source.donor.member_id, self._manifest.part(chunk, self._targets[chunk.section])
+        path, data = f"{self._inquiry.path(self._manifest.round)}/{chunk.section}/{chunk.index}", buffer[: len(target)]
+        why, is_final = "", False
+        try:
+            status = connection.read_into(path, data)
+            is_final = status == HTTPStatus.NOT_FOUND
+            why = "" if status == HTTPStatus.OK else f"{path} answered {status}"
+        except NONSENSE as error:
+            why = f"{path}: {reason_of(error)}"
+        except RecoveryFailed as error:
+            why, is_final = str(error), True
+        if not why and chunk_hash(data) != self._manifest.hashes[chunk.section][chunk.index]:
+            why, is_final = f"{path} does not match its hash", True
+        with self._changed:
+            if why:
+                self._chunks.give_back(member_id, chunk)
+            elif not self._is_over.is_set():
+                is_new = self._chunks.finish(member_id, chunk, time.monotonic())
+                if is_new:
+                    target[:] = data
+                self._events.put(_Arrived(source.donor, len(data), is_new))
+            self._changed.notify_all()
+        return why, is_final

@@ -1,0 +1,47 @@
+"""Namesakes: of two living machines with one node.id, which would spoil each other's checkpoints, one is refused.
+
+The one that is in the run stays; where neither is yet, the one whose member id sorts first. A lease does not tell such
+a machine from an earlier life of this one that was killed; that it is renewed does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import ConfigError
+from zeroband.observe.log import get_logger
+
+_log = get_logger(__name__)
+
+
+def outlive_namesakes(store: Store, member_id: str, node_id: str, *, look_s: float) -> None:
+    """Wait until no other member of this node holds a lease: what an earlier life left behind is not renewed.
+
+    For a member whose own lease is renewed meanwhile, since the store's time stands still while nobody renews.
+    `look_s`: pause between two looks, well below half a lease. Raises ConfigError where another machine has this name.
+    """
+    before_ms: Mapping[str, int] = {}
+    while True:
+        view, ends_ms = store.view(FOUNDING_ROUND), store.lease_ends_ms()
+        others = {m: p for m, p in view.peers.items() if m in view.alive and m != member_id and p.node_id == node_id}
+        for other, peer in others.items():
+            is_alive = store.is_renewed(before_ms.get(other, 0), ends_ms.get(other, 0))
+            if is_alive and (other < member_id or _is_in_run(view, other)):
+                raise ConfigError(
+                    f"node.id={node_id!r} is in this run already, at {peer.host}:{peer.port}; give one of the two "
+                    "machines another node.id, which is the host name where it is not set"
+                )
+        if not others:
+            return
+        if not before_ms:
+            _log.info("waiting for a lease of this node to run out", extra={"fields": {"of": sorted(others)}})
+        before_ms = ends_ms
+        time.sleep(look_s)
+
+
+def _is_in_run(view: View, member_id: str) -> bool:
+    committed = None if view.committed is None else view.committed.opening
+    return any(member_id in opening.members for opening in (view.opening, committed) if opening is not None)

@@ -1,0 +1,287 @@
+"""What outer algorithms share: the trainer's two hooks, the state that a joiner receives, the report of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zeroband.data.ledger import Range
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.epoch import FOUNDING_ROUND
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.journal import Journal
+from zeroband.elastic.rounds.loss_record import LossRecord, StepLoss
+from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.rollback import StagedState
+from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
+from zeroband.errors import RecoveryFailed
+from zeroband.kernels.codec import Codec
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.faults import FaultPoints
+from zeroband.node.mesh import LocalMesh, broadcast_json
+from zeroband.node.sharding import Parameters
+from zeroband.observe.log import get_logger
+from zeroband.state.crash_memory import NodeMemory
+from zeroband.state.feedback import ErrorFeedback
+from zeroband.state.flat import ShardMap, SharedBuffers
+from zeroband.state.fragments import Fragment
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """A committed round as this node saw it."""
+
+    round: int
+    epoch: int
+    member_id: str
+    """This node in the run."""
+    members: tuple[str, ...]
+    weights: tuple[int, ...]
+    samples: tuple[int, ...]
+    """Of each member: how many its update was learned from, whether or not it had weight."""
+    late: tuple[str, ...]
+    """Members whose update goes into a later round."""
+    state: str
+    """Digest of the outer state after the round; local rank 0 only."""
+    progress: Progress
+    """The run after the round."""
+    wait_s: float
+    transfer_s: float
+    apply_s: float
+    sent_bytes: int
+    received_bytes: int
+    failures: tuple[str, ...]
+    """Why the round was opened again, once for each time."""
+    is_left_out: bool
+    """This node's update was not finite, so it had no weight."""
+    uncommitted_tokens: int = 0
+    """That this node learned from since what it contributed to the round."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Members whose payload was left out, and why."""
+    payload_bytes: int | None = None
+    """Of this node's payload, counted on its way to one other node; None: it sent none."""
+    clip: float | None = None
+    """What this node's update was scaled by; None: updates are not clipped."""
+
+    @property
+    def retries(self) -> int:
+        return len(self.failures)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """The outer state after a committed round, copied so that training goes on while a joiner fetches it."""
+
+    round: int
+    sections: Mapping[str, Tensor]
+    payload: Mapping[str, Any]
+    """The verdict's payload, which holds the run's progress."""
+    state: str
+
+
+@dataclass(frozen=True)
+class FetchedRound:
+    """A journal entry that came from the others."""
+
+    payload: Mapping[str, Any]
+    state: str
+    update: Tensor | None
+    """(nbytes,) uint8, on local rank 0."""
+
+
+@dataclass(frozen=True)
+class MissedRound:
+    """A committed round that this node was not in."""
+
+    round: int
+    result: Tensor
+    """(n,) float32 on CPU, shared by the local ranks."""
+    payload: Mapping[str, Any]
+    state: str
+    """Digest of the outer state after it."""
+
+
+class Inner(Protocol):
+    """The inner optimizer, as far as rounds of many inner steps are concerned with it."""
+
+    def seek(self, step: int) -> None:
+        """Go on with the schedule at this inner step."""
+        ...
+
+    def forget_moments(self) -> None:
+        """Start the moments anew, at the same place of the schedule."""
+        ...
+
+
+@dataclass(frozen=True)
+class OuterParts:
+    """What an outer algorithm works with."""
+
+    mesh: ElasticDeviceMesh
+    model: Parameters
+    inner: Inner
+    buffers: SharedBuffers
+    shards: ShardMap
+    """Where this rank's parameters lie in the sections."""
+    fragments: tuple[Fragment, ...]
+    """The parts of the state that are synchronised one after the other; one: the whole."""
+    sent: ShardMap
+    """Where this rank's parameters lie in contributions and results, which have the fragments one after the other."""
+    codec: Codec
+    """Of contributions and their mean."""
+    feedback: ErrorFeedback
+    journal: Journal
+    shape: RunShape
+    pace: Pace
+    departure: Departure
+    faults: FaultPoints
+    fetch_entry: Callable[[int, Callable[[int], Tensor]], FetchedRound]
+    """Has the journal's entry of a round fetched from the others, into the room that local rank 0 has for its bytes."""
+    stage: Callable[[int], StagedState]
+    """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
+    flush_every: int | None = None
+    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Set by the trainer before the hooks of an inner step."""
+    going_back: GoingBack | None = None
+    """Answers rounds whose loss calls for going back; None: the run never does by itself."""
+    memory: NodeMemory | None = None
+    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+
+    @property
+    def stepper(self) -> InnerOptimizer:
+        """The inner optimizer, for an algorithm that takes its steps by itself."""
+        assert isinstance(self.inner, InnerOptimizer), "such an algorithm needs the trainer's"
+        return self.inner
+
+
+class GoingBack(Protocol):
+    """What follows of the loss of a committed round. Called by all local ranks."""
+
+    def is_due(self, record: LossRecord) -> bool:
+        """Whether the run should leave what the round of this record led to."""
+        ...
+
+    def answer(self, round: int, record: LossRecord) -> None:
+        """Have all nodes go back at the next boundary, where that is due."""
+        ...
+
+
+class SyncHooks(Protocol):
+    """The trainer's two hooks. Called by all local ranks."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is after the newest committed round."""
+        ...
+
+    @property
+    def round(self) -> int:
+        """The newest committed round that this node's state holds; -1 before the founding."""
+        ...
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        """What its verdict recorded: the progress, and the run's session."""
+        ...
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps behind this node, those included that are in no committed round yet."""
+        ...
+
+    def upcoming(self) -> Sequence[Range]:
+        """The samples that this node trains on up to its next contribution."""
+        ...
+
+    def sync_gradients(self, step: int, tokens: int) -> float | None:
+        """Before the inner optimizer step. `tokens`: targets that this node learned from in this step.
+
+        Returns the global norm of the gradient if it is the nodes' common one, clipped already; else None.
+        """
+        ...
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Wait for a round that is on its way beside training, and take its state over; its report, if there is one."""
+        ...
+
+    def is_time_over(self, steps: int) -> bool:
+        """Whether the round should end with this inner step, the `steps`-th that this node made in it."""
+        ...
+
+    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        """After the inner optimizer step; reports of the rounds that the state has got, which may be earlier ones.
+
+        `tokens`: as in `sync_gradients`; 0 where the gradient was not finite, so that this node learned nothing.
+        `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
+        """
+        ...
+
+
+class OuterAlgorithm(SyncHooks, Protocol):
+    """An algorithm between nodes. All methods are called by all local ranks, except the two that say otherwise."""
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Names of the buffers that make up the outer state."""
+        ...
+
+    @property
+    def local_sections(self) -> tuple[str, ...]:
+        """Names of the buffers that only this node has; saved with its inner optimizer."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Digest of the outer state; local rank 0 only, empty on the others."""
+        ...
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
+
+        With the initial state, or with one that was adopted before.
+        """
+        ...
+
+    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        """Take the state that was written into the section buffers; returns its digest.
+
+        `sections`: write these into them first; local rank 0 has them for all.
+        """
+        ...
+
+    def replay(self, missed: MissedRound) -> str:
+        """Catch up by one committed round; returns the digest of the state after it."""
+        ...
+
+    def join(self) -> RoundReport:
+        """Take part in the next round with weight 0, which makes this node a member.
+
+        Raises RunOver where the run ended before, RecoveryFailed where nobody keeps the rounds that were missed.
+        """
+        ...
+
+    def copy_state(self) -> StateCopy:
+        """A copy of the outer state. Any thread of local rank 0."""
+        ...
+
+    def abandon(self) -> None:
+        """Give up what is under way: this trainer ends."""
+        ...
+
+
+def verify(digest: str, expected: str, what: str, local: LocalMesh) -> None:
+    """Raise RecoveryFailed on all local ranks where what a donor gave is not what it said. Local rank 0 has digests."""
+    if not broadcast_json(digest == expected, local):
+        raise RecoveryFailed(f"{what} has digest {digest} here and {expected} at its donor")
+
+
+def open_buffers(buffers: SharedBuffers, sections: tuple[str, ...]) -> None:
+    """Map the outer state and the two work buffers of a transaction."""
+    buffers.open(*sections, CONTRIBUTION, RESULT)

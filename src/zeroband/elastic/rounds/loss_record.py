@@ -1,0 +1,91 @@
+"""The loss of the run, round by round, as the verdicts record it, and when it calls for going back. Pure rules.
+
+All nodes read the same record, so they come to the same decision about a round, whoever takes it first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zeroband.config.rollback import RollbackConfig
+from zeroband.elastic.membership.epoch import Opening
+
+RECORD = "losses"
+"""Where it stands in a verdict's payload."""
+
+_MEAN_ROUNDS = 20
+"""The running mean forgets as fast as a mean over so many rounds."""
+
+_LEAST_ROUNDS = 5
+"""Fewer make no mean to compare with."""
+
+
+@dataclass
+class StepLoss:
+    """What the newest inner step of this node showed. The trainer sets it before the hooks of the step."""
+
+    nats: float = 0.0
+    """Mean over the node's targets."""
+
+
+@dataclass(frozen=True)
+class LossRecord:
+    """The loss of a round beside that of the rounds before it."""
+
+    loss: float | None = None
+    """In nats, over all nodes by their tokens. None: nobody learned in this round, or nobody had a finite loss."""
+    is_finite: bool = True
+    mean: float = 0.0
+    """Running mean of the finite losses of the rounds before, and how many they are."""
+    rounds: int = 0
+    from_step: int = 0
+    """Inner step with which the round began: checkpoints up to there are older than what it showed."""
+
+    @staticmethod
+    def of(payload: Mapping[str, Any]) -> LossRecord:
+        """What a verdict recorded; of one that recorded nothing, a new record."""
+        return LossRecord(**payload.get(RECORD, {}))
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def carried(self) -> LossRecord:
+        """For a round in which nobody learns: the mean up to now, without a loss to judge."""
+        if self.loss is None:
+            return LossRecord(mean=self.mean, rounds=self.rounds, from_step=self.from_step)
+        rounds = self.rounds + 1
+        mean = self.mean + (self.loss - self.mean) / min(rounds, _MEAN_ROUNDS)
+        return LossRecord(mean=mean, rounds=rounds, from_step=self.from_step)
+
+    def after(self, opening: Opening, from_step: int) -> LossRecord:
+        """The record of the round of this opening, that follows the one of this record."""
+        before, loss = self.carried(), loss_of(opening)
+        is_finite = loss is None or math.isfinite(loss)
+        return LossRecord(loss if is_finite else None, is_finite, before.mean, before.rounds, from_step)
+
+
+def loss_of(opening: Opening) -> float | None:
+    """The loss of a round in nats per token, over the members whose update counts; NaN where none of those that
+    learned has a finite one, None where nobody learned."""
+    if not any(opening.steps):
+        return None
+    pairs = zip(opening.weights, opening.losses, strict=True)
+    counting = [(weight, loss) for weight, loss in pairs if weight > 0 and loss is not None]
+    total = sum(weight for weight, _ in counting)
+    return sum(weight * loss for weight, loss in counting) / total if total else math.nan
+
+
+def reason_to_go_back(record: LossRecord, config: RollbackConfig | None) -> str:
+    """Why the run should leave what this round led to; empty where it should not."""
+    if config is None:
+        return ""
+    if not record.is_finite:
+        return "no node had a finite loss" if config.on_non_finite else ""
+    if config.on_spike is None or record.loss is None or record.rounds < _LEAST_ROUNDS:
+        return ""
+    if record.loss <= config.on_spike * record.mean:
+        return ""
+    return f"a loss of {record.loss:.4g} after a mean of {record.mean:.4g} (rollback.on_spike={config.on_spike:g})"

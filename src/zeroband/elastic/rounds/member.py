@@ -1,0 +1,404 @@
+"""This node's membership: takes and gives back its lease, waits for the others, votes. Local rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zeroband.config.time_outs import TimeOuts
+from zeroband.elastic.guardian.process import Door, Guardian, GuardianOrder
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.epoch import (
+    Opening,
+    Patience,
+    Ready,
+    Rules,
+    Verdict,
+    View,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
+from zeroband.elastic.membership.orders import Orders, give_up_rollback
+from zeroband.elastic.rounds.duplicate_ids import outlive_namesakes
+from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.handover import Inbox
+from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
+from zeroband.node.board import NodeBoard
+from zeroband.observe.log import get_logger
+
+_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
+_REMIND_S = 10.0
+
+_log = get_logger(__name__)
+
+_T = TypeVar("_T")
+
+
+def say_nothing(_kind: str, **_fields: object) -> None:
+    """For events that nobody wants to know of."""
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """What a node is, for its life: its name, its processes, its shared memory."""
+
+    node_id: str
+    door: Door
+    rank_pids: tuple[int, ...]
+    launcher_pid: int
+    shm_dir: Path
+
+
+@dataclass(frozen=True)
+class RunAccess:
+    """The way to a run's record."""
+
+    store: Store
+    store_url: str
+    run_id: str
+    shared: Mapping[str, str]
+    """What all nodes must share, as it stands in the store."""
+    on_stall: Callable[[str, View], object] = lambda reason, view: None
+    """Told why a round could not be finished and what the store showed then, in a thread of its own."""
+    inbox: Inbox | None = None
+    """Takes connections of other nodes that the trainer answers."""
+    on_event: Callable[..., object] = say_nothing
+    """Told of events, by kind and fields."""
+
+
+def new_member_id(node_id: str) -> str:
+    """An id for one membership of a node: a node that comes back is another member."""
+    return f"{node_id}#{uuid.uuid4().hex[:8]}"
+
+
+class Member:
+    """One membership, from lease to leave.
+
+    Owns the guardian process and the watcher thread, both ended by `close()`. Methods that wait raise Fenced when the
+    run went on without this member, Leaving when it was asked to leave and its time is over, and StoreLost when Redis
+    stays silent.
+    """
+
+    def __init__(
+        self, run: RunAccess, identity: NodeIdentity, board: NodeBoard, time_outs: TimeOuts, departure: Departure
+    ) -> None:
+        self.member_id = new_member_id(identity.node_id)
+        self.identity = identity
+        self.store = run.store
+        self._board = board
+        self._departure = departure
+        self._time_outs = time_outs
+        self._on_stall = run.on_stall
+        self._on_event = run.on_event
+        self._recording = threading.Lock()
+        self._memory = Memory(self.member_id, run.shared)
+        self._first_look: tuple[int, View] | None = None
+        """What the store showed for a round when this member last said something; whoever waits for it begins there."""
+        board.set_fenced(False)
+        board.set_session(self.store.session)
+        order = GuardianOrder(
+            store_url=run.store_url,
+            run_id=run.run_id,
+            member_id=self.member_id,
+            node_id=identity.node_id,
+            door=identity.door,
+            board=str(board.path),
+            shm_dir=str(identity.shm_dir),
+            rank_pids=identity.rank_pids,
+            launcher_pid=identity.launcher_pid,
+            lease_s=time_outs.lease_s,
+            renew_s=time_outs.renew_s,
+            hung_s=time_outs.hung_s,
+            is_first=True,
+            store_s=time_outs.store_s,
+        )
+        self._guardian = _KeptGuardian(order, run.inbox)
+        self._watcher = _Watcher(self, board, departure, time_outs)
+
+    def outlive_namesakes(self) -> None:
+        """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
+        outlive_namesakes(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def announce_ready(self, ready: Ready) -> None:
+        """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`."""
+        self._memory.announced(ready)
+        self._first_look = ready.round, self._checked(self.store.announce_ready(self.member_id, ready), ready.round)
+
+    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
+        """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
+
+        `is_member`: it took part in the last round, so a round without it means that it was voted out, unless it was
+        only late. `start_deadline_s`: monotonic time after which founders wait for no further node.
+        """
+        stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
+        pause = _Pause(round, self._on_event)
+
+        def decide(view: View) -> Opening | Verdict | Wait:
+            pause.look(view.orders, time.monotonic())
+            excluded = must_leave(view, self.member_id, round) if is_member else None
+            if excluded is not None:
+                raise Fenced(excluded.reason)
+            if view.committed is not None and view.committed.round >= round:
+                return view.committed
+            now_s = time.monotonic()
+            patience = Patience(
+                start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
+            )
+            return self._decide_opening(view, round, rules, patience)
+
+        return self._poll(round, decide)
+
+    def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
+        decision = next_opening(view, round, rules, patience)
+        if isinstance(decision, Wait):
+            return decision
+        if decision != view.opening and not self.store.propose_opening(decision, current=view.opening):
+            return Wait("another member's proposal was first")
+        if self.member_id not in decision.members:
+            return Wait(f"round {round} is open to {len(decision.members)} others")
+        return decision
+
+    def vote(self, opening: Opening, digest: str) -> None:
+        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`."""
+        self._memory.voted(opening, digest)
+        self._first_look = opening.round, self._checked(self.store.vote(opening, self.member_id, digest), opening.round)
+
+    def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
+        """Wait until the round is committed; `payload` is what this member would write into the verdict.
+
+        Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
+        """
+
+        def decide(view: View) -> Verdict | Wait:
+            if view.committed is not None and view.committed.round >= opening.round:
+                if view.committed.opening == opening:
+                    return view.committed
+                raise Fenced(f"round {opening.round} was committed without {self.member_id}")
+            self._check_opening(view, opening)
+            decision = next_verdict(view, opening, payload)
+            if decision is None:
+                self.store.report_failure(opening, "the members hold different results")
+                return Wait("results differ")
+            if isinstance(decision, Verdict):
+                if not self.store.propose_verdict(decision):
+                    return Wait("the round was settled by another member")
+                self._memory.committed(decision)
+            return decision
+
+        return self._poll(opening.round, decide)
+
+    def _check_opening(self, view: View, opening: Opening) -> None:
+        """Raise PeerLost where an opening is superseded or cannot be finished any more."""
+        if view.opening != opening:
+            raise PeerLost(f"round {opening.round} was opened again without some of its members")
+        if view.failed is not None:
+            raise PeerLost(f"round {opening.round} cannot be finished: {view.failed}")
+        lost = view.lost(opening)
+        if lost:
+            reason = f"{', '.join(lost)} lost during round {opening.round}"
+            if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
+                raise PeerLost(reason, lost)
+
+    def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
+        pause_s, reminded_at_s, said = _POLL_MIN_S, time.monotonic(), ""
+        while True:
+            if self._board.is_fenced:
+                raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
+            now_s = time.monotonic()
+            if self._departure.is_overdue(now_s):
+                raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
+            self._board.advance()
+            decision = decide(self._take_first_look(round) or self.look(round))
+            if not isinstance(decision, Wait):
+                return decision
+            if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
+                said, reminded_at_s = decision.reason, now_s
+                _log.info(
+                    "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+
+    def _take_first_look(self, round: int) -> View | None:
+        seen, self._first_look = self._first_look, None
+        return seen[1] if seen is not None and seen[0] == round else None
+
+    def look(self, round: int) -> View:
+        """The view for `round`, after giving back to the store what it has lost of it. Any thread."""
+        return self._checked(self.store.view(round), round)
+
+    def _checked(self, view: View, round: int) -> View:
+        if self._memory.is_more_than(view, round):
+            if self.store.restore(self._memory.known):
+                _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
+            view = self.store.view(round)
+        if (failure := self._memory.failure_unknown_to(view)) is not None:
+            self.store.report_failure(*failure)
+            view = self.store.view(round)
+        self._memory.learn(view)
+        self._enter_session(view)
+        if self.member_id in view.orders.leaving:
+            self._departure.drain()
+        return view
+
+    def _enter_session(self, view: View) -> None:
+        """From the first verdict on that lists this member, it belongs to the run's session; others are strangers."""
+        committed = view.committed
+        if committed is not None and self.member_id in committed.members and committed.session != self.store.session:
+            self.store.session = committed.session
+            self._board.set_session(committed.session)
+
+    # -- transfers ----------------------------------------------------------------------------------------------
+
+    def watch(self, opening: Opening | None) -> None:
+        """During a transfer, mark it aborted on the board as soon as the opening cannot be finished. None: stop."""
+        self._watcher.watch(opening)
+
+    def report_failure(self, opening: Opening, reason: str) -> None:
+        self._memory.failed(opening, reason)
+        self.store.report_failure(opening, f"{self.member_id}: {reason}")
+
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        """Take the order back for everybody, and have the round opened again without it."""
+        step = opening.rollback
+        assert step is not None
+        self.store.give_orders(lambda given: give_up_rollback(given, step))
+        self._on_event("rollback_refused", round=opening.round, step=step, reason=reason)
+        self.report_failure(opening, reason)
+
+    def tell_stall(self, opening: Opening, stall: TransferStalled) -> None:
+        """Say for whom this node waited, since when and at which byte."""
+        self._on_event(
+            "transfer_stalled",
+            round=opening.round,
+            waiting_for=list(stall.member_ids),
+            since_s=stall.since_s,
+            at_byte=stall.at_byte,
+            of_bytes=stall.of_bytes,
+            reason=str(stall),
+        )
+
+    def record_stall(self, round: int, reason: str) -> None:
+        """Have what led to a failed transfer kept for a person to read; nobody waits for it."""
+
+        def record() -> None:
+            with self._recording, contextlib.suppress(ZerobandError):
+                self._on_stall(reason, self.store.view(round))
+
+        threading.Thread(target=record, name="stall", daemon=True).start()
+
+    def keep_guardian(self) -> None:
+        """Start another guardian if this one ended. The watcher's thread."""
+        self._guardian.keep()
+
+    def close(self) -> None:
+        """Stop watching and give the lease back."""
+        self._watcher.close()
+        self._guardian.close()
+
+
+class _Stragglers:
+    """When those who wait stop waiting: a deadline that begins when half of the members are there."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self._deadline_s = deadline_s
+        self._since_s: float | None = None
+
+    def are_late(self, view: View, now_s: float) -> bool:
+        if self._deadline_s is None or not has_quorum(view):
+            return False
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return now_s - self._since_s >= self._deadline_s
+
+
+class _Pause:
+    """Says when the run begins to stand still at a boundary, as an operator ordered, and when it goes on."""
+
+    def __init__(self, round: int, on_event: Callable[..., object]) -> None:
+        self._round = round
+        self._on_event = on_event
+        self._since_s: float | None = None
+
+    def look(self, orders: Orders, now_s: float) -> None:
+        if orders.is_paused and self._since_s is None:
+            self._since_s = now_s
+            self._on_event("paused", round=self._round)
+        elif not orders.is_paused and self._since_s is not None:
+            self._on_event("resumed", round=self._round, paused_s=round(now_s - self._since_s, 3))
+            self._since_s = None
+
+
+class _KeptGuardian:
+    """The guardian and, when it ended by itself, its successors."""
+
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None) -> None:
+        self._order = order
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._guardian = Guardian(order, inbox)
+
+    def keep(self) -> None:
+        with self._lock:
+            if not self._is_closed and not self._guardian.is_running():
+                _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
+                self._guardian = Guardian(replace(self._order, is_first=False, store_s=0.0), self._inbox)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._guardian.close()
+
+
+class _Watcher:
+    """One daemon thread: looks at the members during a transfer, and always after guardian and record.
+
+    It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
+    """
+
+    def __init__(self, member: Member, board: NodeBoard, departure: Departure, time_outs: TimeOuts) -> None:
+        self._member = member
+        self._board = board
+        self._departure = departure
+        self._time_outs = time_outs
+        self._opening: Opening | None = None
+        self._looked_at_s = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
+        self._thread.start()
+
+    def watch(self, opening: Opening | None) -> None:
+        self._opening = opening
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._time_outs.watch_s):
+            for watch in (self._member.keep_guardian, self._look):
+                try:
+                    watch()
+                except Exception as error:  # noqa: BLE001 - without this thread nobody would do either any more
+                    _log.warning("cannot look after the membership", extra={"fields": {"error": repr(error)}})
+
+    def _look(self) -> None:
+        opening, now_s = self._opening, time.monotonic()
+        if opening is not None:
+            if not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
+                self._board.abort(opening.version)
+        elif now_s - self._looked_at_s > self._time_outs.renew_s:
+            self._member.look(0)
+            self._looked_at_s = now_s
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)

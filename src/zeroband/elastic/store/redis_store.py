@@ -1,0 +1,535 @@
+"""The only file that speaks to Redis: every key, every time to live; what runs inside it is in `scripts`.
+
+All writes that decide something are compare-and-set, fenced by the opening that they build on. What is found there
+counts if it was sealed by a node of this run (`judge`). May be called from any thread. Raises StoreLost when Redis does
+not answer within `patience_s`, and ConfigError when it refuses this node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import redis
+
+from zeroband.elastic.membership.epoch import (
+    Opening,
+    Peer,
+    Ready,
+    Verdict,
+    View,
+)
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store import scripts
+from zeroband.elastic.store.connection import (
+    Shape,
+    StoreScript,
+    connect,
+    forget_connections,
+    is_refusal,
+    is_temporary,
+)
+from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.seals import Seals, id_of
+from zeroband.errors import ConfigError, JoinRefused, StoreLost
+from zeroband.observe.log import get_logger
+
+PROTOCOL = 8
+"""Version of what nodes tell one another: the records below, and what contributions, journals and states mean.
+
+Nodes with another one are refused at join.
+"""
+
+RUN_TTL_S = 30 * 24 * 3600
+"""Life of the run's own record after its last write."""
+
+ROUND_TTL_S = 7 * 24 * 3600
+"""Life of what belongs to one round: longer than any pause a run may sit through."""
+
+SPENT_TTL_S = 3600
+"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
+
+GROUP_TTL_S = 3600
+"""Life of the keys through which the processes of one group find each other."""
+
+HISTORY_LENGTH = 1000
+"""Verdicts kept for readers of the run's history."""
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.02, 0.5
+_REMIND_S = 5.0
+_ASK_AGAIN = 8
+"""Times that a compare-and-set is tried at once while somebody changes what it builds on."""
+
+_TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
+_VIEW = (_TEXT, _TEXT, list, list, list, _TEXT, list, bytes | int | None, _FLAG, _TEXT, _TEXT)
+"""The answer to a look."""
+
+_log = get_logger(__name__)
+
+
+class Keys:
+    """Every key of a run. Hash tags keep a run on one shard of a cluster.
+
+    All values are sealed records, but for the leases and the clock, which the store's own scripts write.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.prefix = f"zeroband:{{{run_id}}}"
+        self.run = f"{self.prefix}:run"  # string: what all nodes must share
+        self.leases = f"{self.prefix}:leases"  # sorted set: member -> when its lease ends, in ms of the store's clock
+        self.clock = f"{self.prefix}:clock"  # hash: last renewal, end of settling
+        self.peers = f"{self.prefix}:peers"  # hash: member -> where it is and whom it does not reach
+        self.opening = f"{self.prefix}:opening"  # string: the current opening
+        self.committed = f"{self.prefix}:committed"  # string: the newest verdict
+        self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
+        self.beginning = f"{self.prefix}:beginning"  # string: on which checkpoint the run is to begin again
+        self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
+        self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
+
+    def ready(self, round: int) -> str:
+        return f"{self.prefix}:ready:{round}"
+
+    def gradients(self, round: int, member_id: str) -> str:
+        return f"{self.prefix}:gradients:{round}:{member_id}"  # string: a digest, to notice equal batches
+
+    def votes(self, opening: Opening) -> str:
+        return f"{self.prefix}:votes:{opening.id}"
+
+    def failed(self, opening: Opening) -> str:
+        return f"{self.prefix}:failed:{opening.id}"
+
+    def saving(self, attempt: str) -> str:
+        """Hash: node id -> what its writer last said of this save of a checkpoint."""
+        return f"{self.prefix}:saving:{attempt}"
+
+    def group(self, opening: Opening, lane: int) -> str:
+        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
+        members = hashlib.blake2b("/".join(opening.members).encode(), digest_size=6).hexdigest()
+        return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
+
+
+@dataclass(frozen=True)
+class Recollection:
+    """What a member knows of its run, enough to bring it back into a store that lost it."""
+
+    member_id: str
+    run: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What all nodes must share."""
+    opening: Opening | None = None
+    committed: Verdict | None = None
+    ready: Ready | None = None
+    """The last that it announced."""
+    vote: tuple[Opening, str] | None = None
+    """The last that it gave."""
+    orders: Orders = field(default_factory=Orders)
+
+
+class Store:
+    """A run's record in Redis.
+
+    `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
+    is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease.
+    `before_retry`: called before every further attempt; what it raises ends the call.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        key: RunKey | None = None,
+        lease_s: float = 5.0,
+        patience_s: float,
+        before_retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.keys = Keys(run_id)
+        self._judge = Judge(Seals(key, run_id, self.keys.prefix))
+        self._known_run = ""
+        """Digest of the run's record that was looked at last and counts."""
+        self._patience_s = patience_s
+        self._before_retry = before_retry
+        self._has_answered = False
+        self._lease_ms = int(lease_s * 1000)
+        self._redis = connect(url, timeout_s=min(max(1.0, lease_s), patience_s))
+        self._view = self._script(scripts.VIEW, _VIEW)
+        self._open, self._begin, self._fail, self._order, self._clear, self._end_lease = (
+            self._script(text, _FLAG)
+            for text in (scripts.OPEN, scripts.BEGIN, scripts.FAIL, scripts.ORDER, scripts.CLEAR, scripts.END_LEASE)
+        )
+        self._commit, self._restore = (self._script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
+        self._renew, self._leave = (
+            self._script(scripts.RENEW, (_FLAG, list | bytes)),
+            self._script(scripts.LEAVE, (list, list)),
+        )
+        self._found = self._script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
+        self._read, self._read_history = (
+            self._script(scripts.READ, (_TEXT, _TEXT, _TEXT)),
+            self._script(scripts.READ_HISTORY, list),
+        )
+        self._add_once = self._script(scripts.ADD_ONCE, int)
+        self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
+
+    def _script(self, text: str, answer: Shape) -> StoreScript:
+        """A script that says which keys it mended, and gives an answer of this shape."""
+        return self._redis.script(text, (list, answer))
+
+    @property
+    def session(self) -> str:
+        """Session of the run that this node is in; records of another one do not count. Empty: it is in none yet."""
+        return self._judge.session
+
+    @session.setter
+    def session(self, session: str) -> None:
+        self._judge.session = session
+        self._known_run = ""
+
+    @property
+    def _silence_ms(self) -> int:
+        """Without any renewal for so long, the store itself was out of reach: a guardian renews five times a lease."""
+        return self._lease_ms // 2
+
+    def reach(self, *, patience_s: float) -> None:
+        """Have Redis answer once, with a patience of its own. Raises StoreLost, ConfigError."""
+        self._call(self._redis.ping, patience_s)
+
+    def trust_address(self) -> None:
+        """Take no refusal for final any more: another process of this node was answered at this address."""
+        self._has_answered = True
+
+    def _call(self, call: Callable[[], Any], patience_s: float | None = None) -> Any:
+        patience_s = self._patience_s if patience_s is None else patience_s
+        started_at_s, pause_s, reminded_at_s = time.monotonic(), _PAUSE_MIN_S, time.monotonic()
+        while True:
+            try:
+                answer = call()
+                self._has_answered = True
+                return answer
+            except Exception as error:
+                refusal = is_refusal(error)
+                if refusal is not None and not self._has_answered:  # later on, the server's settings may come back
+                    raise ConfigError(refusal) from error
+                is_known = refusal is not None or is_temporary(error)
+                if not is_known and (not isinstance(error, redis.RedisError) or isinstance(error, redis.DataError)):
+                    raise  # a mistake of ours; what the store answers, whatever it is, may be another answer later
+                now_s = time.monotonic()
+                what = "Redis did not answer" if is_known else "Redis answered with an error"
+                if now_s + pause_s > started_at_s + patience_s:
+                    raise StoreLost(f"{what} for {patience_s:g} s: {error}; check store.url") from error
+                if now_s - reminded_at_s > _REMIND_S:
+                    reminded_at_s = now_s
+                    what = "Redis is out of reach" if is_known else what
+                    _log.warning(f"{what}; trying again", extra={"fields": {"error": str(error)}})
+            forget_connections(self._redis)
+            self._before_retry()
+            time.sleep(random.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def _run(
+        self,
+        script: StoreScript,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        patience_s: float | None = None,
+    ) -> Any:
+        """The result of a script; says which keys it found to be of a wrong kind."""
+        mended, result = self._call(lambda: script(keys=keys, args=args), patience_s)
+        for key in mended:
+            fields = {"key": _text(key)}
+            _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
+        return result
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def found_or_match(self, shared: Mapping[str, str]) -> dict[str, str]:
+        """Write what the run's nodes must share, or compare with what the first node wrote.
+
+        Where nodes are alive, it is left to them for the time of a lease to bring back a record that was lost.
+        Returns the record, for a `Recollection`. Raises JoinRefused.
+        """
+        record = {"protocol": str(PROTOCOL), **shared}
+        deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
+        while True:
+            keys, is_first = [self.keys.run, self.keys.leases, self.keys.clock], time.monotonic() < deadline_s
+            if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
+                raise JoinRefused("run.token", "another", "this one")
+            args: list[str | bytes | int] = [self._judge.seal_run(record), RUN_TTL_S, self._judge.junk(self.keys.run)]
+            args += [self._silence_ms, int(is_first)]
+            raw, other_protocol, is_alive = self._run(self._found, keys, args)
+            waits = is_first and bool(is_alive)
+            if other_protocol and not waits:
+                raise JoinRefused("protocol", _text(other_protocol), str(PROTOCOL))
+            theirs = self._judge.run(self.keys.run, raw)
+            if theirs is not None:
+                _require_equal(theirs, record)
+                return record
+            has_another_token = self._names_another_token(raw or self._judge.junk(self.keys.run))
+            if has_another_token and not waits:
+                raise JoinRefused("run.token", "another", "this one")
+            if waits:
+                time.sleep(min(_PAUSE_MAX_S, self._lease_ms / 10_000))
+
+    def _names_another_token(self, raw: bytes) -> bool:
+        """Whether a record of the run was sealed with a token that this node does not have."""
+        return id_of(raw) not in ("", self._judge.token_check)
+
+    def require_token(self) -> None:
+        """Raise ConfigError where the run's record was sealed with another token than this one's."""
+        raw, _, _ = self._run(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        if raw and self._names_another_token(raw) and self._judge.run(self.keys.run, raw) is None:
+            raise ConfigError(
+                "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
+            )
+
+    def forget_dead_run(self) -> bool:
+        """Have nodes that differ from those of a dead run go on with it; its rounds stay. False: it may still live.
+
+        A lease that held when the store was last spoken to counts for another one from the first call on, so ask again
+        during that time.
+        """
+        keys = [self.keys.run, self.keys.leases, self.keys.clock]
+        return bool(self._run(self._clear, keys, [self._lease_ms, self._silence_ms]))
+
+    def propose_beginning(self, beginning: Beginning, view: View) -> bool:
+        """Agree on a checkpoint to begin again with. False: something has changed since this view."""
+        judge, keys = self._judge, self.keys
+        names = [keys.beginning, keys.opening, keys.committed]
+        before = [judge.seal_beginning(view.beginning), judge.seal_opening(view.opening)]
+        before.append(judge.seal_verdict(view.committed))
+        args = [*before, judge.seal_beginning(beginning), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
+        return bool(self._run(self._begin, [*names, keys.clock, keys.leases], args))
+
+    def restore(self, known: Recollection) -> bool:
+        """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
+        keys, judge, member = self.keys, self._judge, known.member_id
+        ready_key = keys.ready(0 if known.ready is None else known.ready.round)
+        vote_key = keys.votes(known.vote[0]) if known.vote is not None else f"{keys.prefix}:votes:none"
+        ours = [
+            *(judge.seal_opening(known.opening), judge.seal_verdict(known.committed)),
+            *(judge.seal_run(known.run), judge.seal_orders(known.orders)),
+            "" if known.ready is None else judge.seal_ready(member, known.ready),
+            "" if known.vote is None else judge.seal_vote(member, *known.vote),
+        ]
+        places = [keys.opening, keys.committed, keys.run, keys.orders, f"{ready_key} {member}", f"{vote_key} {member}"]
+        args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
+        names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
+        return self._run(self._restore, names, args) == 1
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def renew_lease(self, member_id: str, peer: Peer, *, first: bool = False) -> dict[str, Peer] | None:
+        """Keep a member counted alive for another lease, and publish where it is.
+
+        Returns the living members. None: the run went on without it (the member is fenced).
+        """
+        keys = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
+        args = [member_id, self._lease_ms, self._silence_ms, int(first), self._judge.seal_peer(member_id, peer)]
+        refuted = b""
+        for _ in range(_ASK_AGAIN):
+            granted, said = self._run(self._renew, keys, [*args, RUN_TTL_S, refuted])
+            if granted:
+                return self._judge.peers(self.keys.peers, _pairs(said))
+            opening = self._judge.opening(self.keys.opening, said, None)
+            if opening is not None and member_id not in (*opening.members, *opening.late):
+                return None
+            refuted = said
+        raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
+
+    def release_lease(self, member_id: str) -> None:
+        """Leave at once instead of by expiry."""
+        self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 1])
+
+    def expire_lease(self, member_id: str) -> None:
+        """Have a member's lease run out now: its guardian is known to be gone."""
+        self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 0])
+
+    def lease_ends_ms(self) -> dict[str, int]:
+        """When the members' leases end, by the store's clock; also of those that ran out."""
+        leases = self._call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
+        return {_text(member): int(end) for member, end in leases if abs(end) < float("inf")}
+
+    def is_renewed(self, before_ms: int, end_ms: int) -> bool:
+        """Whether a lease that ended at the first time, and ends at the second one now, was renewed by its holder.
+
+        The store by itself prolongs leases only after a silence, and so by more than that.
+        """
+        return 0 < end_ms - before_ms < self._silence_ms
+
+    def say_leaving(self, member_id: str) -> frozenset[str]:
+        """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
+        keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
+        args = [member_id, self._silence_ms, ROUND_TTL_S, self._judge.seal_leaving(member_id)]
+        alive, leaving = self._run(self._leave, keys, args)
+        return frozenset(map(_text, alive)) - self._judge.leaving(self.keys.leaving, _pairs(leaving))
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def view(self, round: int) -> View:
+        """All that the rules need for `round`, read at one instant."""
+        return self._look(round)
+
+    def announce_ready(self, member_id: str, ready: Ready) -> View:
+        """Say that a member stands at the boundary of a round, and look; the first word counts."""
+        return self._look(
+            ready.round, (self.keys.ready(ready.round), member_id, self._judge.seal_ready(member_id, ready))
+        )
+
+    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+        """Say which result a member holds for an opening, and look; the first word counts."""
+        return self._look(
+            opening.round, (self.keys.votes(opening), member_id, self._judge.seal_vote(member_id, opening, digest))
+        )
+
+    def _look(self, round: int, said: tuple[str, str, str] | None = None) -> View:
+        """`said`: key, member and word of what is written first, in the same round trip."""
+        keys, judge = self.keys, self._judge
+        names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
+        names += [keys.orders, keys.beginning]
+        args: list[str | int] = [keys.prefix, self._silence_ms, self._known_run]
+        if said is not None:
+            names.append(said[0])
+            args += [*said[1:], ROUND_TTL_S]
+        seen = self._run(self._view, names, args)
+        raw_opening, raw_committed, alive, ready, votes, failed, peers, run, is_settling, orders, beginning = seen
+        committed = judge.verdict(keys.committed, raw_committed)
+        opening = judge.opening(keys.opening, raw_opening, committed)
+        votes_key, failed_key = (keys.votes(opening), keys.failed(opening)) if opening is not None else ("", "")
+        return View(
+            opening=opening,
+            committed=committed,
+            alive=frozenset(map(_text, alive)),
+            ready=judge.ready(keys.ready(round), round, _pairs(ready)),
+            votes=judge.votes(votes_key, opening, _pairs(votes)),
+            failed=judge.failure(failed_key, opening, failed),
+            peers=judge.peers(keys.peers, _pairs(peers)),
+            is_known=self._knows_run(run),
+            is_settling=bool(is_settling),
+            orders=judge.orders(keys.orders, orders),
+            beginning=judge.beginning(keys.beginning, beginning, committed),
+        )
+
+    def _knows_run(self, said: bytes | int | None) -> bool:
+        """Whether the run's record stands there; it is told in full only where it is not the one that was seen last."""
+        if isinstance(said, int):
+            return True
+        is_known = self._judge.run(self.keys.run, said) is not None
+        self._known_run = hashlib.sha1(said, usedforsecurity=False).hexdigest() if said and is_known else ""
+        return is_known
+
+    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+        """Make this the opening that follows the current one. False: another proposal was first."""
+        judge, keys = self._judge, self.keys
+        args = [judge.seal_opening(current), opening.round, judge.seal_opening(opening), RUN_TTL_S, opening.orders]
+        args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
+        return bool(self._run(self._open, [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases], args))
+
+    def report_failure(self, opening: Opening, reason: str) -> bool:
+        """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
+        judge, keys = self._judge, [self.keys.committed, self.keys.failed(opening)]
+        args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
+        return bool(self._run(self._fail, keys, args))
+
+    def propose_verdict(self, verdict: Verdict) -> bool:
+        """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
+        opening, keys, judge = verdict.opening, self.keys, self._judge
+        names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
+        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders]
+        args = [judge.seal_opening(opening), verdict.round, judge.seal_verdict(verdict), RUN_TTL_S, HISTORY_LENGTH]
+        args += [self._silence_ms, SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening))]
+        listed = (*opening.members, *opening.late)
+        for _ in range(_ASK_AGAIN):
+            outcome = self._run(self._commit, names, [*args, *self._done_orders(opening), *listed])
+            if outcome != 2:
+                return bool(outcome)
+        return False
+
+    def _done_orders(self, opening: Opening) -> tuple[bytes, str]:
+        """The orders as they stand, and as they are once this round did what they say; nothing where it does not."""
+        if opening.rollback is None:
+            return b"", ""
+        raw, orders, _ = self._look_at_orders()
+        if orders.rollback != opening.rollback:
+            return b"", ""
+        return raw, self._judge.seal_orders(replace(orders, rollback=None, version=orders.version + 1))
+
+    def _look_at_orders(self) -> tuple[bytes, Orders, int]:
+        """The orders, as they stand there and as they count; the newest version that a round was opened under."""
+        judge, keys = self._judge, self.keys
+        names = [keys.orders, keys.opening, keys.committed]
+        raw, opening, committed = self._run(self._read, names, [])
+        current = judge.opening(keys.opening, opening, judge.verdict(keys.committed, committed))
+        return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
+
+    def history(self) -> list[Verdict]:
+        """The newest committed rounds, oldest first."""
+        raw = self._run(self._read_history, [self.keys.history], [])
+        return self._judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        """Change what operators want of the run, by a rule that is asked again when another was faster. Its result."""
+        deadline_s = time.monotonic() + self._lease_ms / 1000
+        while True:
+            raw, orders, newest = self._look_at_orders()
+            if orders.version < newest:  # the store lost some; those who know them bring them back
+                if time.monotonic() < deadline_s:
+                    time.sleep(_PAUSE_MAX_S)
+                    continue
+                orders = replace(orders, version=newest)
+            changed = change(orders)
+            args = [raw, self._judge.seal_orders(changed), RUN_TTL_S]
+            if changed == orders or self._run(self._order, [self.keys.orders], args):
+                return changed
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def say_saving(self, attempt: str, node_id: str, word: str, *, patience_s: float) -> None:
+        """Tell the other writers of a checkpoint something; only the newest word of a node counts."""
+        key = self.keys.saving(attempt)
+        sealed = self._judge.seal_saving(key, node_id, word)
+        self._run(self._say, [key], [node_id, sealed, SPENT_TTL_S], patience_s)
+
+    def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
+        """What the writers of a checkpoint last said, by node id."""
+        key = self.keys.saving(attempt)
+        return self._judge.saving(key, _pairs(self._run(self._read_said, [key], [], patience_s)))
+
+    # -- rendezvous of process groups ---------------------------------------------------------------------------
+
+    def group_set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._redis.set(key, self._judge.seal_value(key, value), ex=GROUP_TTL_S))
+
+    def group_get(self, keys: list[str]) -> list[bytes | None]:
+        raws = cast("list[bytes | None]", self._call(lambda: self._redis.mget(keys)))
+        return [self._judge.value(key, raw) for key, raw in zip(keys, raws, strict=True)]
+
+    def group_add(self, key: str, amount: int) -> int:
+        sign = f"{key}:{uuid.uuid4().hex}"
+        return int(self._run(self._add_once, [key, sign], [amount, GROUP_TTL_S]))
+
+    def group_delete(self, key: str) -> bool:
+        return bool(self._call(lambda: self._redis.delete(key)))
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def _require_equal(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise JoinRefused with the first key that differs."""
+    for key in dict.fromkeys([*ours, *theirs]):
+        if theirs.get(key) != ours.get(key):
+            raise JoinRefused(key, theirs.get(key, "absent"), ours.get(key, "absent"))
+
+
+def _text(value: bytes | str) -> str:
+    """A name that somebody wrote into the store."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
+    return {_text(k): v for k, v in zip(flat[::2], flat[1::2], strict=True)}

@@ -1,0 +1,62 @@
+"""Descriptors: how many connections this process may hold, raised at start, compared with what the peers need, and said
+when they run out."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import time
+
+from zeroband.elastic.transport.tuning import MOST_STREAMS
+from zeroband.observe.log import get_logger
+
+_OWN = 256
+"""Files, shared memory, the store, ranks and launchers of this node; strangers and callers at its port."""
+_PER_PEER = 4
+"""Beside its streams: a probe each way, requests for state, a burst."""
+_REMIND_S = 30.0
+
+_log = get_logger(__name__)
+
+
+def raise_limit() -> int:
+    """Raise this process's limit, and that of those that it starts, as far as it may; the limit now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+def needed(nodes: int, streams: int | None) -> int:
+    """Descriptors that a node among so many may need. `streams`: to each other one; None: as many as prove best."""
+    return _OWN + (nodes - 1) * ((streams or MOST_STREAMS) + _PER_PEER)
+
+
+def shortage(nodes: int, streams: int | None) -> str | None:
+    """Why this process's limit does not do for so many nodes, and what to do; None where it does."""
+    limit, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0], needed(nodes, streams)
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        return None
+    return (
+        f"{nodes} nodes may need {wanted} descriptors on each, and this process may have {limit}: raise the hard limit "
+        f"with `ulimit -Hn {wanted}` (LimitNOFILE= of systemd, --ulimit nofile={wanted} of docker), or choose fewer "
+        "comm.streams"
+    )
+
+
+class Complaints:
+    """Says that a connection could not be taken or made for want of descriptors, at most twice a minute."""
+
+    def __init__(self) -> None:
+        self._said_at_s = -_REMIND_S
+
+    def say(self, what: str, error: OSError | None = None) -> None:
+        """`error`: what the system answered; of another kind, it is left alone. None: the descriptor just vanished."""
+        if error is not None and error.errno not in (errno.EMFILE, errno.ENFILE):
+            return
+        if time.monotonic() - self._said_at_s < _REMIND_S:
+            return
+        self._said_at_s = time.monotonic()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        reason = "too many open files" if error is None else error.strerror
+        _log.warning(f"{what}: {reason} (the limit is {limit}); raise it with `ulimit -n`, it is tried again")

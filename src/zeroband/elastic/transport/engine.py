@@ -1,0 +1,350 @@
+"""The engine in Python's hands: links made of streams, and operations that go on without the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import socket
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroband.elastic.transport.handshake import StreamKeys
+from zeroband.kernels import native
+from zeroband.kernels.codec import Codec
+
+
+class State(enum.IntEnum):
+    """How far an operation is. All but RUNNING are for good."""
+
+    RUNNING = 0
+    DONE = 1
+    ABORTED = 2
+    NOT_FINITE = 3
+    """A value has no encoding; the detail is its index."""
+    FOREIGN_FRAME = 4
+    """A member sent something twice; the detail is the member."""
+    PEER_LOST = 5
+    """The link to a member broke; the detail is the member."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Which operation of which run it is. Openings are numbered upwards; nothing older than the newest counts."""
+
+    run: int
+    """64 bits that stand for the run's id."""
+    opening: int
+    """Its last 16 bits tell apart what has the same number."""
+    epoch: int
+    round: int
+    lane: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a reduction goes; the same on all members, but for `self`."""
+
+    codec: Codec
+    bounds: tuple[int, ...]
+    """Shard s, owned by member s, is [bounds[s], bounds[s + 1])."""
+    shares: tuple[float, ...]
+    """Of each member in the mean; they add up to 1, or are all 0."""
+    order: tuple[int, ...]
+    """Of the members in a ring."""
+    is_ring: bool
+    chunk_numel: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What goes into a reduction and what comes out of it, as the codec encodes it. (encoded_size(n),) uint8 on CPU."""
+
+    contribution: Tensor
+    """Whoever made it has seen that all values are finite."""
+    result: Tensor
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What moved between this node and one member, and for how long. Bytes of payload."""
+
+    sent_bytes: int
+    to_send_bytes: int
+    received_bytes: int
+    to_receive_bytes: int
+    sending_s: float
+    silent_s: float | None
+    """Since something came last; None before."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that the two have for one another was exchanged."""
+        return self.sent_bytes == self.to_send_bytes and self.received_bytes == self.to_receive_bytes
+
+
+@dataclass(frozen=True)
+class LinkState:
+    """A link as it is now."""
+
+    is_up: bool
+    streams: int
+    rtt_s: float
+    unanswered_s: float
+    """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
+    where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
+    received_bytes: int
+    """Of frames that were taken, as they come; not of those that show no more than that the other end is there."""
+    window: int = 0
+    """Packets that one of its streams may have under way, the mean of those that have any; 0: none has."""
+    sent_packets: int = 0
+    """Of data, since its streams were made; those that were sent again, too."""
+    resent_packets: int = 0
+    silent_s: float = 0.0
+    """For which nothing came over the stream that was heard last; this process's own stalls and streams on which it
+    holds a frame back do not count. Its other end shows itself several times in what is called silent, whatever its
+    interpreter does."""
+    stalest_s: float = 0.0
+    """The same of the stream that was not heard for longest."""
+
+
+class Engine:
+    """A few threads that move frames. Any thread may call it; `close()` ends its threads and connections.
+
+    `beat_s`: after so long without anything else to send, a stream shows its other end that this one is there.
+    What is native lives as long as this object and its operations, so that no call ever meets freed memory.
+    Raises OSError where the native library is missing.
+    """
+
+    def __init__(self, threads: int, *, beat_s: float = 1.0) -> None:
+        self._library = native.load()
+        self._handle: int = self._library.zb_engine_open(threads, beat_s)
+        weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
+
+    def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
+        """Make a connected socket one of the link's streams, and the engine's own.
+
+        A closed engine hangs up, and so does a link that was lost.
+        """
+        self._library.zb_stream_add(self._handle, link, connection.detach(), keys.seal, keys.open)
+
+    def drop(self, link: int) -> None:
+        """Close all connections of a link."""
+        self._library.zb_link_drop(self._handle, link)
+
+    def state(self, link: int) -> LinkState:
+        """A link that never had a stream is down."""
+        record = native.LinkRecord()
+        self._library.zb_link_state(self._handle, link, ctypes.byref(record))
+        rtt_s, unanswered_s = record.rtt_us / 1e6, record.unanswered_ms / 1e3
+        return LinkState(
+            bool(record.is_up),
+            record.streams,
+            rtt_s,
+            unanswered_s,
+            record.received_bytes,
+            record.window,
+            record.sent_packets,
+            record.resent_packets,
+            record.silent_ms / 1e3,
+            record.stalest_ms / 1e3,
+        )
+
+    def set_congestion(self, link: int, name: str) -> None:
+        """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
+        self._library.zb_link_congestion(self._handle, link, name.encode())
+
+    def set_pace(self, link: int, bytes_per_s: int) -> None:
+        """The most that each stream of a link sends, evenly spaced, where the machine can; 0: what TCP finds."""
+        self._library.zb_link_pace(self._handle, link, bytes_per_s)
+
+    def set_senders(self, link: int, senders: int) -> None:
+        """Send over so many of a link's streams; all of them receive."""
+        self._library.zb_link_senders(self._handle, link, senders)
+
+    def start(
+        self,
+        operation: Operation,
+        shape: Shape,
+        self_at: int,
+        links: Sequence[int],
+        source: Tensor,
+        result: Tensor,
+        *,
+        allowed: float = 1.0,
+        errors: Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> Running:
+        """Begin the weighted mean of all members' `source`, into `result`.
+
+        Shapes: all (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
+        this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
+        node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
+        the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
+        `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
+        took. Its result is what `result` was decoded from.
+        """
+        buffers = (source, result) if errors is None else (source, result, errors)
+        for tensor in buffers:
+            if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.numel() != shape.bounds[-1]:
+                raise ValueError(f"a reduction needs {shape.bounds[-1]} contiguous float32 values, not {tensor.shape}")
+        if encoded is not None:
+            _require_encodings(encoded, shape)
+            buffers = (*buffers, encoded.contribution, encoded.result)
+        arrays = (
+            np.array(shape.bounds, np.uint64),
+            np.array(shape.shares, np.float32),
+            np.array(shape.order, np.uint32),
+            np.array(links, np.uint32),
+        )
+        spec = native.ReduceSpec(
+            operation.run,
+            operation.opening,
+            operation.epoch,
+            operation.round,
+            operation.lane,
+            shape.codec.number,
+            shape.is_ring,
+            len(shape.shares),
+            self_at,
+            shape.chunk_numel,
+            *(array.ctypes.data for array in arrays),
+            source.data_ptr(),
+            result.data_ptr(),
+            None if errors is None else errors.data_ptr(),
+            None if encoded is None else encoded.contribution.data_ptr(),
+            None if encoded is None else encoded.result.data_ptr(),
+            allowed,
+        )
+        handle = self._library.zb_reduce_start(self._handle, ctypes.byref(spec))
+        if not handle:
+            raise ValueError(f"no reduction has this shape: {shape}")
+        return Running(self, handle, buffers)
+
+    def gather(
+        self,
+        operation: Operation,
+        lengths: Sequence[int],
+        self_at: int,
+        links: Sequence[int],
+        payload: Tensor,
+        result: Tensor,
+        *,
+        receiver: int | None = None,
+        chunk_bytes: int,
+        allowed: float = 1.0,
+    ) -> Running:
+        """Begin to send `payload` to all members, or to the `receiver` alone, and to take theirs.
+
+        Shapes: payload (lengths[self_at],), result (sum(lengths),) uint8 on CPU, contiguous: the payloads in the order
+        of the members, of any length and untouched on a member that does not receive; both stay as they are until it
+        ended. `lengths`: of all members, the same on all of them; one of no bytes is not sent. `links`, `allowed`: as
+        for `start`.
+        """
+        total = sum(lengths) if receiver in (None, self_at) else result.numel()
+        for tensor, length in ((payload, lengths[self_at]), (result, total)):
+            if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != length:
+                raise ValueError(f"a gathering needs {length} contiguous bytes, not {tensor.shape} {tensor.dtype}")
+        arrays = (np.array(lengths, np.uint64), np.array(links, np.uint32))
+        spec = native.GatherSpec(
+            operation.run,
+            operation.opening,
+            operation.epoch,
+            operation.round,
+            operation.lane,
+            len(lengths),
+            self_at,
+            -1 if receiver is None else receiver,
+            chunk_bytes,
+            *(array.ctypes.data for array in arrays),
+            payload.data_ptr(),
+            result.data_ptr(),
+            allowed,
+        )
+        handle = self._library.zb_gather_start(self._handle, ctypes.byref(spec))
+        if not handle:
+            raise ValueError(f"no gathering of {lengths} bytes in pieces of {chunk_bytes}, for member {receiver}")
+        return Running(self, handle, (payload, result))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that frames in transit took so far."""
+        return int(self._library.zb_peak_bytes(self._handle))
+
+    def forget_peak(self) -> None:
+        self._library.zb_forget_peak(self._handle)
+
+    def end(self, operation: int) -> None:
+        """Stop an operation, by its handle, where it still runs; on return it touches no buffer any more."""
+        self._library.zb_transfer_end(self._handle, operation)
+
+    def allow(self, operation: int, share: float) -> None:
+        """Let this share of an operation's frames be sent."""
+        self._library.zb_transfer_allow(self._handle, operation, share)
+
+    def close(self) -> None:
+        """End all threads, connections and operations. From then on every link is down."""
+        self._library.zb_engine_close(self._handle)
+
+
+def _require_encodings(encoded: Encoded, shape: Shape) -> None:
+    needed = shape.codec.encoded_size(shape.bounds[-1])
+    for tensor in (encoded.contribution, encoded.result):
+        if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != needed:
+            raise ValueError(
+                f"{shape.bounds[-1]} values take {needed} contiguous bytes in {shape.codec.name}, not {tensor.shape}"
+            )
+
+
+class Running:
+    """An operation that runs, or ended, and can be asked after for as long as somebody holds it.
+
+    `close()` stops it and gives its buffers back. One that nobody holds any more is stopped before they can be freed.
+    """
+
+    def __init__(self, engine: Engine, handle: int, buffers: tuple[Tensor, ...]) -> None:
+        self._library = native.load()
+        self._engine = engine
+        self._handle = handle
+        weakref.finalize(self, _end_and_free, engine, handle, buffers).atexit = False
+
+    def wait(self, timeout_s: float) -> State:
+        """Wait for its end, but not longer; 0 only looks."""
+        return State(self._library.zb_transfer_wait(self._handle, timeout_s))
+
+    def allow(self, share: float) -> None:
+        """Let this share of the node's frames be sent."""
+        self._engine.allow(self._handle, share)
+
+    def is_held(self) -> bool:
+        """Whether all frames that may be sent are with the kernel."""
+        return bool(self._library.zb_transfer_is_held(self._handle))
+
+    @property
+    def detail(self) -> int:
+        return int(self._library.zb_transfer_detail(self._handle))
+
+    def traffic(self, member: int) -> Traffic:
+        record = native.TrafficRecord()
+        self._library.zb_transfer_traffic(self._handle, member, ctypes.byref(record))
+        return Traffic(
+            record.sent_bytes,
+            record.to_send_bytes,
+            record.received_bytes,
+            record.to_receive_bytes,
+            record.sending_s,
+            record.silent_s if record.silent_s >= 0 else None,
+        )
+
+    def close(self) -> None:
+        """Stop it where it still runs, from any thread; on return no buffer is touched any more."""
+        self._engine.end(self._handle)
+
+
+def _end_and_free(engine: Engine, handle: int, _buffers: tuple[Tensor, ...]) -> None:
+    engine.end(handle)
+    native.load().zb_transfer_free(handle)

@@ -1,0 +1,303 @@
+"""The process groups between nodes, one for each lane of the epoch: built, used and left behind without ever blocking.
+
+gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's board, and a
+group that still has operations when its epoch ends is left behind together with the tensors that they may write to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.rendezvous import RedisRendezvous
+from zeroband.elastic.transport.base import Gathering, Rates
+from zeroband.elastic.transport.engine import Encoded
+from zeroband.elastic.transport.stalls import Progress, StallLimit, TransferBounds
+from zeroband.errors import PeerLost, TransferStalled, ZerobandError
+from zeroband.node.board import NodeBoard
+
+_POLL_S, _LOOK_S = 0.0005, 0.25
+
+
+def lane_bounds(numel: int, lanes: int) -> list[tuple[int, int]]:
+    """The parts of a flat buffer, one for each lane: equal up to one element, in order, covering all of it."""
+    return [(numel * lane // lanes, numel * (lane + 1) // lanes) for lane in range(lanes)]
+
+
+@dataclass(frozen=True)
+class LaneOwnership:
+    """Which lanes a local rank carries: lane l belongs to local rank l mod local_world_size."""
+
+    lanes: int
+    local_rank: int
+    local_world_size: int
+
+    def owned(self) -> list[int]:
+        return list(range(self.local_rank, self.lanes, self.local_world_size))
+
+
+def ring_bytes(numel: int, nodes: int) -> int:
+    """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
+    return 8 * numel * (nodes - 1) // nodes
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """A piece of a member's payload, sent by it and received by the others."""
+
+    lane: int
+    sender: int
+    part: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The operations that were begun last."""
+
+    works: Sequence[dist.Work] = ()
+    used: object = None
+    """What they write to."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class _LeftBehind:
+    """Groups of former epochs, held while operations run in them: destroying such a group blocks until its time-out.
+
+    Whoever transfers destroys them: a process that ends while a thread without an owner does that is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[list[dist.ProcessGroup], _Running]] = []
+        self._holder: threading.Thread | None = None
+
+    def add(self, groups: list[dist.ProcessGroup], running: _Running) -> None:
+        self._held.append((groups, running))
+
+    def release(self) -> None:
+        """Destroy the groups that are idle by now, which takes milliseconds."""
+        self._held[:] = [(groups, running) for groups, running in self._held if not running.is_over]
+        if self._held and self._holder is None:
+            self._holder = threading.Thread(target=_sleep, args=(self._held,), name="groups left behind", daemon=True)
+            self._holder.start()
+
+
+def _sleep(_held: object) -> None:
+    """Hold the last references until the process has ended."""
+    threading.Event().wait()
+
+
+class LaneGroups:
+    """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks.
+
+    `transfer_s`: gloo's own time-out, which nobody waits for. `bounds`: of the waits.
+    """
+
+    keeps_buffers = False
+
+    def __init__(
+        self,
+        store: Store,
+        board: NodeBoard,
+        ownership: LaneOwnership,
+        *,
+        host: str,
+        chunk_bytes: int,
+        transfer_s: float,
+        bounds: TransferBounds,
+    ) -> None:
+        self.ownership = ownership
+        self._store = store
+        self._board = board
+        self._host = host
+        self._chunk_numel = max(1, chunk_bytes // 4)
+        self._transfer_s = transfer_s
+        self._building = StallLimit(bounds.connect_s, bounds.most_stall_s)
+        self._moving = StallLimit(bounds.stall_s, bounds.most_stall_s)
+        self._connected: tuple[int, tuple[str, ...]] | None = None
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._running = _Running()
+        self._left_behind = _LeftBehind()
+
+    def reduce_mean(
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+        errors: torch.Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> tuple[int, int]:
+        assert errors is None and encoded is None, "nothing is encoded here"
+        self._connect(opening, opening.members.index(member_id))
+        share = opening.share(member_id)
+        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        parts: list[tuple[int, torch.Tensor]] = []
+        for lane in self.ownership.owned():
+            start, stop = bounds[lane]
+            part = result[start:stop]
+            if share > 0:
+                torch.mul(contribution[start:stop], share, out=part)
+            else:
+                part.zero_()
+            parts.append((lane, part))
+        self._all_reduce(parts, opening, on_progress)
+        moved = ring_bytes(result.numel(), len(opening.members))
+        return moved, moved
+
+    def gather(
+        self,
+        payload: torch.Tensor,
+        result: torch.Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
+        assert gathering.receiver is None, "the configuration refuses it"
+        own = opening.members.index(member_id)
+        self._connect(opening, own)
+        broadcasts: list[_Broadcast] = []
+        for lane in self.ownership.owned():
+            for sender, length in enumerate(gathering.lengths):
+                start, stop = lane_bounds(length, self.ownership.lanes)[lane]
+                part = result[gathering.part_of(sender)][start:stop]
+                if sender == own:
+                    part.copy_(payload[start:stop])
+                broadcasts += [_Broadcast(lane, sender, c) for c in part.split(4 * self._chunk_numel) if c.numel()]
+        if len(opening.members) > 1:
+            works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
+            self._await_all(works, result, opening, on_progress)
+        own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
+        return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
+
+    def _connect(self, opening: Opening, node_rank: int) -> None:
+        """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
+        self._left_behind.release()
+        if self._connected == (opening.epoch, opening.members):
+            return
+        self.leave_behind()
+        if len(opening.members) > 1:
+            for lane in self.ownership.owned():
+                self._groups[lane] = self._build(opening, node_rank, lane)
+        self._connected = (opening.epoch, opening.members)
+
+    def _build(self, opening: Opening, node_rank: int, lane: int) -> dist.ProcessGroup:
+        def is_aborted() -> bool:
+            return self._board.aborted_version >= opening.version
+
+        def build() -> dist.ProcessGroup:
+            prefix = self._store.keys.group(opening, lane)
+            rendezvous = RedisRendezvous(self._store, prefix, timeout_s=self._transfer_s, is_abandoned=is_aborted)
+            gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
+            options = gloo._Options()
+            options._timeout = timedelta(seconds=self._transfer_s)
+            options._devices = [gloo.create_device(hostname=self._host)]
+            return gloo(rendezvous, node_rank, len(opening.members), options)
+
+        what, bound_s, began_at_s = f"lane {lane} of epoch {opening.epoch}", self._building.limit_s, time.monotonic()
+        others = tuple(m for m in opening.members if m != opening.members[node_rank])
+        group = _in_daemon_thread(build, is_aborted, what, bound_s)
+        if group is None:
+            self._building.stalled()
+            reason = f"building {what} failed: not all of {', '.join(others)} were reached within {bound_s:.1f} s"
+            raise TransferStalled(reason, others, bound_s, 0, 0)
+        self._building.succeeded(time.monotonic() - began_at_s)
+        return group
+
+    def _all_reduce(
+        self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
+        """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
+        if len(opening.members) == 1:
+            return
+        chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
+        works = [self._groups[lane].allreduce([chunk]) for lane, chunk in chunks]
+        self._await_all(works, [part for _, part in parts], opening, on_progress)
+
+    def _await_all(
+        self, works: Sequence[dist.Work], used: object, opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
+        """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
+        self._running = _Running(works, used)
+        on_progress(0.0)
+        progress = Progress(_LOOK_S, time.monotonic())
+        for done, work in enumerate(works, start=1):
+            self._await(work, opening, progress, done - 1, len(works))
+            on_progress(done / len(works))
+        self._moving.succeeded(progress.longest_s)
+        self._running = _Running()
+
+    def _await(self, work: dist.Work, opening: Opening, progress: Progress, done: int, of: int) -> None:
+        """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""
+        while not work.is_completed():
+            if self._board.aborted_version >= opening.version:
+                raise PeerLost(f"the transfer of round {opening.round} was aborted: a member was lost")
+            if (stalled_s := progress.see(done, time.monotonic())) > self._moving.limit_s:
+                self._moving.stalled()
+                what = f"piece {done + 1} of {of} did not end for {stalled_s:.1f} s"
+                reason = f"the transfer of round {opening.round} among {', '.join(opening.members)} failed: {what}"
+                raise TransferStalled(reason, opening.members, round(stalled_s, 3), done, of)
+            time.sleep(_POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    def measured(self) -> Rates:
+        return Rates()
+
+    def close(self) -> None:
+        self.leave_behind()
+
+    def leave_behind(self) -> None:
+        """Part from the current groups without waiting for what may still run in them."""
+        self._left_behind.add(list(self._groups.values()), self._running)
+        self._groups, self._running = {}, _Running()
+        self._connected = None
+        self._left_behind.release()
+
+
+def _in_daemon_thread(
+    build: Callable[[], dist.ProcessGroup], is_aborted: Callable[[], bool], what: str, bound_s: float
+) -> dist.ProcessGroup | None:
+    """Run a constructor that may block for minutes, and stop waiting for it when the opening is aborted.
+
+    None: it did not end within `bound_s`.
+    """
+    outcome: list[dist.ProcessGroup | Exception] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(build())
+        except (RuntimeError, ValueError, ZerobandError) as error:  # handed to the waiting thread below
+            outcome.append(error)
+        done.set()
+
+    threading.Thread(target=run, name=f"build {what}", daemon=True).start()
+    end_s = time.monotonic() + bound_s
+    while not done.wait(0.002):
+        if is_aborted():
+            raise PeerLost(f"building {what} was aborted: a member was lost")
+        if time.monotonic() > end_s:
+            return None
+    result = outcome.pop()  # that thread shall not destroy the group
+    if isinstance(result, Exception):
+        raise PeerLost(f"building {what} failed: {result}") from result
+    return result

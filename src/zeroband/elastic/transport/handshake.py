@@ -1,0 +1,167 @@
+"""The handshake of two nodes that know the run's token: they prove it to each other and agree on keys.
+
+X25519 for forward secrecy, HKDF-SHA256 over the whole exchange with the token's key mixed in, HMAC-SHA256 as proof: the
+pattern of Noise's NNpsk0. Pure functions of bytes; sockets and time belong to the callers. Messages have a fixed size,
+so that nobody makes a node read more than that before the proof.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.errors import HandshakeFailed
+
+DATA_CALL = b"zbd1"
+"""What a connection begins with that goes through a handshake."""
+
+HELLO_BYTES = 512
+"""The caller's first message: `DATA_CALL`, its public key, the introduction, and a proof that it knows the token,
+without which it gets no answer."""
+
+ANSWER_BYTES = 64
+PROOF_BYTES = 32
+_KEY_BYTES = 32
+_BODY_BYTES = HELLO_BYTES - PROOF_BYTES
+
+
+class Purpose(enum.StrEnum):
+    """What a connection is for."""
+
+    DATA = "data"
+    """A stream of the data plane."""
+    STATE = "state"
+    """Requests for the callee's state and journal."""
+    RATE = "rate"
+    """A burst to find out what the link carries."""
+    PROBE = "probe"
+    """Another guardian asks again and again whether this one is there."""
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Who calls whom, and what for."""
+
+    caller: str
+    callee: str
+    session: str
+    """Of the link: streams with the same session belong together, another one replaces them."""
+    is_sealed: bool
+    purpose: Purpose = Purpose.DATA
+
+    def to_record(self) -> Mapping[str, Any]:
+        names = {"caller": self.caller, "callee": self.callee, "session": self.session}
+        return {**names, "sealed": self.is_sealed, "purpose": self.purpose}
+
+
+@dataclass(frozen=True)
+class StreamKeys:
+    """Keys of one connection, 32 bytes each; none where it is not sealed."""
+
+    seal: bytes | None
+    open: bytes | None
+
+
+OPEN = StreamKeys(None, None)
+"""Of a connection that is not sealed."""
+
+
+class Caller:
+    """The end that called: send `hello`, read ANSWER_BYTES, send what `take` gives."""
+
+    def __init__(self, key: RunKey, introduction: Introduction) -> None:
+        self._key = key
+        self._private = X25519PrivateKey.generate()
+        record = json.dumps(introduction.to_record(), separators=(",", ":")).encode()
+        public = self._private.public_key().public_bytes_raw()
+        body = DATA_CALL + public + len(record).to_bytes(2, "big") + record
+        if len(body) > _BODY_BYTES:
+            raise HandshakeFailed(f"the names of {introduction.caller} and {introduction.callee} are too long")
+        body = body.ljust(_BODY_BYTES, b"\0")
+        self.hello = body + hmac.digest(key.secret, body, "sha256")
+        self._is_sealed = introduction.is_sealed
+
+    def take(self, answer: bytes) -> tuple[bytes, StreamKeys]:
+        """This end's proof and keys. Raises HandshakeFailed when the other end does not know the token."""
+        public, proof = answer[:32], answer[32:]
+        secrets = _secrets(self._key, _agree(self._private, public), self.hello + public)
+        if not hmac.compare_digest(proof, _proof(secrets, b"callee", self.hello + public)):
+            raise HandshakeFailed("the other end does not know the run's token, or is not of this run")
+        keys = StreamKeys(secrets.from_caller, secrets.from_callee) if self._is_sealed else OPEN
+        return _proof(secrets, b"caller", self.hello + public), keys
+
+
+class Callee:
+    """The end that was called: read HELLO_BYTES, send `answer`, read PROOF_BYTES, give them to `take`."""
+
+    def __init__(self, key: RunKey, hello: bytes) -> None:
+        if len(hello) != HELLO_BYTES or not hello.startswith(DATA_CALL):
+            raise HandshakeFailed("not a call to the data plane")
+        body, proof = hello[:_BODY_BYTES], hello[_BODY_BYTES:]
+        if not hmac.compare_digest(proof, hmac.digest(key.secret, body, "sha256")):
+            raise HandshakeFailed("the caller does not know the run's token, or is not of this run")
+        private = X25519PrivateKey.generate()
+        public = private.public_key().public_bytes_raw()
+        self._transcript = hello + public
+        self.introduction = _introduction(hello)
+        self._secrets = _secrets(key, _agree(private, hello[4:36]), self._transcript)
+        self.answer = public + _proof(self._secrets, b"callee", self._transcript)
+
+    def take(self, proof: bytes) -> StreamKeys:
+        """Raises HandshakeFailed when the caller does not know the token."""
+        if not hmac.compare_digest(proof, _proof(self._secrets, b"caller", self._transcript)):
+            raise HandshakeFailed("a call was repeated by somebody who did not make it")
+        if not self.introduction.is_sealed:
+            return OPEN
+        return StreamKeys(self._secrets.from_callee, self._secrets.from_caller)
+
+
+def new_session() -> str:
+    """A name for a link that was never used before."""
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class _Secrets:
+    proof: bytes
+    from_caller: bytes
+    from_callee: bytes
+
+
+def _secrets(key: RunKey, agreed: bytes, transcript: bytes) -> _Secrets:
+    salt = hashlib.sha256(transcript).digest()
+    derive = HKDF(hashes.SHA256(), length=3 * _KEY_BYTES, salt=salt, info=b"zeroband data plane 1")
+    derived = derive.derive(agreed + key.secret)
+    return _Secrets(*(derived[i * _KEY_BYTES : (i + 1) * _KEY_BYTES] for i in range(3)))
+
+
+def _agree(private: X25519PrivateKey, public: bytes) -> bytes:
+    try:
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise HandshakeFailed("not a public key") from error
+
+
+def _proof(secrets: _Secrets, who: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secrets.proof, who + transcript, "sha256")
+
+
+def _introduction(hello: bytes) -> Introduction:
+    size = int.from_bytes(hello[36:38], "big")
+    try:
+        record = json.loads(hello[38 : 38 + size])
+        names = str(record["caller"]), str(record["callee"]), str(record["session"])
+        return Introduction(*names, record["sealed"] is True, Purpose(record["purpose"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise HandshakeFailed("no introduction in the call") from error

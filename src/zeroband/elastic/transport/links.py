@@ -1,0 +1,218 @@
+"""Links: the streams between this node and each other member, dialled by one of the two and kept from round to round.
+
+Of two members the one whose id sorts first dials. A link is lost as a whole when one of its streams is; its next one is
+another session, so that what is left of the old one is never mistaken for it. Main thread, but for `accept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.descriptors import Complaints
+from zeroband.elastic.transport.dial import Address, call
+from zeroband.elastic.transport.engine import Engine, LinkState
+from zeroband.elastic.transport.handover import HandedOver
+from zeroband.elastic.transport.handshake import Introduction, new_session
+from zeroband.errors import HandshakeFailed
+
+_DIAL_AGAIN_S = 0.1
+_POLL_S = 0.002
+_UNSENT_BYTES = 512 << 10
+_KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
+"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
+
+SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
+"""For so long nothing may come over a stream whose other end should answer."""
+
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+
+
+@dataclass
+class _Link:
+    number: int
+    """In the engine; never used again for another link."""
+    session: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A member to be linked with: where it listens and how many streams there should be."""
+
+    address: Address
+    streams: int
+
+
+@dataclass
+class Links:
+    """All links of this node. `close()` drops them."""
+
+    engine: Engine
+    key: RunKey
+    is_sealed: bool
+    _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
+    _next: int = 0
+    _is_closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _complaints: Complaints = field(default_factory=Complaints)
+
+    def accept(self, connection: socket.socket, what: HandedOver) -> None:
+        """Take a stream that another member dialled. Any thread."""
+        self.prepare(connection)
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
+            self.engine.add_stream(self._of_session(what.caller, what.session), connection, what.keys)
+
+    def number(self, member: str) -> int:
+        """The link's number in the engine; one that is always down where there is none."""
+        with self._lock:
+            link = self._links.get(member)
+            return 0xFFFFFFFF if link is None else link.number
+
+    def state(self, member: str) -> LinkState:
+        return self.engine.state(self.number(member))
+
+    def set_congestion(self, member: str, name: str) -> None:
+        """How TCP finds the rate of the streams to a member that are there now."""
+        self.engine.set_congestion(self.number(member), name)
+
+    def set_pace(self, member: str, bytes_per_s: int) -> None:
+        """The most that each stream to a member sends; 0: what TCP finds."""
+        self.engine.set_pace(self.number(member), bytes_per_s)
+
+    def set_senders(self, member: str, senders: int) -> None:
+        """Over how many of the streams to a member this node sends."""
+        self.engine.set_senders(self.number(member), senders)
+
+    def has(self, member: str, streams: int, *, own: str) -> bool:
+        """Whether the link is as it should be: up, with enough streams where this end dials."""
+        state = self.state(member)
+        return state.is_up and (state.streams >= streams or not _dials(own, member))
+
+    def connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
+        """Have a link to each of these members, and to nobody else.
+
+        Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
+        """
+        self._forget_all_but(others)
+        return asyncio.run(self._connect(own, others, is_aborted))
+
+    def drop(self, member: str) -> None:
+        """Hang up on a member; whoever of the two dials begins anew when both want a link again."""
+        with self._lock:
+            link = self._links.pop(member, None)
+        if link is not None:
+            self.engine.drop(link.number)
+
+    def close(self) -> None:
+        """Drop all links; what is dialled from now on is hung up on."""
+        with self._lock:
+            self._is_closed = True
+        self._forget_all_but(())
+
+    # -- dialling -----------------------------------------------------------------------------------------------
+
+    async def _connect(self, own: str, others: Mapping[str, Wanted], is_aborted: Callable[[], bool]) -> tuple[str, ...]:
+        dialled = {member for member in others if _dials(own, member)}
+        tried: set[str] = set()
+        dialling = [asyncio.create_task(self._keep_dialling(own, member, others[member], tried)) for member in dialled]
+        try:
+            while (away := self._away(others)) or tried != dialled:
+                if is_aborted():
+                    return away
+                await asyncio.sleep(_POLL_S)
+            return ()
+        finally:
+            for task in dialling:
+                task.cancel()
+            await asyncio.gather(*dialling, return_exceptions=True)
+
+    def _away(self, members: Iterable[str]) -> tuple[str, ...]:
+        return tuple(member for member in members if not self.state(member).is_up)
+
+    async def _keep_dialling(self, own: str, member: str, wanted: Wanted, tried: set[str]) -> None:
+        """Have as many streams as are wanted, as far as the other end takes them, and again when the link is lost.
+
+        `tried`: gets the members whose link is up after a call for all that was missing.
+        """
+        while True:
+            state = self.state(member)
+            if not state.is_up:
+                self._start_session(member)
+            missing = wanted.streams - (state.streams if state.is_up else 0)
+            if missing > 0 and not (state.is_up and member in tried):
+                await self._dial(own, member, wanted.address, missing)
+            if self.state(member).is_up:
+                tried.add(member)
+            await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
+
+    async def _dial(self, own: str, member: str, address: Address, streams: int) -> None:
+        """Call so many times at once; whatever comes of it is added to the link, also when this is cancelled."""
+        session = self._links[member].session
+        calls = [self._call(own, member, session, address) for _ in range(streams)]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
+                raise outcome
+
+    async def _call(self, own: str, member: str, session: str, address: Address) -> None:
+        introduction = Introduction(own, member, session, self.is_sealed)
+        try:
+            connection, keys = await call(self.key, introduction, address, self.prepare)
+        except OSError as error:
+            self._complaints.say(f"{member} cannot be called", error)
+            raise
+        with self._lock:
+            self.engine.add_stream(self._of_session(member, session), connection, keys)
+
+    def prepare(self, connection: socket.socket) -> None:
+        """Options that a machine may lack or refuse are left as they are."""
+        wanted = [
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE_AGAIN_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
+        ]
+        for level, option, value in wanted:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(level, option, value)
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def _start_session(self, member: str) -> None:
+        with self._lock:
+            self._replace(member, new_session())
+
+    def _of_session(self, member: str, session: str) -> int:
+        """Its number; another session replaces the link. Under the lock."""
+        link = self._links.get(member)
+        if link is None or link.session != session:
+            link = self._replace(member, session)
+        return link.number
+
+    def _replace(self, member: str, session: str) -> _Link:
+        old = self._links.pop(member, None)
+        if old is not None:
+            self.engine.drop(old.number)
+        self._next += 1
+        link = self._links[member] = _Link(self._next, session)
+        return link
+
+    def _forget_all_but(self, members: Iterable[str]) -> None:
+        kept = set(members)
+        with self._lock:
+            for member in [m for m in self._links if m not in kept]:
+                self.engine.drop(self._links.pop(member).number)
+
+
+def _dials(own: str, member: str) -> bool:
+    """Of two members, the one whose id sorts first."""
+    return own < member

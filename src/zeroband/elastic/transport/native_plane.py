@@ -1,0 +1,448 @@
+"""The native data plane as the mesh uses it: links to an opening's members, and one operation over them at a time.
+
+Local rank 0 moves the whole node's state, which lies in shared memory; the other ranks wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import Tensor
+
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.transport.base import Gathering, Rates
+from zeroband.elastic.transport.descriptors import shortage
+from zeroband.elastic.transport.dial import Address
+from zeroband.elastic.transport.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
+from zeroband.elastic.transport.links import Links, Wanted
+from zeroband.elastic.transport.meter import WINDOW_S, Learned, Meter
+from zeroband.elastic.transport.pacing import Kind, Middle, Paces
+from zeroband.elastic.transport.shape import piece_bytes, shape_of
+from zeroband.elastic.transport.stalls import Progress, StallLimits, TransferBounds
+from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
+from zeroband.errors import PeerLost, TransferStalled
+from zeroband.kernels.codec import Codec
+from zeroband.node.board import NodeBoard
+from zeroband.observe.log import get_logger
+
+_POLL_S = 0.0005
+_LOOK_S = 0.005
+_ASK_S = 1.0
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a node comes to the others of its run."""
+
+    links: Links
+    addresses: Callable[[Sequence[str]], Mapping[str, Address]]
+    """Where these members listen, as far as the store knows. Raises StoreLost."""
+
+
+class NativePlane:
+    """Reductions and gatherings by the engine. `reach`: on local rank 0 only.
+
+    `paced`: links that share a slow access link are sent to at an even pace, unless the user chose `streams`.
+    `bounds`: of its waits.
+    """
+
+    keeps_buffers = True
+
+    def __init__(
+        self,
+        run_id: str,
+        board: NodeBoard,
+        codec: Codec,
+        reach: Reach | None,
+        *,
+        streams: int | None,
+        paced: bool,
+        bounds: TransferBounds,
+    ) -> None:
+        self._run = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8], "big")
+        self._board = board
+        self._codec = codec
+        self._reach = reach
+        self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
+        self._tunings: dict[str, LinkTuning] = {}
+        """By member."""
+        self._senders: dict[str, Senders] = {}
+        """The same."""
+        self._paces = Paces() if paced and streams is None else None
+        self._paced: frozenset[str] = frozenset()
+        """Members whose links had a pace in the last transfer, or have one in that which runs."""
+        self._took_ms = 0
+        self._limits = StallLimits(bounds)
+        self._shortage: str | None = None
+        """Of descriptors, as it was said last."""
+        self._learned = Learned()
+
+    def reduce_mean(
+        self,
+        contribution: Tensor,
+        result: Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+        errors: Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> tuple[int, int]:
+        if self._reach is None:
+            return 0, 0
+        if len(opening.members) == 1:
+            self._take_alone(contribution, result, opening.share(member_id), errors, encoded)
+            return 0, 0
+        shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
+
+        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+            buffers, place = (contribution, result), (at.operation, shape, at.number, at.links)
+            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded)
+
+        kind = (self._codec.encoded_size(result.numel()),)
+        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops)
+
+    def gather(
+        self,
+        payload: Tensor,
+        result: Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        if self._reach is None:
+            return 0, 0
+        if len(opening.members) == 1:
+            result.copy_(payload)
+            return 0, 0
+        receiver = None if gathering.receiver is None else opening.members.index(gathering.receiver)
+
+        def start(engine: Engine, at: _Place, allowed: float) -> Running:
+            return engine.gather(
+                at.operation,
+                gathering.lengths,
+                at.number,
+                at.links,
+                payload,
+                result,
+                receiver=receiver,
+                chunk_bytes=piece_bytes(max(gathering.lengths)),
+                allowed=allowed,
+            )
+
+        kind = (gathering.total_bytes, gathering.number)
+        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops, lane=gathering.number)
+
+    def _operate(
+        self,
+        reach: Reach,
+        start: Callable[[Engine, _Place, float], Running],
+        opening: Opening,
+        member_id: str,
+        kind: Kind,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float],
+        *,
+        lane: int = 0,
+    ) -> tuple[int, int]:
+        """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
+        self._connect(reach, opening, member_id)
+        for member in opening.members:
+            reach.links.set_congestion(member, self._tuning(member).congestion)
+        links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
+        operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
+        running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
+        try:
+            run = _Run(running, opening, at, reach.links, self._limits, on_progress, list(stops))
+            meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
+            self._pace(run, kind)
+            self._await(run, meter)
+            run.learn_pauses()
+            took_s = time.monotonic() - began_s if self._paced else run.middle.whole_s
+            traffic = run.traffic()
+            self._tunings = {m: self._tuning(m) for m in traffic}
+            if not self._paced:
+                self._tunings = {m: self._tunings[m].after(t.sent_bytes, t.sending_s) for m, t in traffic.items()}
+            self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
+            self._learned = self._learned.after(meter.rate, _link_rates(traffic))
+            is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
+            self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: nobody paces
+            return sum(t.sent_bytes for t in traffic.values()), sum(t.received_bytes for t in traffic.values())
+        finally:
+            running.close()
+
+    def _take_alone(
+        self, contribution: Tensor, result: Tensor, share: float, errors: Tensor | None, encoded: Encoded | None
+    ) -> None:
+        """The mean of one node: what it contributes, unless it has no share."""
+        if share == 0:
+            result.zero_()
+        elif encoded is None:
+            result.copy_(contribution)
+        else:
+            encoded.result.copy_(encoded.contribution)
+            result.copy_(self._codec.decode(encoded.contribution, result.numel()))
+        if errors is not None and share > 0:
+            errors.zero_()
+
+    def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
+        """Have links to all other members. Raises PeerLost, naming those that are not reached."""
+        others = [member for member in opening.members if member != member_id]
+        self._limits.forget_all_but(others)
+        for member in others:  # one that went silent between two rounds would be found out in the middle of this one
+            if reach.links.state(member).silent_s > self._limits.of_link(member).limit_s:
+                reach.links.drop(member)
+        if all(reach.links.has(member, self._tuning(member).streams, own=member_id) for member in others):
+            return
+        self._require_descriptors(len(opening.members))
+        addresses = reach.addresses(others)
+        unknown = tuple(member for member in others if member not in addresses)
+        if unknown:
+            raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
+        wanted = {member: Wanted(addresses[member], self._tuning(member).streams) for member in others}
+        coming, bound_s = Progress(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
+
+        def is_over() -> bool:
+            streams = sum(reach.links.state(member).streams for member in others)
+            return self._is_aborted(opening) or coming.see(streams, time.monotonic()) > bound_s
+
+        away = reach.links.connect(member_id, wanted, is_over)
+        if away and self._is_aborted(opening):
+            raise PeerLost(f"round {opening.round} was aborted while {', '.join(away)} were dialled", away)
+        if away:
+            reason = f"round {opening.round}: no connection to {', '.join(away)} within {bound_s:g} s"
+            raise TransferStalled(reason, away, bound_s, 0, 0)
+
+    def _require_descriptors(self, nodes: int) -> None:
+        """Say it when there are more nodes than at the start, and too few descriptors for them."""
+        problem = shortage(nodes, None if self._first.may_grow else self._first.streams)
+        if problem not in (None, self._shortage):
+            _log.warning(problem)
+        self._shortage = problem
+
+    def _tuning(self, member: str) -> LinkTuning:
+        return self._tunings.get(member, self._first)
+
+    def _sending(self, member: str) -> Senders:
+        return self._senders.get(member, Senders())
+
+    def _pace(self, run: _Run, kind: Kind) -> None:
+        """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
+        opening, paces = run.opening, dict[str, int]()
+        if self._paces is not None:
+            last_took_s = opening.network.took_ms / 1e3
+            target_s = self._paces.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
+            if target_s is not None:
+                paces = {m: math.ceil(traffic.to_send_bytes / target_s) for m, traffic in run.traffic().items()}
+        for member in self._paced - paces.keys():
+            run.links.set_pace(member, 0)
+            run.links.set_senders(member, self._sending(member).of(run.links.state(member).streams))
+        for member, pace in paces.items():
+            run.links.set_pace(member, pace)
+            run.links.set_senders(member, 1)
+            run.links.set_congestion(member, CUBIC)
+        self._paced = frozenset(paces)
+
+    def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
+        """Of the streams to a member; all of them where the user chose how many there are."""
+        if self._first.may_grow:
+            senders = self._senders[member] = self._sending(member).after(link)
+            links.set_senders(member, senders.of(link.streams))
+
+    def _is_aborted(self, opening: Opening) -> bool:
+        return self._board.aborted_version >= opening.version
+
+    def _await(self, run: _Run, meter: Meter) -> None:
+        opening, running = run.opening, run.running
+        run.on_progress(0.0)
+        while (state := running.wait(_POLL_S)) == State.RUNNING:
+            if self._is_aborted(opening):
+                raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
+            run.look(meter)
+            for member, link in run.ask_links().items():
+                if not self._paced:
+                    self._choose_senders(run.links, member, link)
+        if state in (State.PEER_LOST, State.FOREIGN_FRAME):
+            member = opening.members[running.detail]
+            what = "the link broke" if state == State.PEER_LOST else "it sent the same part twice"
+            raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
+        if state != State.DONE:
+            raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
+        run.on_progress(1.0)
+
+    def measured(self) -> Rates:
+        return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
+
+    def leave_behind(self) -> None:
+        """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
+
+    def close(self) -> None:
+        if self._reach is not None:
+            self._reach.links.close()
+            self._reach.links.engine.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """This node in an operation."""
+
+    operation: Operation
+    number: int
+    """Among the members."""
+    links: Sequence[int]
+    """To each member."""
+
+
+@dataclass
+class _Run:
+    """An operation while it is waited for."""
+
+    running: Running
+    opening: Opening
+    at: int
+    """This node's place among the members."""
+    links: Links
+    limits: StallLimits
+    on_progress: Callable[[float], None]
+    stops: list[float]
+    looked_at_s: float = 0.0
+    asked_at_s: float = 0.0
+    done: float = 0.0
+    middle: Middle = field(init=False)
+    progress: Progress = field(init=False)
+    silences_s: dict[str, float] = field(default_factory=dict[str, float])
+    """The longest of each member's link."""
+
+    def __post_init__(self) -> None:
+        self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
+        self.progress = Progress(self.ask_s, time.monotonic())
+
+    @property
+    def ask_s(self) -> float:
+        return min(_ASK_S, self.limits.bounds.beat_s)
+
+    def traffic(self) -> dict[str, Traffic]:
+        return {m: self.running.traffic(i) for i, m in enumerate(self.opening.members) if i != self.at}
+
+    def look(self, meter: Meter) -> None:
+        """See how far it is, and go on from where it was to stand still."""
+        now_s = time.monotonic()
+        if self.stops and self.running.is_held():
+            self.on_progress(self.stops.pop(0))
+            self.running.allow(self.stops[0] if self.stops else 1.0)
+        if now_s - self.looked_at_s < _LOOK_S:
+            return
+        self.looked_at_s, traffic = now_s, self.traffic().values()
+        expected = sum(t.to_send_bytes + t.to_receive_bytes for t in traffic)
+        sent, received = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
+        meter.see(sent, received, now_s)
+        self.middle.see(received, now_s)
+        if (sent + received) / max(expected, 1) > self.done:
+            self.done = (sent + received) / max(expected, 1)
+            self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
+
+    def ask_links(self) -> Mapping[str, LinkState]:
+        """How the links to the other members are, once in a while; else nothing. Raises TransferStalled."""
+        now_s = time.monotonic()
+        if now_s - self.asked_at_s < self.ask_s:
+            return {}
+        self.asked_at_s = now_s
+        states = {m: self.links.state(m) for i, m in enumerate(self.opening.members) if i != self.at}
+        self._require_heard(states)
+        self._require_progress(states, now_s)
+        return states
+
+    def _require_heard(self, states: Mapping[str, LinkState]) -> None:
+        """Drop links that carry nothing any more, of members with whom something is still to be exchanged.
+
+        A middlebox may acknowledge what comes and forward nothing, and a router on the way forgets a connection without
+        a word; TCP sees nothing of the former and repeats itself for a quarter of an hour in the latter, and the
+        guardians have connections of their own. Who is late, slow or holds what it is sent is heard all the same, since
+        the engine of its process shows itself, and who is stopped is left to the leases, which are faster.
+        """
+        silent = list[str]()
+        for member, traffic in self.traffic().items():
+            link, limit = states[member], self.limits.of_link(member)
+            self.silences_s[member] = max(self.silences_s.get(member, 0.0), link.silent_s)
+            if traffic.is_over:
+                continue
+            if link.silent_s > limit.limit_s:
+                limit.stalled()
+                silent.append(member)
+            elif max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stream_s:
+                silent.append(member)
+        if silent:
+            self._give_up(silent, states, "nothing came from there, or nothing that was sent was acknowledged")
+
+    def _require_progress(self, states: Mapping[str, LinkState], now_s: float) -> None:
+        """Give up where no byte of the transfer moves, whatever the links look like.
+
+        Somebody is stuck or late, or one stream of several lost what it was given. Those are not told apart here, so
+        nobody is accused: the round is opened again to all members, and next time they are waited for twice as long.
+        """
+        traffic = self.traffic()
+        moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())
+        if self.progress.see(moved, now_s) <= self.limits.transfer.limit_s:
+            return
+        waiting_for = [m for m, t in traffic.items() if not t.is_over]
+        if not waiting_for:
+            return
+        self.limits.transfer.stalled()
+        self._give_up(
+            [m for m in waiting_for if self._is_suspect(states[m])] or waiting_for, states, "no byte of it moved"
+        )
+
+    def _is_suspect(self, link: LinkState) -> bool:
+        """Whether one of its streams is silent for so long that others would be heard several times."""
+        return max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stall_s / 2
+
+    def _give_up(self, members: Sequence[str], states: Mapping[str, LinkState], why: str) -> NoReturn:
+        """Drop what is silent of the links to these members, and raise TransferStalled."""
+        traffic = self.traffic()
+        for member in members:
+            if self._is_suspect(states[member]):
+                self.links.drop(member)
+        came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
+        since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))
+        names = ", ".join(members)
+        raise TransferStalled(
+            f"the transfer of round {self.opening.round} with {names} failed: {why} for {since_s:.1f} s, "
+            f"at byte {came} of {of} from there",
+            tuple(members),
+            round(since_s, 3),
+            came,
+            of,
+        )
+
+    def learn_pauses(self) -> None:
+        """It succeeded: what was waited for was not too long."""
+        self.limits.transfer.succeeded(self.progress.longest_s)
+        for member, silence_s in self.silences_s.items():
+            self.limits.of_link(member).succeeded(silence_s)
+
+    def suspect(self) -> str:
+        """The member of whom most is missing, and where it stopped."""
+        member, last = max(self.traffic().items(), key=lambda item: item[1].to_receive_bytes - item[1].received_bytes)
+        if last.received_bytes == last.to_receive_bytes:
+            return "a member was lost"
+        silent = "from the start" if last.silent_s is None else f"for {last.silent_s:.1f} s"
+        return f"{member} stopped at byte {last.received_bytes} of {last.to_receive_bytes} and was silent {silent}"
+
+
+def _link_rates(traffic: Mapping[str, Traffic]) -> dict[str, int]:
+    """Mbit/s to each member; 0 where a transfer was over in no time."""
+    return {m: round(t.sent_bytes / t.sending_s * 8e-6) if t.sending_s > WINDOW_S else 0 for m, t in traffic.items()}
+
+
+def _number(opening: Opening) -> int:
+    """Grows with the version; openings that a store with old data gave the same version differ in the last 16 bits."""
+    return opening.version << 16 | int(opening.id.rpartition("-")[2], 16) & 0xFFFF

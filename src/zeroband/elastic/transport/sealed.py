@@ -1,0 +1,234 @@
+"""A connection to another node as a stream of sealed records, with as much of a socket as HTTP needs; and how to call.
+
+A record is the length of what follows (4 bytes, big-endian) and at most RECORD_BYTES sealed with AES-256-GCM. Its
+nonce is its number, its length is sealed along, and each direction has a key of its own: what was changed, repeated,
+left out or moved on the way does not open. An empty record is the end, so that a cut stream is told from a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from typing_extensions import Buffer
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
+from zeroband.errors import HandshakeFailed
+
+RECORD_BYTES = 1 << 16
+"""Of what is sent, in one record at most."""
+
+Bytes = bytes | bytearray | memoryview
+
+_LENGTH_BYTES, _TAG_BYTES, _NONCE_BYTES = 4, 16, 12
+
+
+class SealedSocket:
+    """A connected socket whose other end is one too. One thread reads and one writes; `shutdown` is for any.
+
+    What is read raises ConnectionAbortedError where a record does not open or the stream ends without saying so. After
+    an error in one direction nothing more goes that way.
+    """
+
+    def __init__(self, connection: socket.socket, seal_key: bytes, open_key: bytes) -> None:
+        self._connection = connection
+        self._sealing = _Sealing(seal_key)
+        self._opening = _Sealing(open_key)
+        self._opened = memoryview(b"")
+        self._is_at_end = False
+        self._users = 1
+        """Itself and its files: the connection is closed by the last one."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    # -- sending ------------------------------------------------------------------------------------------------
+
+    def sendall(self, data: Bytes) -> None:
+        """Send all of it."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), RECORD_BYTES):
+            self._send_record(view[start : start + RECORD_BYTES])
+
+    def _send_record(self, data: Bytes) -> None:
+        with self._sealing.spoilt_by_errors():
+            self._connection.sendall(self._sealing.record(data))
+
+    # -- receiving ----------------------------------------------------------------------------------------------
+
+    def recv_into(self, target: Bytes) -> int:
+        """What has come, as far as it fits, at least one byte; 0 at the end."""
+        view = memoryview(target).cast("B")
+        if not self._opened and not self._is_at_end and len(view) > 0:
+            self._opened = memoryview(self._receive_record())
+            self._is_at_end = len(self._opened) == 0
+        n = min(len(view), len(self._opened))
+        view[:n] = self._opened[:n]
+        self._opened = self._opened[n:]
+        return n
+
+    def _receive_record(self) -> bytes:
+        with self._opening.spoilt_by_errors():
+            length = self._receive(_LENGTH_BYTES)
+            sealed_bytes = int.from_bytes(length, "big")
+            if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES + _TAG_BYTES:
+                raise ConnectionAbortedError("what came is no sealed record")
+            return self._opening.opened(length, self._receive(sealed_bytes))
+
+    def _receive(self, size: int) -> bytearray:
+        room, done = bytearray(size), 0
+        while done < size:
+            n = self._connection.recv_into(memoryview(room)[done:])
+            if n == 0:
+                raise ConnectionAbortedError("the sealed stream was cut")
+            done += n
+        return room
+
+    # -- as of any socket ---------------------------------------------------------------------------------------
+
+    def makefile(self, mode: str = "rb", buffering: int = -1) -> io.BufferedReader:
+        """A file to read from, which keeps the connection open until it is closed itself."""
+        assert mode == "rb", f"a sealed socket is written to by sendall, not by a file of mode {mode}"
+        with self._lock:
+            self._users += 1
+        return io.BufferedReader(_Reader(self), io.DEFAULT_BUFFER_SIZE if buffering <= 0 else buffering)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Of each wait for the network."""
+        self._connection.settimeout(seconds)
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """As of the connection."""
+        self._connection.setsockopt(level, option, value)
+
+    def shutdown(self, how: int) -> None:
+        """SHUT_WR says that this was all, in the writer's thread; SHUT_RDWR cuts both directions at once."""
+        if how == socket.SHUT_WR:
+            self._send_record(b"")
+        self._connection.shutdown(how)
+
+    def close(self) -> None:
+        """Give it up; the connection lives on while a file of it is open."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self._connection.close()
+
+
+Connection = socket.socket | SealedSocket
+
+
+class _Sealing:
+    """The key of one direction, and the number of its next record."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._number = 0
+        self._is_spoilt = False
+
+    def _nonce(self) -> bytes:
+        """Never the same twice."""
+        self._number += 1
+        return self._number.to_bytes(_NONCE_BYTES, "big")
+
+    def record(self, data: Bytes) -> bytes:
+        length = (memoryview(data).nbytes + _TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
+        return length + self._cipher.encrypt(self._nonce(), data, length)
+
+    def opened(self, length: Bytes, sealed: Bytes) -> bytes:
+        try:
+            return self._cipher.decrypt(self._nonce(), sealed, length)
+        except InvalidTag as error:
+            raise ConnectionAbortedError("a record is not what the other end sealed") from error
+
+    @contextlib.contextmanager
+    def spoilt_by_errors(self) -> Generator[None]:
+        """A record that stopped half-way leaves nothing behind it that could be understood."""
+        if self._is_spoilt:
+            raise ConnectionAbortedError("the sealed stream broke before")
+        self._is_spoilt = True
+        yield
+        self._is_spoilt = False
+
+
+class _Reader(io.RawIOBase):
+    """A sealed socket as a file."""
+
+    def __init__(self, sealed: SealedSocket) -> None:
+        self._sealed = sealed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        return self._sealed.recv_into(memoryview(buffer))
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._sealed.give_up()
+
+
+def sealed_by(connection: socket.socket, keys: StreamKeys) -> Connection:
+    """The connection after its handshake, sealed where there are keys."""
+    if keys.seal is None or keys.open is None:
+        return connection
+    return SealedSocket(connection, keys.seal, keys.open)
+
+
+@dataclass(frozen=True)
+class Dialler:
+    """Calls other nodes in the name of this one, to ask for their state."""
+
+    key: RunKey
+    caller: str
+    is_sealed: bool
+
+    def dial(self, callee: str, address: tuple[str, int], within_s: float) -> Connection:
+        """A connection to this member after the handshake.
+
+        Raises OSError, and HandshakeFailed where the other end hangs up on this node or is not of its run.
+        """
+        deadline_s = time.monotonic() + within_s
+        connection = socket.create_connection(address, timeout=within_s)
+        try:
+            caller = Caller(self.key, Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE))
+            connection.sendall(caller.hello)
+            proof, keys = caller.take(_answer(connection, deadline_s))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(proof)
+        except BaseException:
+            connection.close()
+            raise
+        return sealed_by(connection, keys)
+
+
+def _answer(connection: socket.socket, deadline_s: float) -> bytes:
+    data = b""
+    while len(data) < ANSWER_BYTES:
+        connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+        try:
+            part = connection.recv(ANSWER_BYTES - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise HandshakeFailed(
+                "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
+            )
+        data += part
+    return data

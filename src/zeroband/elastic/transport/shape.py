@@ -1,0 +1,76 @@
+"""The shape of a reduction: who owns which part, in what pieces it travels, all-to-all or around a ring. Pure.
+
+All members must come to the same shape, so everything here follows from what all of them know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zeroband.elastic.membership.topology import Network, shard_shares
+from zeroband.elastic.transport.engine import Shape
+from zeroband.elastic.transport.times import CHUNKS_PER_SHARD, MOST_CHUNK, all_to_all_s, ring_s
+from zeroband.kernels.codec import Codec
+
+_ALIGNMENT = 256
+"""Shards begin at multiples, so that every block of every codec lies in one shard."""
+
+_LEAST_CHUNK = 1 << 12
+_MOST_PIECE, _LEAST_PIECE = 1 << 18, 1 << 14
+
+WORTH_SIZING = 1.25
+"""Shards differ in size where an all-to-all ends so much sooner by it: measured rates of equal links differ, too."""
+
+WORTH_A_RING = 1.25
+"""A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
+
+
+def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network | None = None) -> Shape:
+    """The shape for these members.
+
+    `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
+    """
+    network = network or Network()
+    world, encoded_bytes = len(shares), codec.encoded_size(numel)
+    owned = _owned(world, encoded_bytes, network)
+    bounds = shard_bounds(numel, owned)
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    return Shape(
+        codec=codec,
+        bounds=bounds,
+        shares=tuple(shares),
+        order=network.order or tuple(range(world)),
+        is_ring=WORTH_A_RING * ring_s(world, encoded_bytes, network) < all_to_all_s(owned, encoded_bytes, network),
+        chunk_numel=chunk_numel(longest),
+    )
+
+
+def _owned(world: int, encoded_bytes: int, network: Network) -> tuple[float, ...]:
+    """What part of the state each member owns."""
+    equal, sized = (1 / world,) * world, shard_shares(network.rates)
+    is_worth_it = sized and WORTH_SIZING * all_to_all_s(sized, encoded_bytes, network) <= all_to_all_s(
+        equal, encoded_bytes, network
+    )
+    return sized if is_worth_it else equal
+
+
+def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Borders of one shard for each member, in proportion to these shares, at whole blocks."""
+    total, before, bounds = sum(shares), 0.0, [0]
+    for share in shares[:-1]:
+        before += share
+        border = round(numel * before / total / _ALIGNMENT) * _ALIGNMENT
+        bounds.append(min(max(border, bounds[-1]), numel))
+    return (*bounds, numel)
+
+
+def chunk_numel(shard_numel: int) -> int:
+    """Values that travel in one frame: several frames in each shard, so that its pieces overtake one another's work."""
+    wanted = -(-shard_numel // CHUNKS_PER_SHARD // _ALIGNMENT) * _ALIGNMENT
+    return min(max(wanted, _LEAST_CHUNK), MOST_CHUNK)
+
+
+def piece_bytes(length: int) -> int:
+    """Bytes of a gathered payload that travel in one frame: several frames in each, over several streams."""
+    return min(max(-(-length // CHUNKS_PER_SHARD), _LEAST_PIECE), _MOST_PIECE)

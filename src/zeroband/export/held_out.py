@@ -1,0 +1,82 @@
+"""What a run held out of its training, and the loss of a trained model on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroband.config import load_config
+from zeroband.config.schema import DataConfig
+from zeroband.data.index import SampleIndex
+from zeroband.data.loader import Loader
+from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokens import TokenStore, prepare
+from zeroband.errors import ConfigError
+from zeroband.export.evaluation import Evaluation, evaluate
+from zeroband.export.opened import Opened, open_trained
+
+_ALONE = ("--outer=none", "--store.url=none")
+"""Nobody is joined here, whatever the configuration says."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A corpus, which samples of it were held out, and how it is read."""
+
+    tokens: TokenStore
+    index: SampleIndex
+    config: DataConfig
+
+
+def evaluate_checkpoint(where: str, device: torch.device, *, samples: int, batch_size: int = 8) -> Evaluation:
+    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
+
+    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
+    """
+    opened = open_trained(where)
+    return loss_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=batch_size)
+
+
+def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int) -> Evaluation:
+    """The loss of a model on at most so many samples that were held out."""
+    loader = Loader(
+        held_out.tokens,
+        held_out.index,
+        batch_size=batch_size,
+        micro_bs=batch_size,
+        local_rank=0,
+        local_world_size=1,
+        document_mask=held_out.config.document_mask,
+    )
+    model = opened.model.build(device)
+    return evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
+
+
+def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
+    """The corpus and which samples of it were held out. Raises ConfigError where they are not what was asked for."""
+    recorded = opened.corpus
+    if rest and not any(argument.startswith("@") for argument in rest):
+        raise ConfigError(f"{' '.join(rest)} changes a configuration, and none is named; add @config.toml")
+    if rest:
+        config = load_config([*rest, *_ALONE])
+        data, seed = config.data, config.run.seed
+    elif recorded is not None:
+        data, seed = recorded.data, recorded.seed
+    else:
+        raise ConfigError(f"{opened.what} does not record its data; add the run's @config.toml")
+    if recorded is None:
+        data = data.model_copy(update={"tokenizer": opened.tokenizer})
+    elif open_tokenizer(data.tokenizer).fingerprint != opened.model.tokenizer.fingerprint:
+        raise ConfigError(f"data.tokenizer={data.tokenizer!r} is not the tokenizer that {opened.what} was trained with")
+    tokens = prepare(data, seed)
+    if not rest and recorded is not None and tokens.fingerprint != recorded.fingerprint:
+        raise ConfigError(
+            f"data.source holds another text now than when {opened.what} was trained, so what it held out then may "
+            "have been trained; bring the text back, or choose the data with @config.toml"
+        )
+    index = SampleIndex(len(tokens), data.seq_length, seed, data.hold_out)
+    if not index.n_held_out:
+        raise ConfigError(f"data.hold_out={data.hold_out:g} keeps no sample back; evaluate on other data")
+    return HeldOut(tokens, index, data)

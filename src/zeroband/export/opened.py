@@ -1,0 +1,126 @@
+"""A trained model from where it lies: a checkpoint, the newest of a run, or a directory of Hugging Face's layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroband.checkpoint.authenticity import ANYBODY, Trust
+from zeroband.checkpoint.layout import hub_name, step_of
+from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
+from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.config.schema import ModelConfig
+from zeroband.data.corpus import Corpus
+from zeroband.data.tokenizer import open_tokenizer
+from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
+from zeroband.export.directory import TrainedModel
+from zeroband.export.hf import model_config_of
+from zeroband.export.hub_files import CONFIG_FILE, WeightFiles, read_config
+from zeroband.model.transformer import Transformer
+from zeroband.observe.log import get_logger
+from zeroband.state.flat import FlatLayout
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trained model and where it comes from."""
+
+    model: TrainedModel
+    what: str
+    """In words."""
+    corpus: Corpus | None
+    """None where only the model is known."""
+    tokenizer: str
+    """The `data.tokenizer` that opens the model's own."""
+    remark: str | None = None
+    """What a user should know of where it comes from."""
+
+
+def open_trained(where: str, trust: Trust = ANYBODY) -> Opened:
+    """Open a checkpoint by its folder or URL, the newest one of a run that verifies by theirs, or a directory.
+
+    `trust`: whose checkpoints are taken. Raises: ConfigError where there is none, CheckpointDamaged or RecoveryFailed
+    where none verifies.
+    """
+    if "://" in where:
+        return _open_run(*_parted(where), trust)
+    path = Path(where).expanduser().resolve()
+    if (path / CONFIG_FILE).is_file():
+        return _open_directory(path)
+    if not path.is_dir():
+        raise ConfigError(f"{where} is no folder; give a checkpoint, the root of a run's checkpoints or an export")
+    return _open_run(*_parted(str(path)), trust)
+
+
+def _parted(where: str) -> tuple[str, str, int | None]:
+    """Root of all runs, name of the run, and the step where one was given."""
+    run, _, name = where.rstrip("/").rpartition("/")
+    step = step_of(name)
+    if step is None:
+        return run, name, None
+    root, _, name = run.rpartition("/")
+    return root, name, step
+
+
+def _open_run(root: str, run_id: str, step: int | None, trust: Trust) -> Opened:
+    storage = open_storage(root, run_id)
+    if step is not None:
+        return _read(open_checkpoint(storage, step, trust=trust), trust)
+    try:
+        steps = steps_in_order(storage)
+    except OSError as error:
+        raise RecoveryFailed(f"cannot look for checkpoints in {storage.url}: {reason_of(error)}") from error
+    if not steps:
+        raise ConfigError(f"no checkpoint in {storage.url}; its folders are called step_ and a number")
+    reasons: list[str] = []
+    for candidate in steps:
+        try:
+            return _read(open_checkpoint(storage, candidate, trust=trust), trust)
+        except CheckpointDamaged as error:
+            reasons.append(str(error))
+            _log.warning("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
+    raise RecoveryFailed(f"no checkpoint in {storage.url} verifies: {'; '.join(reasons)}")
+
+
+def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
+    """The parameters of a checkpoint in memory, 4 bytes each, verified while they were read."""
+    stamp = checkpoint.manifest.stamp
+    what = f"step {stamp.inner_step} of run {stamp.run_id}"
+    described = dict(stamp.model)
+    try:
+        vocab_size = int(described.pop("vocab_size"))
+        config, corpus = ModelConfig.model_validate(described), Corpus.of_record(stamp.data)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
+    tokenizer = open_tokenizer(corpus.data.tokenizer)
+    if tokenizer.fingerprint != corpus.tokenizer_fingerprint:
+        raise ConfigError(f"data.tokenizer={corpus.data.tokenizer!r} is not what it was when {what} was saved")
+    with torch.device("meta"):
+        layout = FlatLayout.of(Transformer(config, vocab_size))
+    flat = torch.empty(layout.numel)
+    checkpoint.read_parameters(layout.slots, flat)
+    held = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in layout.slots}
+    model = TrainedModel(config, vocab_size, tokenizer, corpus.data.seq_length, held.__getitem__)
+    return Opened(model, what, corpus, corpus.data.tokenizer, trust.remark(checkpoint.manifest))
+
+
+def _open_directory(folder: Path) -> Opened:
+    """A model in Hugging Face's layout, ours or another Llama, its weights mapped."""
+    record, where = read_config(folder), str(folder / CONFIG_FILE)
+    config = model_config_of(record, where)
+    try:
+        vocab_size, seq_length = int(record["vocab_size"]), int(record["max_position_embeddings"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{where}: not the configuration of a model: {error!r}") from error
+    files = WeightFiles(folder)
+
+    def read(name: str) -> Tensor:
+        return files.rows(hub_name(name), slice(None)).float()
+
+    model = TrainedModel(config, vocab_size, open_tokenizer(str(folder)), seq_length, read)
+    return Opened(model, str(folder), None, str(folder))

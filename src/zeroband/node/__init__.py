@@ -1,0 +1,4 @@
+"""Inside one machine: the mesh of local ranks, copies, shared memory, child processes, and where tests strike.
+
+Knows no other node.
+"""

@@ -1,0 +1,263 @@
+"""Inside a node: the mesh of local ranks, sharding by FSDP2, and the small decisions that ranks take together.
+
+Owns torch.distributed's default group, which spans one node and never two. Called from the main thread of every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from zeroband.config.schema import TrainConfig
+from zeroband.errors import ConfigError
+from zeroband.node.launched import RANKS_FILE
+from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
+
+CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
+"""Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True)
+class LocalMesh:
+    """The ranks of this node. Owns the process groups that it made: `close()` ends them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One dimension, over which parameters are sharded."""
+    control: dist.ProcessGroup
+    """gloo on CPU tensors, for decisions; never shared with the data of training."""
+    lent: list[dist.ProcessGroup] | None = field(default=None, repr=False)
+    """The groups made here, where the default group is the program's that this is a part of; None: it is ours, too."""
+
+    def twin(self) -> LocalMesh:
+        """The same ranks with a control group of their own, for another thread. Called by all ranks together."""
+        twin = replace(self, control=_control_group(CONTROL_TIMEOUT_S))
+        if self.lent is not None:
+            self.lent.append(twin.control)
+        return twin
+
+    def close(self) -> None:
+        """End the process groups that were made here, all of this process where the default one was; once.
+
+        A group that is open when its process ends may still have a thread, which then can abort the process.
+        """
+        if not dist.is_initialized():
+            return
+        if self.lent is None:
+            dist.destroy_process_group()
+            return
+        while self.lent:
+            dist.destroy_process_group(self.lent.pop())
+
+
+def init_local_mesh(
+    environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S, gpu: torch.device | None = None
+) -> LocalMesh:
+    """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
+
+    Each rank takes `gpu`; None: that of its number, or it shares one where there are fewer GPUs than ranks. NCCL
+    refuses two ranks on one GPU, so they then talk through gloo, as they do on CPUs.
+    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun.
+    """
+    environ = os.environ if environ is None else environ
+    _stay_on_this_machine()
+    rank, world_size = _rank_and_world_size(environ)
+    gpus = torch.cuda.device_count()
+    device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    store = _store_of_this_start(environ, rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return LocalMesh(rank, world_size, device, mesh, _control_group(timeout_s))
+
+
+def join_local_mesh(device: torch.device) -> LocalMesh:
+    """The ranks of a program that is not ours: as it has set torch.distributed up, else as `init_local_mesh` does.
+
+    `device`: of its parameters. Called by all its ranks. Raises ConfigError where it spans several nodes.
+    """
+    if not dist.is_initialized():
+        return init_local_mesh(gpu=device if device.type == "cuda" else None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+    _stay_on_this_machine()
+    control = _control_group(CONTROL_TIMEOUT_S)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+
+
+def _stay_on_this_machine() -> None:
+    """Have gloo and NCCL listen on loopback: what the ranks of a node say to one another is nobody else's business.
+
+    Left to themselves they listen where the host's name leads. The groups between nodes choose an address of their own.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
+
+
+def _control_group(timeout_s: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _store_of_this_start(environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Where the ranks tell each other their addresses.
+
+    `zeroband launch` gives its ranks a file, another one at each start; torchrun has a store, which outlives a restart
+    of its ranks, and the addresses of the dead ones still lie in it.
+    """
+    if "RANK" not in environ:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    if file := environ.get(RANKS_FILE):
+        in_file = dist.FileStore(file, world_size)  # pyright: ignore[reportPrivateImportUsage]
+        in_file.set_timeout(timeout)
+        return in_file
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    return PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
+    if "RANK" not in environ:
+        return 0, 1
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    _require_one_node(int(environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+    return rank, world_size
+
+
+def _require_one_node(local_world_size: int, world_size: int) -> None:
+    if local_world_size != world_size:
+        raise ConfigError(
+            f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
+            "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
+        )
+
+
+def broadcast_json(value: Any, mesh: LocalMesh) -> Any:
+    """Rank 0's value on every rank, as it comes back from JSON: tuples become lists. Other ranks' values are unused."""
+    payload = json.dumps(value).encode() if mesh.rank == 0 else b""
+    length = torch.tensor([len(payload)])
+    dist.broadcast(length, group_src=0, group=mesh.control)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if mesh.rank == 0:
+        content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    dist.broadcast(content, group_src=0, group=mesh.control)
+    return json.loads(content.numpy().tobytes())
+
+
+def all_ok(flag: bool, mesh: LocalMesh) -> bool:
+    """True on every rank when it is true on all of them."""
+    return each_ok([flag], mesh)[0]
+
+
+def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
+    """The same for each of several flags, as many on all ranks."""
+    votes = torch.tensor([int(flag) for flag in flags])
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+    return [bool(vote) for vote in votes.tolist()]
+
+
+def barrier(mesh: LocalMesh) -> None:
+    """Return once every local rank has called this."""
+    dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Block(Protocol):
+    recompute: bool
+
+
+def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> nn.Module:
+    """Shard a model over the local ranks in place: each of `model.layers` by itself, the rest with the root.
+
+    Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
+    change. A model on the meta device is sharded without memory; then call `make_room` and `init_weights`.
+    One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. One rank in bfloat16 frees
+    nothing between forward and backward: there is no memory to win.
+    """
+    for block in _blocks(model):
+        cast(_Block, block).recompute = train.activation_checkpointing
+        if train.compile:
+            block.compile()  # pyright: ignore[reportUnknownMemberType]
+    if mesh.world_size > 1 or train.dtype != "float32":
+        _shard(model, train, mesh)
+    return model
+
+
+def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, see `sharding`
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the embedding makes the compute type; rotary angles must stay float32
+    )
+    reshard = train.reshard_after_forward and mesh.world_size > 1
+    for module in (*_blocks(model), model):
+        fully_shard(module, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def make_room(model: nn.Module, mesh: LocalMesh) -> None:
+    """Give the parameters of a model on the meta device memory on this rank's device; they have no values yet."""
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        model.to_empty(device=mesh.device)
+        return
+    for module in model.modules():  # `to_empty` asks torch's compiler, seconds to load, how the memory is laid out
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            room = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
+            setattr(module, name, nn.Parameter(room, requires_grad=parameter.requires_grad))
+
+
+def _blocks(model: nn.Module) -> Iterable[nn.Module]:
+    return cast(Iterable[nn.Module], model.layers)
+
+
+def set_gradient_sync(model: nn.Module, on: bool) -> None:
+    """Whether the next backward passes reduce gradients over the ranks; off for all micro-batches but the last.
+
+    While it is off every rank keeps the whole gradient, in float32. A model that is not sharded always does.
+    """
+    if is_fsdp(model):
+        model.set_requires_gradient_sync(on)
+
+
+def clip_grad_norm_(model: Parameters, max_norm: float | None) -> float:
+    """The global norm of the gradient over all shards; scales the gradient down to `max_norm` where it is larger.
+
+    None only measures. A norm that is not finite is returned and the gradient left alone: the caller decides.
+    Every local rank calls this; all get the same number.
+    """
+    gradients = [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
+    local = [local_part(gradient) for gradient in gradients]
+    norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
+    if max_norm is not None and max_norm < norm < float("inf"):
+        torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    return norm
+
+
+def _norm_over_ranks(gradients: list[Tensor], local_norm: Tensor) -> float:
+    first = gradients[0] if gradients else None
+    if first is None or not is_sharded(first) or first.device_mesh.size() == 1:
+        return local_norm.item()
+    squared = local_norm.square()
+    dist.all_reduce(squared, group=first.device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
+    return squared.sqrt().item()

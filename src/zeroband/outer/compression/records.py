@@ -1,0 +1,123 @@
+"""Records: 8 chunks of one shape as bytes of a known number, first where their values lie, then the values.
+
+Whatever a part of a payload is made by (a rank, a block of work), it is whole records, so it is one range of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zeroband.config.outer import ValueCodingName
+from zeroband.outer.compression.bits import has_clean_ends, pack, unpack
+from zeroband.outer.compression.sizes import ALIGNMENT, index_bits, packed_size, record_size, records_size
+from zeroband.outer.compression.values import ValueCoding, coding_of
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Values of a range of chunks and their places. Shapes: both (chunks, k); places ascend in each chunk."""
+
+    indices: Tensor
+    """Any integer type."""
+    values: Tensor
+    """float32."""
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """How chunks of `numel` values of which k are sent become records."""
+
+    numel: int
+    k: int
+    values: ValueCodingName
+
+    @cached_property
+    def coding(self) -> ValueCoding:
+        return coding_of(self.values, self.k, self.numel)
+
+    @property
+    def index_bits(self) -> int:
+        """Of one place; none where all values are sent."""
+        return index_bits(self.k, self.numel)
+
+    @property
+    def _marks_nothing(self) -> bool:
+        """Whether a chunk of zeros says so by places that are all 0: one bit for each value has no zero."""
+        return self.coding.is_of_signs and 1 < self.k < self.numel
+
+    def size(self, chunks: int) -> int:
+        """Bytes of so many chunks from a multiple of 8 on."""
+        return records_size(self.values, chunks, self.k, self.numel)
+
+    def encode(self, chosen: Chosen) -> Tensor:
+        """The bytes of chunks from a multiple of 8 on, (size(chunks),) uint8."""
+        whole = len(chosen.indices) // ALIGNMENT * ALIGNMENT
+        parts = [
+            self._encode_records(chosen.indices[part], chosen.values[part], count)
+            for part, count in ((slice(whole), ALIGNMENT), (slice(whole, None), len(chosen.indices) - whole))
+            if count and len(chosen.indices[part])
+        ]
+        return torch.cat(parts) if parts else chosen.indices.new_empty(0, dtype=torch.uint8)
+
+    def _encode_records(self, indices: Tensor, values: Tensor, chunks: int) -> Tensor:
+        if self._marks_nothing:
+            indices = torch.where((values == 0).all(dim=1, keepdim=True), 0, indices)
+        head = pack(indices.reshape(-1, chunks * self.k), self.index_bits)
+        return torch.cat([head, self.coding.encode(values.reshape(-1, chunks, self.k))], dim=1).view(-1)
+
+    def decode(self, data: Tensor, chunks: int) -> Chosen:
+        """What `encode` made of so many chunks. `data`: (size(chunks),) uint8 that `check` has seen."""
+        parts = [self._decode_records(records, count) for records, count in self._records(data, chunks)]
+        if not parts:
+            nothing = data.new_empty(0, self.k)
+            return Chosen(nothing.to(torch.int32), nothing.float())
+        return Chosen(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+
+    def _decode_records(self, records: Tensor, chunks: int) -> Chosen:
+        border = packed_size(chunks * self.k, self.index_bits)
+        values = self.coding.decode(records[:, border:], chunks, self.k).reshape(-1, self.k)
+        if self.index_bits == 0:
+            return Chosen(_all_places(values), values)
+        indices = unpack(records[:, :border], chunks * self.k, self.index_bits).reshape(-1, self.k)
+        if self._marks_nothing:
+            is_nothing = indices[:, -1:] == 0
+            indices = torch.where(is_nothing, _all_places(indices), indices)
+            values = torch.where(is_nothing, 0.0, values)
+        return Chosen(indices, values)
+
+    def check(self, data: Tensor, chunks: int) -> str | None:
+        """What is wrong with (size(chunks),) bytes from elsewhere, or None: then no place lies outside its chunk."""
+        for records, count in self._records(data, chunks):
+            border = packed_size(count * self.k, self.index_bits)
+            problem = self.coding.problem(records[:, border:], count, self.k)
+            if problem is None and self.index_bits:
+                problem = self._check_places(records[:, :border], count)
+            if problem:
+                return problem
+        return None
+
+    def _check_places(self, data: Tensor, chunks: int) -> str | None:
+        if not has_clean_ends(data, chunks * self.k, self.index_bits):
+            return "bits behind the last place"
+        indices = unpack(data, chunks * self.k, self.index_bits).reshape(-1, self.k)
+        if (indices[:, -1] >= self.numel).any():
+            return f"place {int(indices[:, -1].max())} in chunks of {self.numel}"
+        is_good = (indices[:, 1:] > indices[:, :-1]).all(dim=1)
+        if self._marks_nothing:
+            is_good |= (indices == 0).all(dim=1)
+        return None if is_good.all() else "places that do not ascend"
+
+    def _records(self, data: Tensor, chunks: int) -> list[tuple[Tensor, int]]:
+        """Rows of bytes, one for each record, and how many chunks each holds."""
+        whole, rest = divmod(chunks, ALIGNMENT)
+        size = record_size(self.values, ALIGNMENT, self.k, self.numel)
+        rows = [(data[: whole * size].view(whole, size), ALIGNMENT), (data[whole * size :].view(1, -1), rest)]
+        return [(records, count) for records, count in rows if count and records.numel()]
+
+
+def _all_places(like: Tensor) -> Tensor:
+    return torch.arange(like.shape[1], device=like.device, dtype=torch.int32).expand(like.shape)

@@ -1,0 +1,291 @@
+"""The sparse codec: flat float32 buffer -> transform of each chunk -> the k largest values -> one payload, and back.
+
+A payload is one contiguous uint8 tensor: a header of 32 bytes, then for each group of chunks its records. Its length
+follows from the layout and the rule alone. Decoding is exact arithmetic or one rounding for each operation, so all
+nodes get the same bits from the same payloads in the same order, whatever their devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zeroband.config.outer import Uneven, ValueCodingName
+from zeroband.errors import ConfigError, MalformedPayload
+from zeroband.kernels import dct
+from zeroband.kernels.scan import all_finite
+from zeroband.kernels.select import largest, place
+from zeroband.kernels.waves import Waves, waves_on
+from zeroband.outer.compression.chunks import ChunkGroup, ChunkLayout, share_of
+from zeroband.outer.compression.records import Chosen, RecordFormat
+from zeroband.outer.compression.sizes import ALIGNMENT, HEADER
+from zeroband.state.flat import FlatLayout
+
+MAGIC, VERSION = b"ZBSP", 1
+KIND_OWN = 0
+"""Of a node's own payload; `combine` has kinds of its own."""
+
+BLOCK_NUMEL = 1 << 22
+"""Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
+
+Divisor = Literal["none", "senders"]
+"""Whether a decoded value is the sum over the members, or divided by the weight of those that sent this one."""
+
+
+@dataclass(frozen=True)
+class SparseRule:
+    """What of each chunk is sent, and how. The same on all nodes."""
+
+    k: int
+    """Values of one chunk."""
+    chunk: int = 64
+    """Longest side of the tile of a matrix that is one chunk, and longest piece of a vector."""
+    flat_chunk: int | None = None
+    """Longest piece of a vector. None: chunk."""
+    values: ValueCodingName = "float32"
+    """How a value travels."""
+    transform: Literal["dct"] | None = "dct"
+    """What is done to a chunk before its largest values are chosen."""
+    uneven: Uneven = "pad"
+    """What to do with dimensions that the chunk does not divide."""
+    keeps_density: bool = False
+    """Chunks smaller than chunk x chunk send fewer values in proportion; else k of them as well, or all they have."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.chunk < 1 or (self.flat_chunk or 1) < 1:
+            raise ConfigError(f"k={self.k} and chunk={self.chunk} must be 1 or more")
+        if self.transform and self.longest > dct.MOST_CHUNK:
+            raise ConfigError(f"chunk={self.longest} is too long for the cosine transform; at most {dct.MOST_CHUNK}")
+        if max(self.chunk**2, self.longest) > 1 << 16:
+            raise ConfigError(f"chunk={self.longest} makes chunks of more than 65536 values, whose places take 17 bits")
+
+    @property
+    def longest(self) -> int:
+        """Longest side of a chunk."""
+        return max(self.chunk, self.flat_chunk or 0)
+
+    def k_of(self, numel: int) -> int:
+        """Values sent of a chunk of this size."""
+        wanted = -(-self.k * numel // self.chunk**2) if self.keeps_density else self.k
+        return min(wanted, numel)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A group of chunks and where its records lie in a payload."""
+
+    group: ChunkGroup
+    record: RecordFormat
+    start: int
+
+    @property
+    def size(self) -> int:
+        return self.record.size(self.group.chunks)
+
+    def bytes_of(self, first: int, stop: int) -> slice:
+        """Where the records of these chunks lie; `first` is a multiple of 8."""
+        start = self.start + self.record.size(first)
+        return slice(start, start + self.record.size(stop - first))
+
+    def blocks(self, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
+        """A rank's share of the chunks, in ranges that fit into the cache and end at whole records."""
+        first, stop = share_of(self.group.chunks, rank, world_size)
+        step = max(ALIGNMENT, BLOCK_NUMEL // self.group.numel // ALIGNMENT * ALIGNMENT)
+        for begin in range(first, stop, step):
+            yield begin, min(begin + step, stop)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was taken out of a range of chunks of one section."""
+
+    section: Section
+    first: int
+    stop: int
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A node's payload, and what it took for it out of its buffer."""
+
+    payload: Tensor
+    """(nbytes,) uint8. With several ranks, this rank's share of it is written."""
+    taken: tuple[Part, ...]
+    """Coefficients as others will decode them; with signs, as they were."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Bytes that were checked: decoding them cannot fail nor reach beyond a chunk."""
+
+    data: Tensor
+    """(nbytes,) uint8."""
+
+
+class SparseCodec:
+    """Payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device; so are payloads.
+
+    `device`: where the waves of a node's own payload are found; None: where the buffer lies.
+    """
+
+    def __init__(self, layout: FlatLayout, rule: SparseRule, *, device: torch.device | None = None) -> None:
+        self.rule = rule
+        self._device = device
+        chunks = ChunkLayout.of(layout, rule.chunk, flat_chunk=rule.flat_chunk, uneven=rule.uneven)
+        sections: list[Section] = []
+        start = HEADER.size
+        for group in chunks.groups:
+            k = rule.k_of(group.numel)
+            record = RecordFormat(group.numel, k, rule.values)
+            sections.append(Section(group, record, start))
+            start += sections[-1].size
+        self.sections = tuple(sections)
+        self.numel = layout.numel
+        self.nbytes = start
+        """Of every payload of a node."""
+        self.digest = xxhash.xxh3_64_intdigest(repr((layout.digest(), rule)).encode())
+
+    def encode(self, buffer: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1) -> Encoded:
+        """Choose and pack. The buffer stays as it is; `add` with -1 takes out what was sent.
+
+        `out`: (nbytes,) uint8 to write to, for ranks that write shares of one payload; rank 0 writes the header.
+        Raises: ValueError naming a parameter of which a value is not finite.
+        """
+        payload = torch.zeros(self.nbytes, dtype=torch.uint8, device=buffer.device) if out is None else out
+        if rank == 0:
+            payload[: HEADER.size] = self.header(KIND_OWN, 1, self.nbytes - HEADER.size).to(payload.device)
+        taken: list[Part] = []
+        for section in self.sections:
+            for first, stop in section.blocks(rank, world_size):
+                chosen = self._choose(section, buffer, first, stop)
+                data = section.record.encode(chosen)
+                payload[section.bytes_of(first, stop)] = data.to(payload.device)
+                if not section.record.coding.is_of_signs:
+                    chosen = section.record.decode(data, stop - first)
+                taken.append(Part(section, first, stop, Chosen(chosen.indices.int(), chosen.values)))
+        return Encoded(payload, tuple(taken))
+
+    def _choose(self, section: Section, buffer: Tensor, first: int, stop: int) -> Chosen:
+        """The largest coefficients of a range of chunks, or the largest values where there is no transform."""
+        group, k = section.group, section.record.k
+        chunks = group.read(buffer, first, stop).to(self._device or buffer.device)
+        if not all_finite(chunks):
+            bad = first + int((~chunks.isfinite()).flatten(1).any(dim=1).nonzero()[0])
+            raise ValueError(f"{group.name_of(bad)} has a value that is not finite, which has no encoding")
+        if self.rule.transform:
+            return Chosen(*self._waves_on(chunks.device).choose(chunks, k))
+        places = largest(chunks.flatten(1), k)
+        return Chosen(places, chunks.flatten(1).gather(1, places))
+
+    def _waves_on(self, device: torch.device) -> Waves:
+        return waves_on(device, longest=self.rule.longest)
+
+    def add(self, buffer: Tensor, taken: Sequence[Part], scale: float) -> None:
+        """Add what `encode` took, times `scale`, to a buffer: -1 takes it out, 1 puts it back."""
+        for part in taken:
+            group, places, values = part.section.group, part.chosen.indices, part.chosen.values
+            if self.rule.transform:
+                waves = self._waves_on(values.device)
+                chunks = waves.restore(places, values, group.chunk_rows, group.chunk_columns)
+            else:
+                chunks = place(places, values, group.numel)
+            group.add(chunks.mul_(scale).to(buffer.device), buffer, part.first, part.stop)
+
+    def check(self, data: Tensor) -> Payload:
+        """Accept bytes from elsewhere as one node's payload. Raises MalformedPayload."""
+        self.check_header(data, (KIND_OWN,), self.nbytes)
+        for section in self.sections:
+            for first, stop in section.blocks(0, 1):
+                problem = section.record.check(data[section.bytes_of(first, stop)], stop - first)
+                if problem:
+                    raise MalformedPayload(f"payload: {problem}, near {section.group.name_of(first)}")
+        return Payload(data)
+
+    def decode(
+        self,
+        payloads: Sequence[Payload],
+        out: Tensor,
+        *,
+        weights: Sequence[float] | None = None,
+        divisor: Divisor = "none",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Write the weighted sum of payloads, or their mean over the senders of each value, into a flat buffer.
+
+        `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1.
+        Ranks of a node write their shares of the chunks. Raises MalformedPayload where a sum is not finite.
+        """
+        for section in self.sections:
+            for first, stop in section.blocks(rank, world_size):
+                total, weight = self.sums_of(section, first, stop, payloads, weights)
+                coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
+                self.write(section, first, stop, coefficients, out)
+
+    def write(self, section: Section, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
+        """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
+        if not all_finite(coefficients):
+            raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
+        chunks = coefficients.view(-1, section.group.chunk_rows, section.group.chunk_columns)
+        restored = dct.inverse(chunks) if self.rule.transform else chunks
+        section.group.write(restored.to(out.device), out, first, stop)
+
+    def sums_of(
+        self,
+        section: Section,
+        first: int,
+        stop: int,
+        payloads: Sequence[Payload],
+        weights: Sequence[float] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Of each coefficient in a range of chunks: its weighted sum, and the weight of who sent one that is not 0.
+
+        Shapes: both (stop - first, numel) float32.
+        """
+        device = payloads[0].data.device if payloads else None
+        total, weight = torch.zeros(2, stop - first, section.group.numel, device=device).unbind()
+        for payload, share in zip(payloads, weights or [1.0] * len(payloads), strict=True):
+            chosen = section.record.decode(payload.data[section.bytes_of(first, stop)], stop - first)
+            places, values = chosen.indices.long(), chosen.values
+            # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
+            total.scatter_(1, places, total.gather(1, places) + values * share)
+            weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * share)
+        return total, weight
+
+    def header(self, kind: int, sources: int, body_bytes: int) -> Tensor:
+        """The first bytes of a payload."""
+        content = HEADER.pack(MAGIC, VERSION, kind, sources, 0, body_bytes, self.digest)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def check_header(self, data: Tensor, kinds: Sequence[int], nbytes: int | None) -> tuple[int, int]:
+        """Kind and number of sources that the bytes claim. Raises MalformedPayload.
+
+        `nbytes`: how many they must be; None: as many as they say.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            raise MalformedPayload(f"payload: {tuple(data.shape)} {data.dtype} is no row of bytes")
+        if len(data) < HEADER.size or (nbytes is not None and len(data) != nbytes):
+            raise MalformedPayload(f"payload: {len(data)} bytes, expected {nbytes or HEADER.size}")
+        content = bytes(data[: HEADER.size].tolist())
+        magic, version, kind, sources, reserved, body_bytes, digest = HEADER.unpack(content)
+        is_ours = (magic, version, reserved, content[6:8]) == (MAGIC, VERSION, 0, b"\0\0") and kind in kinds
+        if not is_ours:
+            raise MalformedPayload(f"payload: header {content[:16].hex()} is none of version {VERSION}, kinds {kinds}")
+        if body_bytes != len(data) - HEADER.size:
+            raise MalformedPayload(f"payload: {len(data) - HEADER.size} bytes, its header says {body_bytes}")
+        if digest != self.digest:
+            raise MalformedPayload("payload: made for other parameters or by another rule; restart with equal settings")
+        if sources < 1 or (kind == KIND_OWN and sources != 1):
+            raise MalformedPayload(f"payload: of {sources} nodes")
+        return kind, sources
+
+
+def mean_over_senders(total: Tensor, weight: Tensor) -> Tensor:
+    """Weighted sums divided by the weight of those that sent something; 0 where nobody did."""
+    return torch.where(weight > 0, total / weight, 0.0)

@@ -1,0 +1,367 @@
+"""Snapshots: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
+
+The trainer waits for that copy alone, and not before it has made the next gradients, which change nothing of the state.
+One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from zeroband.checkpoint.layout import MAX_FILE_BYTES
+from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.owner import Owner, claim
+from zeroband.checkpoint.random_states import gather_random_states
+from zeroband.checkpoint.saving import SaveRules
+from zeroband.checkpoint.storage import open_storage
+from zeroband.checkpoint.writer import SaveOrder, WriterSpec
+from zeroband.checkpoint.writer_process import LOG_FILE, NoFellows, WriterProcess
+from zeroband.config.schema import RunConfig
+from zeroband.data.corpus import Corpus
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import RoundReport, SyncHooks
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.gloo_plane import lane_bounds
+from zeroband.node.async_copy import HostCopier, copier_for
+from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.node.shm import NodeFolder
+from zeroband.observe.events import EventLog
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import MetricValue
+from zeroband.outer.build import are_rounds_steps
+from zeroband.outer.ddp import Ddp
+from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.replica import RunParts
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
+
+_LOCK_FILE = "checkpoint_writer.lock"
+_STAGED = "staged-"
+_PARAMS = "params"
+_STORE_PATIENCE_S = 2.0
+"""Of what writers tell each other; it is said again a second later."""
+
+_log = get_logger(__name__)
+
+
+class Staging:
+    """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
+
+    def __init__(self, node: TrainerParts, run: RunParts | None, stack: ExitStack) -> None:
+        config, self._local = node.config, node.local
+        self._node = node
+        self._run = run
+        self.layout = FlatLayout.of(node.model)
+        self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
+        self.outer: tuple[str, ...] = (_PARAMS,) if run is None else run.outer.sections
+        moments = () if run is not None and isinstance(run.outer, Ddp) else node.inner.moment_names
+        self._local_sections: tuple[str, ...] = () if run is None else run.outer.local_sections
+        self.inner = (*moments, *self._local_sections)
+        folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+        if run is None:
+            on_first_rank(self._local, lambda: _claim(config, node.node_id, stack))
+        self._moments = [  # their places never change, and asking for them takes as long as copying a small model
+            {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(moments))
+        ]
+        self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
+        self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
+        self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
+        for name in self.names:  # touch the pages now rather than in the first copy
+            self._part(self._staged(name)).zero_()
+        self._of_host = HostCopier(stack)
+        self._of_device = copier_for(self._local.device, [self._staged(n) for n in self._shards_by_section()], stack)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.outer, *self.inner)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all staged buffers."""
+        return 4 * self.layout.numel * len(self.names)
+
+    def _staged(self, name: str) -> Tensor:
+        return self.buffers[f"{_STAGED}{name}"]
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        """What this rank copies of a buffer that all ranks see."""
+        start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
+        return buffer[start:stop]
+
+    def begin(self) -> None:
+        """Start to copy this rank's part. Nothing of it may change until `finish`."""
+        if self._run is not None:
+            held = {name: self._run.buffers[name] for name in (*self.outer, *self._local_sections)}
+            self._of_host.begin([(self._part(self._staged(name)), self._part(held[name])) for name in held])
+        self._of_device.begin(
+            [
+                (part, shards[parameter].detach().reshape(-1))
+                for name, shards in self._shards_by_section().items()
+                for parameter, part in self._shards.parts(self._staged(name), shards)
+            ]
+        )
+
+    def finish(self) -> None:
+        """Return when all ranks have copied their parts, so that the copy is whole."""
+        self._of_host.finish()
+        self._of_device.finish()
+        barrier(self._local)
+
+    def _shards_by_section(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """This rank's shards on its device, for each staged buffer that is filled from them."""
+        alone = {_PARAMS: parameter_shards(self._node.model)} if self._run is None else {}
+        return alone | dict(zip(self.inner, self._moments, strict=False))  # the local sections come after them
+
+
+def _claim(config: RunConfig, node_id: str, stack: ExitStack) -> None:
+    """The node's folder in shared memory, for a node that has no place in a run."""
+    stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
+
+
+def _node_of(member_id: str) -> str:
+    return member_id.rpartition("#")[0]
+
+
+class StoreFellows:
+    """What the writers of one checkpoint tell each other, through the run's store. Any thread; never raises."""
+
+    def __init__(self, store: Store, node_id: str) -> None:
+        self._store = store
+        self._node_id = node_id
+
+    def say(self, attempt: str, word: str) -> None:
+        try:
+            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
+            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        try:
+            return self._store.saving(attempt, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
+            return {}
+
+
+class NoSnapshots:
+    """Nothing is saved."""
+
+    def take_if_due(self, report: RoundReport | None) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
+        """Nothing."""
+
+    def take_before_leaving(self, *, is_alone: bool) -> None:
+        """Nothing."""
+
+    def measured(self) -> dict[str, MetricValue | None]:
+        """Nothing."""
+        return {}
+
+
+class Snapshots:
+    """The checkpoints of a run as its trainer sees them. Made by all local ranks when the node is a member.
+
+    `takes_over`: the run goes on from the checkpoints in its folder. `events`: there on local rank 0.
+    Raises ConfigError where the folder is another run's or out of reach.
+    """
+
+    def __init__(
+        self,
+        node: TrainerParts,
+        run: RunParts | None,
+        hooks: SyncHooks,
+        events: EventLog | None,
+        *,
+        takes_over: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        self._node = node
+        self._local = node.local
+        self._config = node.config.ckpt
+        self._run = run
+        self._hooks = hooks
+        self._events = events
+        self._durable_step: int | None = None
+        self._stall_s: float | None = None
+        self._staged_round: int | None = None
+        self._is_copying = False
+        self._order: SaveOrder | None = None
+        """Of the copy under way; local rank 0 only."""
+        self._report: RoundReport | None = None
+        self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
+        self._layout_digest = FlatLayout.of(node.model).digest()
+        on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
+        with ExitStack() as stack:
+            self._staging = Staging(node, run, stack)
+            self._writer = self._start_writer(max_file_bytes, stack) if self._local.rank == 0 else None
+            self._stack = stack.pop_all()
+
+    def _claim_folder(self, *, takes_over: bool) -> None:
+        run_id = self._node.config.run.id
+        assert self._config.path is not None
+        owner = Owner(run_id, self._hooks.payload["session"], self._layout_digest)
+        claim(open_storage(self._config.path, run_id, self._node.node_id), owner, takes_over=takes_over)
+
+    def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
+        config, staging = self._config, self._staging
+        descriptors = {name: os.open(path, os.O_RDWR) for name, path in staging.paths.items()}
+        for descriptor in descriptors.values():
+            stack.callback(os.close, descriptor)
+        assert config.path is not None
+        spec = WriterSpec(
+            path=config.path,
+            run_id=self._node.config.run.id,
+            node_id=self._node.node_id,
+            slots=tuple((slot.name, slot.shape, slot.start) for slot in staging.layout.slots),
+            outer={name: descriptors[name] for name in staging.outer},
+            inner={name: descriptors[name] for name in staging.inner},
+            rules=SaveRules(config.keep_last, config.keep_every, config.peer_wait_s, config.retry_s),
+            max_file_bytes=max_file_bytes,
+            lock=str((self._node.node_dir / _LOCK_FILE).absolute()),
+            token=token.get_secret_value() if (token := self._node.config.run.token) is not None else None,
+        )
+        log = self._node.node_dir / LOG_FILE
+        fellows = NoFellows() if self._run is None else StoreFellows(self._run.store, self._node.node_id)
+        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, fellows)
+
+    def take_if_due(self, report: RoundReport | None) -> None:
+        """Take a checkpoint if the newest committed round asks for one; `report`: of that round, None for a lone node.
+
+        Called by all local ranks after every committed round. The copy goes on until `settle`; after the last round of
+        the run it is waited for here, and before it for the writer, if that has an earlier one in hand.
+        """
+        self._report = report
+        if self._writer is not None and report is not None:
+            self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
+        is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
+        is_new = report is None or any(report.weights)  # a run that goes on from a checkpoint is founded on its state
+        if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
+            self.take(report, waits=is_last)
+
+    def take(self, report: RoundReport | None, *, waits: bool) -> bool:
+        """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
+
+        Called by all local ranks. Returns whether it is staged, by `settle` at the latest.
+        """
+        self.settle()
+        from_s = time.monotonic()
+        if self._writer is not None and waits:
+            self._writer.await_free()
+        is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
+        if is_free:
+            self._staged_round = self._hooks.round
+            self._staging.begin()
+            self._is_copying = True
+            randoms = gather_random_states(self._local)
+            if self._writer is not None:
+                self._order = self._order_of(report, self._node_state(randoms))
+        elif self._writer is not None:
+            self._writer.give(self._order_of(report, {}, is_left_out=True))
+            self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
+        self._stalled_since(from_s)
+        if waits:
+            self.settle()
+        return is_free
+
+    def settle(self) -> None:
+        """Wait for a copy that is under way and hand it to the writer; before anything changes of what it copies.
+
+        Called by all local ranks.
+        """
+        if not self._is_copying:
+            return
+        from_s = time.monotonic()
+        self._staging.finish()
+        self._is_copying = False
+        order, self._order = self._order, None
+        if self._writer is not None and order is not None:
+            self._writer.give(order)
+            place = {"round": order.stamp.round, "step": order.stamp.inner_step}
+            self._emit("checkpoint_staged", **place, bytes=self._staging.total_bytes)
+        self._stalled_since(from_s)
+
+    def _stalled_since(self, from_s: float) -> None:
+        self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
+
+    def _order_of(
+        self, report: RoundReport | None, node_state: Mapping[str, Any], *, is_left_out: bool = False
+    ) -> SaveOrder:
+        stamp = self._stamp(report)
+        members = stamp.members if self._config.shared else (self._node.node_id,)
+        return SaveOrder(stamp, members, node_state, is_left_out)
+
+    def _stamp(self, report: RoundReport | None) -> Stamp:
+        config, hooks = self._node.config, self._hooks
+        members = [self._node.node_id] if report is None else [_node_of(member) for member in report.members]
+        tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
+        corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
+        return Stamp(
+            run_id=config.run.id,
+            session=hooks.payload["session"],
+            round=hooks.round,
+            inner_step=hooks.progress.inner_step,
+            payload=hooks.payload,
+            state="" if self._run is None else self._run.outer.state,
+            sections=self._staging.outer,
+            members=tuple(sorted(members)),
+            layout=self._layout_digest,
+            model={**config.model.model_dump(mode="json"), "vocab_size": self._node.tokenizer.padded_vocab_size},
+            tokenizer=config.data.tokenizer,
+            data=corpus.to_record(),
+        )
+
+    def _node_state(self, randoms: list[str]) -> dict[str, Any]:
+        inner = self._node.inner
+        return {
+            "round": self._hooks.round,
+            "local_world_size": self._local.world_size,
+            "step_count": inner.step_count,
+            "update_count": inner.update_count,
+            "random_states": randoms,
+        }
+
+    def take_before_leaving(self, *, is_alone: bool) -> None:
+        """Have the newest round durable before this node leaves, unless it is already.
+
+        `is_alone`: the round's other members do not save it. Called by all local ranks.
+        """
+        if self._staged_round != self._hooks.round:
+            self.take(None if is_alone else self._report, waits=True)
+
+    def measured(self) -> dict[str, MetricValue | None]:
+        """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""
+        writer = self._writer
+        stall_s, self._stall_s = self._stall_s, None
+        if writer is None:
+            return {}
+        left = self._staging.total_bytes - writer.written_bytes if writer.is_busy else 0
+        return {
+            "ckpt/stall_s": stall_s,
+            "ckpt/durable_step": self._durable_step,
+            "ckpt/backlog_bytes": max(left, 0),
+            "ckpt/write_bytes_per_s": writer.bytes_per_s,
+        }
+
+    def _on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "checkpoint_committed":
+            self._durable_step = fields["step"]
+        self._emit(kind, **fields)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        if self._events is not None:
+            self._events.emit(kind, **fields)
+
+    def close(self, *, waits: bool) -> None:
+        """Give everything back; `waits`: until the writer has written what was taken, as all local ranks ask then."""
+        if waits:
+            self.settle()
+        if self._writer is not None:
+            self._writer.close(waits=waits)
+        self._stack.close()

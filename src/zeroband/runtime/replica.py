@@ -1,0 +1,388 @@
+"""Builds a node's place among the others: membership, data path, outer state, journal, checkpoints to begin from."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
+from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
+from zeroband.config.schema import RunConfig
+from zeroband.elastic.membership.epoch import (
+    Rules,
+    View,
+)
+from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.records import view_to_record
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.recovery.fetcher import Fetcher
+from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
+from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.journal import Journal
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
+from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.rollback import StagedState
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.handover import HandedOver
+from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.board import NodeBoard
+from zeroband.node.mesh import LocalMesh, all_ok, barrier
+from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
+from zeroband.observe.log import get_logger
+from zeroband.observe.stall import write_bundle
+from zeroband.outer.build import are_rounds_steps, build_algorithm
+from zeroband.outer.ddp import Ddp
+from zeroband.outer.device_state import require_device
+from zeroband.runtime.auto_rollback import GoingBack
+from zeroband.runtime.node import NodeParts
+from zeroband.runtime.transport_setup import PlaneParts, codec_of
+from zeroband.runtime.vacancy import Vacancy
+from zeroband.state.crash_memory import NodeMemory
+from zeroband.state.feedback import ErrorFeedback
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
+from zeroband.state.fragments import arranged, fragments_of, whole
+
+_JOURNAL_ROUNDS = 1024
+_JOURNAL_BYTES = 4 << 30
+_CLEAN_ENDS = (RunOver, Leaving, ConfigError)
+"""Nothing would be better after another start."""
+
+_FIRST_CONTACT_S = 30.0
+"""A Redis that does not answer at the start for so long is most likely not there."""
+
+_log = get_logger(__name__)
+
+
+def shape_of(config: RunConfig) -> RunShape:
+    """What turns rounds into steps and samples."""
+    shape = RunShape(config.train.total_steps, config.train.batch_size)
+    match config.outer:
+        case DilocoConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
+        case DemoConfig() as outer:
+            return replace(shape, reads_ahead=outer.overlap != 0)
+        case _:
+            return shape
+
+
+def pace_of(config: RunConfig) -> Pace:
+    """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
+    if not isinstance(config.outer, RoundsConfig):
+        return Pace(1)
+    return Pace(config.outer.phase_steps, config.outer.inner_seconds)
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """What the run asks of a round."""
+    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, RoundsConfig) else None
+    return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
+
+
+class RunParts:
+    """A node's place in a run of several: owns the membership, the shared memory and the state server.
+
+    Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
+    """
+
+    def __init__(self, node: NodeParts, on_event: Callable[..., object]) -> None:
+        config, local = node.config, node.local
+        self._on_event = on_event
+        assert config.store.url is not None and config.outer is not None
+        self._node = node
+        self._store_url = config.store.url.get_secret_value()
+        self._token = config.run.token.get_secret_value() if config.run.token else None
+        self._server: StateServer | None = None
+        self._is_left = False
+        self._is_restart = is_restart(os.environ)
+        self._vacancy = Vacancy(config, node.node_id, is_restart=self._is_restart, on_event=on_event)
+        with ExitStack() as stack:
+            self.store = self._open_store(stack)
+            layout = FlatLayout.of(node.model)
+            self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
+            self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
+            self.memory = NodeMemory(
+                self._folder,
+                launcher=restarting_launcher(os.environ),
+                layout=layout.digest(),
+                is_restart=self._is_restart,
+            )
+            on_first_rank(local, lambda: self._claim_folder(stack))
+            self._board = NodeBoard(self._folder / "board", create=False)
+            stack.callback(self._board.close)
+            self._pids = _pids_of_ranks(local)
+            self._plane = PlaneParts(config, self.store, self._board, local, self._answer_requests)
+            stack.callback(self._plane.close)
+            self.mesh = self._build_mesh()
+            stack.callback(self.mesh.close)
+            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
+            stack.callback(self.journal.settle)
+            self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
+            self.fetcher = Fetcher(
+                self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults
+            )
+            self._restorer: Restorer | None = None
+            self.outer = self._build_outer(layout)
+            stack.callback(self.outer.abandon)
+            self._restorer = self._build_restorer(layout)
+            self._serve(stack)
+            self._stack = stack.pop_all()
+
+    def _open_store(self, stack: ExitStack) -> Store:
+        """Reach the store: soon, where the address is wrong; later on a node waits for it at its boundary."""
+        config = self._node.config
+
+        def before_retry() -> None:
+            if self._node.departure.is_overdue(time.monotonic()):
+                raise Leaving("asked to leave while Redis was out of reach")
+
+        store = Store(
+            self._store_url,
+            config.run.id,
+            key=RunKey.of(self._token, config.run.id),
+            lease_s=config.fault.time_outs.lease_s,
+            patience_s=config.fault.time_outs.store_s,
+            before_retry=before_retry,
+        )
+        stack.callback(store.close)
+        if self._token is None and self._node.local.rank == 0:
+            _log.warning(
+                "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+            )
+        on_first_rank(self._node.local, lambda: store.reach(patience_s=_FIRST_CONTACT_S))
+        store.trust_address()
+        return store
+
+    def _match_run(self) -> dict[str, str]:
+        try:
+            return self.store.found_or_match(self._node.shared)
+        except JoinRefused:
+            if self.resumes and self._outlives_dead_run():
+                return self.store.found_or_match(self._node.shared)
+            raise
+
+    def _claim_folder(self, stack: ExitStack) -> None:
+        config = self._node.config
+        launcher = restarting_launcher(os.environ, left=True)
+        folder = NodeFolder(
+            config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside, launcher=launcher
+        )
+        stack.callback(lambda: folder.close(is_left=self._is_left))
+        NodeBoard(folder.path / "board", create=True).close()
+
+    def _new_member(self) -> Member | None:
+        """Another membership of this node; on local rank 0 only."""
+        if self._node.local.rank != 0:
+            return None
+        config = self._node.config
+        identity = NodeIdentity(
+            node_id=self._node.node_id,
+            door=self._plane.door,
+            rank_pids=self._pids,
+            launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
+            shm_dir=self._folder,
+        )
+        run = RunAccess(
+            store=self.store,
+            store_url=self._store_url,
+            run_id=config.run.id,
+            shared=self._shared,
+            on_stall=self._record_stall,
+            inbox=self._plane.inbox,
+            on_event=self._on_event,
+        )
+        return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
+
+    def _record_stall(self, reason: str, view: View) -> None:
+        write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
+
+    def _build_mesh(self) -> ElasticDeviceMesh:
+        config, local = self._node.config, self._node.local
+        return ElasticDeviceMesh(
+            local.twin(),
+            self._new_member(),
+            self._plane.open(),
+            self._board,
+            rules_of(config),
+            start_timeout_s=config.elastic.start_timeout_s,
+        )
+
+    def _build_outer(self, layout: FlatLayout) -> OuterAlgorithm:
+        config, local = self._node.config, self.mesh.local
+        codec = codec_of(config)
+        if isinstance(config.outer, DilocoConfig):
+            require_device(config.outer, codec, local.device)
+        fragments = whole(layout)
+        if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
+            fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
+        sent = ShardMap.of(arranged(layout, fragments), self._node.model, local)
+        every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))
+        parts = OuterParts(
+            mesh=self.mesh,
+            model=self._node.model,
+            inner=self._node.inner,
+            buffers=self.buffers,
+            shards=ShardMap.of(layout, self._node.model, local),
+            fragments=fragments,
+            sent=sent,
+            codec=codec,
+            feedback=ErrorFeedback(self.buffers, sent, codec),
+            journal=self.journal,
+            shape=shape_of(config),
+            pace=pace_of(config),
+            departure=self._node.departure,
+            faults=self._node.faults,
+            fetch_entry=self._fetch_entry,
+            stage=self._stage,
+            flush_every=every if config.ckpt.path is not None else None,
+            step_loss=self._node.step_loss,
+            going_back=self._going_back(),
+            memory=self.memory if local.rank == 0 else None,
+        )
+        assert config.outer is not None, "a run of several nodes has an outer algorithm"
+        return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
+
+    def _going_back(self) -> GoingBack | None:
+        config = self._node.config.rollback
+        if config is None:
+            return None
+        return GoingBack(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
+
+    def _fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedRound:
+        updates: list[Tensor] = []
+
+        def fetch() -> dict[str, Any]:
+            entry = self.fetcher.fetch_entry(round, room)
+            updates.append(entry.update)
+            return {"payload": entry.payload, "state": entry.state}
+
+        return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this node may begin the run again on a checkpoint."""
+        return self._node.config.resume is not None
+
+    def may_begin_again(self, view: View) -> bool:
+        """Whether this node may found the run again on a checkpoint: if it was asked to, or nobody is left.
+
+        Without being asked, only where the checkpoints are those of this very run, and its members had time to come
+        back. Raises RecoveryFailed where they did not, and there is no checkpoint. Local rank 0.
+        """
+        return self.resumes or self._vacancy.is_over(view, self.mesh.member_id)
+
+    def _outlives_dead_run(self) -> bool:
+        """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
+        time_outs = self._node.config.fault.time_outs
+        deadline_s = time.monotonic() + 2 * time_outs.lease_s
+        while not (is_dead := self.store.forget_dead_run()) and time.monotonic() < deadline_s:
+            time.sleep(time_outs.renew_s)
+        return is_dead
+
+    def _build_restorer(self, layout: FlatLayout) -> Restorer | None:
+        """Reads checkpoints, where there is a folder of them. Raises ConfigError."""
+        node, config = self._node, self._node.config
+        if config.ckpt.path is None and config.resume is None:
+            return None
+        source = source_for(config, node.node_id)
+        targets = {name: self.buffers[name] for name in self.outer.sections}
+        return Restorer(source, node.node_id, layout, targets, node.faults, self._board.advance)
+
+    @property
+    def restorer(self) -> Restorer:
+        """Raises RecoveryFailed where this node cannot read checkpoints."""
+        if self._restorer is None:
+            raise RecoveryFailed("this node has no ckpt.path, so it cannot read a checkpoint")
+        return self._restorer
+
+    def read_checkpoint(self, step: int | None) -> SavedState | None:
+        """Into the buffers of the outer state. Raises RecoveryFailed, ConfigError, RunOver. Local rank 0."""
+        saved = self.restorer.restore(step)
+        if saved is not None and saved.step >= self._node.config.train.total_steps:
+            raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+        return saved
+
+    def _stage(self, step: int) -> StagedState:
+        def stage() -> dict[str, Any]:
+            saved = self.restorer.stage(step)
+            return {"round": saved.round, "payload": saved.payload, "state": saved.state}
+
+        return StagedState(**on_first_rank(self.mesh.local, stage))
+
+    def take_staged(self) -> Mapping[str, Tensor] | None:
+        """What was staged, on local rank 0."""
+        return self.restorer.take_staged() if self._node.local.rank == 0 else None
+
+    def load_inner(self, step: int) -> bool:
+        """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
+
+        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all in the outer
+        state.
+        """
+        if isinstance(self.outer, Ddp):
+            return True
+        local, inner = self._node.local, self._node.inner
+        assert isinstance(inner, InnerOptimizer), "only the trainer has checkpoints"
+        own = {name: self.buffers[name] for name in self.outer.local_sections}
+        has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
+        if all_ok(has_inner, local):
+            return True
+        inner.forget_moments()
+        for buffer in own.values():
+            if local.rank == 0:
+                buffer.zero_()
+        barrier(local)
+        return False
+
+    def point_latest(self, step: int) -> None:
+        """Whoever resumes begins with this step. Local rank 0."""
+        self.restorer.point_latest(step)
+
+    def _serve(self, stack: ExitStack) -> None:
+        """Let joiners fetch the state from here; the guardian tells them where."""
+        if self._node.local.rank == 0:
+            self._server = StateServer(
+                self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
+            )
+            stack.callback(self._server.close)
+            self._board.set_serves_state(True)
+
+    def _answer_requests(self, connection: socket.socket, what: HandedOver) -> None:
+        if self._server is None:
+            connection.close()
+        else:
+            self._server.take(connection, what.keys)
+
+    def come_back(self) -> None:
+        """Become another member after a fence. Called by all local ranks."""
+        if self._node.local.rank == 0:
+            self.mesh.member.close()
+        self.mesh.replace_member(self._new_member())
+
+    def leave(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """Give everything back; after a crash that the launcher makes good, all but the memory of this node."""
+        is_crash = kind is not None and issubclass(kind, Exception) and not issubclass(kind, _CLEAN_ENDS)
+        self._is_left = is_crash and bool(restarting_launcher(os.environ, left=True))
+        self._stack.close()
+
+
+def _pids_of_ranks(local: LocalMesh) -> tuple[int, ...]:
+    """Process ids of all local ranks, on all of them."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(local.world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=local.control)
+    return tuple(int(pid) for pid in pids)

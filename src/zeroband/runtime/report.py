@@ -1,0 +1,178 @@
+"""What a node tells of itself, whoever trains on it: its events, and the metrics of its rounds. Local rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from zeroband.config.load import render_toml
+from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.errors import ConfigError, Leaving, RunOver
+from zeroband.observe.events import EventLog
+from zeroband.observe.log import format_fields, get_logger
+from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes
+from zeroband.runtime.node import NodeParts
+from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
+
+_SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
+"""Metrics of the console line."""
+
+_log = get_logger(__name__)
+
+
+class NodeReport:
+    """One node's metrics.jsonl and events.jsonl, and the console line. `total_steps`: None: the run has no end.
+
+    Raises ConfigError where another process writes to the node's folder, or it holds another run; StoreLost.
+    """
+
+    def __init__(self, node: NodeParts, *, parameters: int, total_steps: int | None) -> None:
+        config = node.config
+        self._node = node
+        self._parameters = parameters
+        self._total_steps = total_steps
+        self._claim = _claim(node)
+        self._folder = RunFolder(node.node_dir)
+        try:
+            self._folder.prepare(config, node.node_id, os.environ)
+        except BaseException:
+            os.close(self._claim)
+            raise
+        (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
+        self.events = EventLog(node.node_dir)
+        sinks: list[Sink] = []
+        if config.observe.wandb is not None:
+            wandb = config.observe.wandb
+            settings = config.model_dump(mode="json")
+            sinks.append(WandbSink(project=wandb.project, mode=wandb.mode, node_dir=node.node_dir, config=settings))
+        self._metrics = MetricsLog(node.node_dir, sinks)
+        self._members: tuple[str, ...] = ()
+        self._steps_since_round = 0
+
+    def started(self) -> None:
+        if self._node.config.outer is not None:
+            _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
+        self.events.emit(
+            "node_started",
+            total_steps=self._total_steps,
+            local_world_size=self._node.local.world_size,
+            parameters=self._parameters,
+        )
+
+    def entered(self, round: RoundReport) -> None:
+        """This node became a member."""
+        self._round_event(round)
+        self._steps_since_round = 0
+
+    def belongs_to(self, session: str) -> None:
+        """This node is in the run of this session."""
+        self._folder.belongs_to(session)
+
+    def committed(self, round: RoundReport) -> None:
+        """The state got another round, between two inner steps."""
+        self._round_event(round)
+
+    def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
+        """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
+        self._steps_since_round += 1
+        if synced:
+            values = {**values, **self._round_values(synced)}
+        for report in synced:
+            self._round_event(report)
+        self._metrics.record(step, values)
+        if step % self._node.config.observe.log_every_steps == 0 or synced:
+            self._say(step, values)
+
+    def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
+        """Of the newest round; what the rounds took, of all of them."""
+        round = rounds[-1]
+        nodes = len(round.members)
+        steps, self._steps_since_round = self._steps_since_round, 0
+        return {
+            "outer/round": round.round,
+            "outer/epoch": round.epoch,
+            "outer/nodes": nodes,
+            "outer/digest": round.state,
+            "outer/wait_s": sum(r.wait_s for r in rounds),
+            "outer/transfer_s": sum(r.transfer_s for r in rounds),
+            "outer/apply_s": sum(r.apply_s for r in rounds),
+            "outer/retries": sum(r.retries for r in rounds),
+            "outer/weight": round.weights[round.members.index(round.member_id)],
+            "outer/clip": round.clip,
+            "outer/sent_bytes": sum(r.sent_bytes for r in rounds),
+            "outer/received_bytes": sum(r.received_bytes for r in rounds),
+            "outer/payload_bytes": round.payload_bytes,
+            "outer/payload_ratio": None if not round.payload_bytes else 2 * self._parameters / round.payload_bytes,
+            "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
+        }
+
+    def _round_event(self, round: RoundReport) -> None:
+        for reason in round.failures:
+            self.events.emit("round_retried", round=round.round, reason=reason)
+        lost = [member for member in self._members if member not in (*round.members, *round.late)]
+        if lost and round.member_id in self._members:
+            self.events.emit("peer_lost", round=round.round, member_ids=lost)
+        if round.members != self._members:
+            self._members = round.members
+            self.events.emit("epoch_changed", epoch=round.epoch, members=list(round.members))
+        if round.is_left_out:
+            self.events.emit("update_refused", round=round.round, reason="it is not finite")
+        for member_id, reason in round.refused:
+            self.events.emit("payload_refused", round=round.round, member_id=member_id, reason=reason)
+        self.events.emit(
+            "round_committed",
+            round=round.round,
+            epoch=round.epoch,
+            members=list(round.members),
+            digest=round.state,
+            weights=list(round.weights),
+            samples=list(round.samples),
+            late=list(round.late),
+            progress=round.progress.to_record(),
+        )
+
+    def _say(self, step: int, values: Mapping[str, Any]) -> None:
+        fields = {name.partition("/")[2]: values[name] for name in _SHOWN if values.get(name) is not None}
+        end = "" if self._total_steps is None else f"/{self._total_steps}"
+        _log.info(f"step {step}{end} {format_fields(fields)}")
+
+    def finished(self) -> None:
+        self.events.emit("run_finished", step=self._total_steps)
+
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        """Say how this node's part ends; called when everything else is given back."""
+        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver | Leaving):
+            self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
+        self.events.emit("left", reason="done" if kind is None else str(error) or kind.__name__)
+
+    def cut_off(self) -> None:
+        """Say how it ends where the process does before `leave`. Another thread's."""
+        self.events.emit("left", reason="asked to leave, in the middle of an inner step that did not stop")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self.events.close()
+        os.close(self._claim)
+
+
+def _claim(node: NodeParts) -> int:
+    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
+    node.node_dir.mkdir(parents=True, exist_ok=True)
+    folder = os.open(node.node_dir, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise ConfigError(
+                f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
+                f"{node.node_dir}; give this one another node.id or run.id"
+            ) from None
+    return folder

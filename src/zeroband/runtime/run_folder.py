@@ -1,0 +1,145 @@
+"""Which run a node's folder of the run directory holds: metrics and events of two runs never mix in it.
+
+`run.json` names the session of the run, which the founding makes. A start goes on with the files of the same session,
+and with those of a run that its own run continues from a checkpoint. Others are refused, or moved aside where the user
+asks for that. Local rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.owner import read_owner
+from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.config.schema import RunConfig
+from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Verdict
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import CheckpointDamaged, ConfigError
+from zeroband.node.shm import is_restart
+from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import METRICS_FILE
+
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.toml"
+"""The resolved configuration, in the node's folder of the run directory."""
+
+_MOVED = (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, RUN_FILE)
+_ASIDE = "before-"
+_FIRST_CONTACT_S = 30.0
+_LOOK_S = 0.2
+_SHOWN = 8
+"""Digits of a session that a person is told."""
+
+_log = get_logger(__name__)
+
+
+class RunFolder:
+    """`<run.dir>/<run.id>/<node id>` of a node that starts, held by its trainer alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def prepare(self, config: RunConfig, node_id: str, environ: Mapping[str, str]) -> None:
+        """Make sure that what is written from now on belongs to what is there.
+
+        Moves the files of another run aside where the user wants that, or asked to resume and there is nothing to go on
+        from. Raises ConfigError where they stay, StoreLost.
+        """
+        held = self._held()
+        if held is not None and not is_restart(environ) and not _continues(held, config, node_id):
+            if not config.run.start_over and config.resume is None:
+                raise ConfigError(
+                    f"{self._path} holds another run under run.id={config.run.id!r}"
+                    f"{f' (session {held[:_SHOWN]})' if held else ''}; nothing was written to it. Go on from its "
+                    "checkpoints with --resume, give this run another --run.id, or move those files aside with "
+                    "--run.start-over"
+                )
+            place = self._set_aside()
+            held = None
+            _log.warning("files of another run were moved aside", extra={"fields": {"to": place}})
+        if held is None:
+            self.belongs_to(None)
+
+    def belongs_to(self, session: str | None) -> None:
+        """Note whose files these are; None: of a start that is in no run yet."""
+        record, beside = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
+        try:
+            beside.write_text(json.dumps({"session": session}), encoding="utf-8")
+            beside.replace(record)
+        except OSError as error:  # a disk that is full later on ends no training
+            _log.warning("cannot note whose files these are", extra={"fields": {"path": record, "why": str(error)}})
+
+    def _held(self) -> str | None:
+        """The session whose files are here, empty where nothing says which; None: of no run."""
+        if not any((self._path / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
+            return None
+        try:
+            session = json.loads((self._path / RUN_FILE).read_text(encoding="utf-8"))["session"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return None if session is None else str(session)
+
+    def _set_aside(self) -> Path:
+        number = 1 + sum(1 for _ in self._path.glob(f"{_ASIDE}*"))
+        place = self._path / f"{_ASIDE}{number}"
+        place.mkdir()
+        for name in _MOVED:
+            if (self._path / name).exists():
+                (self._path / name).rename(place / name)
+        return place
+
+
+def _continues(held: str, config: RunConfig, node_id: str) -> bool:
+    """Whether the run that this start gets into is that of a session, or goes on from its state."""
+    newest = _newest_verdict(config) if config.outer is not None else None
+    if newest is not None and (newest.payload["session"] == held or _has_begun_again(newest.payload)):
+        return True
+    return config.resume is not None and _has_saved(held, config, node_id)
+
+
+def _newest_verdict(config: RunConfig) -> Verdict | None:
+    """Return the newest verdict in the store; where that lost it, members bring it back within a lease."""
+    assert config.store.url is not None
+    lease_s = config.fault.time_outs.lease_s
+    url, until_s = config.store.url.get_secret_value(), time.monotonic() + 2 * lease_s
+    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+    with closing(Store(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
+        store.require_token()  # with another one there is nothing to be seen of the run
+        while True:
+            view = store.view(FOUNDING_ROUND)
+            waits = view.committed is None and (view.is_settling or config.resume is None)
+            if not waits or time.monotonic() > until_s:
+                return view.committed
+            time.sleep(_LOOK_S)
+
+
+def _has_begun_again(payload: Mapping[str, object]) -> bool:
+    progress = Progress.from_record(cast("Mapping[str, object]", payload["progress"]))
+    return progress.follows is not None
+
+
+def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
+    """Whether there are checkpoints of this session, or of a run that itself went on from one."""
+    if config.ckpt.path is None:
+        return False
+    storage = open_storage(config.ckpt.path, config.run.id, node_id)
+    try:
+        owner, steps = read_owner(storage), steps_in_order(storage)
+        if not steps:
+            return False
+        if owner is not None and owner.session == held:
+            return True
+        return _has_begun_again(open_checkpoint(storage, steps[0]).manifest.stamp.payload)
+    except OSError as error:
+        raise ConfigError(f"ckpt.path: cannot look into {storage.url}: {reason_of(error)}") from error
+    except CheckpointDamaged:
+        return False

@@ -1,0 +1,139 @@
+"""The signals that ask a rank to end, obeyed in time whatever its main thread does.
+
+Python runs a signal's handler between two bytecodes of the main thread, which an operation in C++ may keep waiting. So
+a thread hears of each signal, too. It lets a node leave in the middle of an inner step that does not end within
+`fault.grace_s`, and ends the process where the main thread does not come to it: the guardian then gives the lease back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+from zeroband.elastic.membership.departure import Departure
+from zeroband.errors import Leaving
+
+_LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_UNWIND_S = 10.0
+"""To give everything back, at most."""
+_REACT_S = 3.0
+"""For the main thread to come out of an operation, at most; with `fault.grace_s` below the usual 30 s until SIGKILL."""
+_LOOK_S = 0.1
+_EXIT_INTERRUPTED, _EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+class Ending:
+    """Takes SIGINT, SIGTERM and SIGUSR1 while the context lasts. Main thread.
+
+    The first SIGTERM or SIGUSR1 asks for the departure; without work to hand over, and at the second one, the process
+    ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143, with 130 after Ctrl-C.
+    `end`: ends this process without them.
+    """
+
+    def __init__(self, departure: Departure, *, ranks: int, end: Callable[[int], object] = os._exit) -> None:
+        self._departure = departure
+        self._ranks = ranks
+        self._end = end
+        self._main = threading.get_ident()
+        self._asked = 0
+        """How often the main thread was asked to leave."""
+        self._code: int | None = None
+        """With which it ends at once."""
+        self._heard: list[int] = []
+        """The same signals, in the thread beside it."""
+        self._end_at_s = self._stuck_at_s = math.inf
+
+    def __enter__(self) -> Ending:
+        self._hears, self._tells = os.pipe()
+        os.set_blocking(self._tells, False)
+        self._before = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, self._take)
+        signal.signal(signal.SIGALRM, self._cut_short)
+        for number in _LEAVING_SIGNALS:
+            signal.signal(number, self._take)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._tells)
+        self._thread.join()
+        os.close(self._hears)
+
+    def excuse(self) -> int | None:
+        """The exit code of a process whose work broke off since it was to end: its other ranks are gone; else None."""
+        is_over = self._code is None and self._departure.is_overdue(time.monotonic())
+        return 0 if is_over else self._code
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        """A signal handler."""
+        if number == signal.SIGINT:
+            self._code = _EXIT_INTERRUPTED
+        else:
+            self._asked += 1
+            self._departure.ask(time.monotonic())
+            if self._asked > 1:
+                self._code = _EXIT_TERMINATED
+            elif not self._departure.holds_work:
+                self._code = 0
+        if self._code is not None:
+            raise SystemExit(self._code)
+
+    def _cut_short(self, _number: int, _frame: FrameType | None) -> None:
+        """A signal handler: leave the inner step where it is."""
+        if self._departure.is_in_step:
+            self._departure.is_in_step = False
+            self._departure.is_cut_short = True
+            raise Leaving("asked to leave, and the inner step in progress took longer than fault.grace_s")
+
+    # -- in the thread ------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._hears, select.POLLIN)
+        while True:
+            if poll.poll(1e3 * _LOOK_S if self._heard else None):
+                signals = os.read(self._hears, 64)
+                if not signals:
+                    return
+                self._hear(signals, time.monotonic())
+            self._look(time.monotonic())
+
+    def _hear(self, signals: bytes, now_s: float) -> None:
+        """The main thread takes them, too, if it can."""
+        self._heard += [number for number in signals if number == signal.SIGINT or number in _LEAVING_SIGNALS]
+        asked = len(self._heard) - self._heard.count(signal.SIGINT)
+        if asked:
+            self._departure.ask(now_s)
+        if signal.SIGINT in self._heard or asked > 1 or (asked and not self._departure.holds_work):
+            self._end_at_s = min(self._end_at_s, now_s + _UNWIND_S)
+
+    def _look(self, now_s: float) -> None:
+        departure = self._departure
+        if not departure.is_in_step:
+            self._stuck_at_s = math.inf
+        elif self._stuck_at_s == math.inf and departure.is_overdue(now_s):
+            self._stuck_at_s = now_s + _REACT_S
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(self._main, signal.SIGALRM)
+            if self._ranks > 1:  # they may wait for one another in an exchange that this one has left
+                self._end_at_s = min(self._end_at_s, now_s + _UNWIND_S)
+        if now_s >= self._stuck_at_s:
+            departure.on_cut_off()
+        if now_s >= min(self._stuck_at_s, self._end_at_s):
+            self._end(self._code_heard())
+
+    def _code_heard(self) -> int:
+        if signal.SIGINT in self._heard:
+            return _EXIT_INTERRUPTED
+        return _EXIT_TERMINATED if len(self._heard) > 1 else 0

@@ -1,0 +1,196 @@
+"""Builds a node's data path and its way to the other nodes, from its configuration."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from zeroband.config.schema import RunConfig
+from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.membership.epoch import FOUNDING_ROUND
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.base import DataPlane
+from zeroband.elastic.transport.descriptors import raise_limit, shortage
+from zeroband.elastic.transport.dial import Address
+from zeroband.elastic.transport.engine import Engine
+from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
+from zeroband.elastic.transport.handover import HandedOver, Inbox
+from zeroband.elastic.transport.handshake import Purpose
+from zeroband.elastic.transport.links import Links
+from zeroband.elastic.transport.native_plane import NativePlane, Reach
+from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.stalls import TransferBounds
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.kernels import native
+from zeroband.kernels.codec import CODECS, Codec
+from zeroband.node.board import NodeBoard
+from zeroband.node.mesh import LocalMesh
+from zeroband.observe.log import get_logger
+
+_log = get_logger(__name__)
+
+
+class PlaneParts:
+    """A node's port and data path. On local rank 0 it takes what other nodes send here.
+
+    `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        board: NodeBoard,
+        local: LocalMesh,
+        answer_requests: Callable[[socket.socket, HandedOver], None],
+    ) -> None:
+        assert config.store.url is not None
+        self._config = config
+        self._store = store
+        self._board = board
+        self._local = local
+        self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
+        self.inbox: Inbox | None = None
+        self._links: Links | None = None
+        self._key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+        if config.comm.backend == "native":
+            require_native(is_sealed=config.comm.encryption)
+        if local.rank != 0:
+            return
+        require_descriptors(config)
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {Purpose.STATE: answer_requests}
+        if config.comm.backend == "native":
+            beat_s = TransferBounds.of(config.fault.time_outs).beat_s
+            engine = Engine(config.comm.threads or _threads(), beat_s=beat_s)
+            self._links = Links(engine, self._key, config.comm.encryption)
+            takers[Purpose.DATA] = self._links.accept
+        self.inbox = Inbox(takers)
+
+    @property
+    def door(self) -> Door:
+        """Of local rank 0."""
+        return door_of(self._config, self._host, self._key)
+
+    def dialler(self, node_id: str) -> Dialler:
+        """For asking other nodes for their state in the name of this one."""
+        return Dialler(self._key, node_id, self._config.comm.encryption)
+
+    def open(self) -> DataPlane:
+        """The data path that the configuration asks for."""
+        comm, time_outs = self._config.comm, self._config.fault.time_outs
+        if comm.backend == "native":
+            reach = None if self._links is None else Reach(self._links, self._addresses)
+            return NativePlane(
+                self._config.run.id,
+                self._board,
+                codec_of(self._config),
+                reach,
+                streams=comm.streams,
+                paced=comm.pacing,
+                bounds=TransferBounds.of(time_outs),
+            )
+        return LaneGroups(
+            self._store,
+            self._board,
+            LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
+            host=self._host,
+            chunk_bytes=int(comm.chunk_mb * 1e6),
+            transfer_s=time_outs.transfer_s,
+            bounds=TransferBounds.of(time_outs),
+        )
+
+    def _addresses(self, members: Sequence[str]) -> Mapping[str, Address]:
+        peers = self._store.view(FOUNDING_ROUND).peers
+        return {member: (peers[member].host, peers[member].port) for member in members if member in peers}
+
+    def close(self) -> None:
+        if self.inbox is not None:
+            self.inbox.close()
+
+
+def door_of(config: RunConfig, host: str, key: RunKey) -> Door:
+    """Where this node listens, and as what the others know it."""
+    node = config.node
+    return Door(
+        host=host,
+        port=node.advertise_port,
+        bind_host=node.bind_host or _address_to_listen_on(host),
+        bind_port=node.port,
+        run_key=key.secret.hex(),
+        is_sealed=config.comm.encryption,
+    )
+
+
+def require_descriptors(config: RunConfig) -> None:
+    """Raise the limit of this process and its guardian. Raises ConfigError where it does not do for `start_nodes`."""
+    raise_limit()
+    problem = shortage(config.elastic.start_nodes, config.comm.streams)
+    if problem is not None:
+        raise ConfigError(f"elastic.start_nodes={config.elastic.start_nodes}: {problem}")
+
+
+def codec_of(config: RunConfig) -> Codec:
+    """How this run encodes what it averages."""
+    return CODECS[config.codec_name]
+
+
+def require_native(*, is_sealed: bool) -> None:
+    """Raises ConfigError where this machine cannot run the native data path."""
+    problem = native.problem()
+    if problem is not None:
+        raise ConfigError(f"comm.backend = 'native': {problem}; or set comm.backend = 'gloo' on all nodes")
+    reason = native.load().zb_sealing_problem()
+    if is_sealed and reason is not None:
+        raise ConfigError(
+            f"comm.encryption = true: {reason.decode()}; install OpenSSL, or set comm.encryption = false on all nodes "
+            "if you trust every network between them"
+        )
+
+
+def _threads() -> int:
+    return min(4, max(1, (os.cpu_count() or 1) // 8))
+
+
+def _address_to_listen_on(host: str) -> str:
+    """The address itself where this machine has it, else all addresses.
+
+    A name that means loopback here alone (Debian's /etc/hosts has `127.0.1.1 HOST`) is another address to the others.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        if _is_loopback(str(address[0])) and not _is_loopback(host):
+            continue
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return str(address[0])
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address_towards(store_url: str) -> str:
+    """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
+    problem = ""
+    hosts = parse_store_url(store_url).hosts
+    for host, port in hosts:
+        try:
+            family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+                probe.connect(remote)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = f"no way to {host}: {error.strerror}; check store.url"
+    if hosts:
+        raise StoreLost(problem)
+    return "127.0.0.1"

@@ -1,0 +1,46 @@
+"""Error feedback: what encoding took from a node's contribution to a round goes into its next one.
+
+For codecs that say so. u_t + e_t is contributed, e_(t+1) is what the encodings of this node took from the mean of that
+round, so nothing is lost for good: what is too small for a round adds up until it is not.
+Source: Seide et al., 1-bit stochastic gradient descent, 2014; Karimireddy et al., arXiv:1901.09847.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zeroband.kernels.codec import Codec
+from zeroband.state.flat import ShardMap, SharedBuffers
+
+_RESIDUAL = "residual"
+
+
+class ErrorFeedback:
+    """The node's residual, a buffer in shared memory where the codec needs one.
+
+    It is read when a round begins, into the contribution, and then belongs to the round's transfers: each attempt
+    writes it anew, so the committed one leaves what it took. It stays as it is where this node has no weight.
+    """
+
+    def __init__(self, buffers: SharedBuffers, shards: ShardMap, codec: Codec) -> None:
+        self._shards = shards
+        self.residual: Tensor | None = None
+        """(n,) float32; None: nothing is fed back."""
+        if codec.needs_feedback:
+            buffers.open(_RESIDUAL)
+            self.residual = buffers[_RESIDUAL]
+
+    def add_to(self, contribution: Tensor, shards: Mapping[str, Tensor]) -> None:
+        """Add what the last round took to this rank's shards of a new contribution, (n,) float32. Once for each."""
+        if self.residual is None:
+            return
+        taken = dict(self._shards.parts(self.residual, shards))
+        for name, part in self._shards.parts(contribution, shards):
+            part.add_(taken[name])
+
+    def forget(self) -> None:
+        """Begin anew: what this node did before is not part of the run that it joins, begins again or goes back in."""
+        if self.residual is not None:
+            self.residual.zero_()

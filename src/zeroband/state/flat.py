@@ -1,0 +1,233 @@
+"""The canonical flat state: float32 buffers in the order of the parameter names, shared by the node's local ranks.
+
+The layout does not depend on how a node shards its parameters. FSDP2 shards dim 0, so a rank's shard of a parameter
+is one contiguous range of the buffer, and reading or writing it is a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import xxhash
+from torch import Tensor
+from typing_extensions import Buffer
+
+from zeroband.errors import ConfigError
+from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
+from zeroband.node.sharding import Parameters, is_sharded, local_part
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in the flat buffer, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """All parameters in the order of their names, without gaps."""
+
+    slots: tuple[Slot, ...]
+
+    @staticmethod
+    def of(model: Parameters) -> FlatLayout:
+        slots: list[Slot] = []
+        start = 0
+        for name, parameter in sorted(model.named_parameters()):
+            slots.append(Slot(name, tuple(parameter.shape), start))
+            start += slots[-1].numel
+        return FlatLayout(tuple(slots))
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].start + self.slots[-1].numel if self.slots else 0
+
+    def digest(self) -> str:
+        """Names and shapes in one value: two models with the same digest share one flat state."""
+        return xxhash.xxh3_128_hexdigest(repr([(slot.name, slot.shape) for slot in self.slots]).encode())
+
+
+class ShardMap:
+    """Which range of the flat buffer each of this rank's shards is.
+
+    `is_copy`: every rank holds all parameters, as DDP has them inside a node. Then a rank writes the range that its
+    shard would be, as if they were sharded, and reads all of them.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, world_size: int, *, is_copy: bool = False) -> None:
+        self.is_copy = is_copy
+        self._layout = layout
+        self._world_size = world_size
+        self._ranges: dict[str, tuple[int, int]] = {}
+        for slot in layout.slots:
+            rows = slot.shape[0] if slot.shape else 1
+            row_numel = slot.numel // rows if rows else 0
+            chunk = -(-rows // world_size)
+            first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+            self._ranges[slot.name] = (slot.start + first * row_numel, slot.start + last * row_numel)
+        whole = {slot.name: (slot.start, slot.start + slot.numel) for slot in layout.slots}
+        self._held = whole if is_copy else self._ranges
+
+    @staticmethod
+    def of(layout: FlatLayout, model: Parameters, local: LocalMesh) -> ShardMap:
+        """As this node's ranks hold a model: sharded by FSDP2, or each all of it."""
+        is_copy = not any(is_sharded(parameter) for _, parameter in model.named_parameters())
+        return ShardMap(layout, local.rank, local.world_size, is_copy=is_copy)
+
+    def store(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy this rank's shards into the flat buffer."""
+        for name, part in self.parts(buffer, shards):
+            part.copy_(self.own(name, shards[name]))
+
+    def load(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy the flat buffer into what this rank holds, in place."""
+        for name, part in self.held(buffer, shards):
+            shards[name].detach().copy_(part.view(shards[name].shape))
+
+    def own(self, name: str, shard: Tensor) -> Tensor:
+        """(n,) the part of what this rank holds of a parameter that it writes to the flat buffer."""
+        offset = self._held[name][0]
+        start, stop = self._ranges[name]
+        return shard.detach().reshape(-1)[start - offset : stop - offset]
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """By name, of this rank's shards that are not empty."""
+        return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
+
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """Of all ranks' shards."""
+        ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
+        return [one for rank in ranks for one in rank.ranges().values()]
+
+    def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+        """The ranges of the flat buffer that this rank writes of the named parameters; disjoint over the ranks."""
+        return _cut(buffer, names, self._ranges)
+
+    def held(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+        """The ranges of the flat buffer that this rank holds of the named parameters."""
+        return _cut(buffer, names, self._held)
+
+
+def _cut(buffer: Tensor, names: Iterable[str], ranges: Mapping[str, tuple[int, int]]) -> Iterable[tuple[str, Tensor]]:
+    for name in names:
+        start, stop = ranges[name]
+        if stop > start:
+            yield name, buffer[start:stop]
+
+
+def parameter_shards(model: Parameters) -> dict[str, Tensor]:
+    """This rank's shard of every parameter; writing to it writes to the model."""
+    return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
+
+
+def gradient_shards(model: Parameters) -> dict[str, Tensor]:
+    """This rank's shard of every gradient; a parameter without one gets zeros."""
+    shards: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        shards[name] = local_part(parameter.grad)
+    return shards
+
+
+class SharedBuffers:
+    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks; bytes of any length.
+
+    `open`, `open_bytes` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer
+    is made, so that a full shared memory is an error here and not a bus error later.
+    """
+
+    def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
+        self.numel = numel
+        self._folder = folder
+        self._local = local
+        self._buffers: dict[str, Tensor] = {}
+        self._bytes: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Shape (numel,) float32 on CPU."""
+        return self._buffers[name]
+
+    def open(self, *names: str) -> None:
+        """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
+        new = [name for name in names if name not in self._buffers]
+        self._reserve_all([self._path(name) for name in new], 4 * self.numel)
+        for name in new:
+            self._buffers[name] = torch.from_file(
+                str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
+            )
+
+    def open_bytes(self, name: str, size: int) -> None:
+        """Make and map a buffer of so many zero bytes. Raises ConfigError as `open` does."""
+        if name not in self._bytes:
+            path = self._folder / f"{name}.u8"
+            self._reserve_all([path], size)
+            self._bytes[name] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def bytes_of(self, name: str) -> Tensor:
+        """Shape (size,) uint8 on CPU, as `open_bytes` made it."""
+        return self._bytes[name]
+
+    def renew_bytes(self, name: str, size: int) -> Tensor:
+        """Make a buffer of so many zero bytes in place of one that something left behind may still write to."""
+        if self._bytes.pop(name, None) is not None:
+            barrier(self._local)
+            if self._local.rank == 0:
+                (self._folder / f"{name}.u8").unlink()
+        self.open_bytes(name, size)
+        return self._bytes[name]
+
+    def renew(self, name: str) -> None:
+        """Replace a buffer that something left behind may still write to by another one of zeros."""
+        self._buffers.pop(name)
+        barrier(self._local)
+        if self._local.rank == 0:
+            self._path(name).unlink()
+        self.open(name)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.f32"
+
+    def _reserve_all(self, paths: Sequence[Path], size: int) -> None:
+        problem = ""
+        if self._local.rank == 0:
+            try:
+                for path in paths:
+                    _reserve(path, size)
+            except OSError as error:
+                problem = f"{error.strerror} ({len(paths)} buffers of {size} bytes in {self._folder})"
+        problem = broadcast_json(problem, self._local)
+        if problem:
+            raise ConfigError(
+                f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
+                "or set node.shm_dir to another memory file system"
+            )
+
+
+def _reserve(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(*buffers: Tensor) -> str:
+    """One value for the bytes of CPU buffers, in order."""
+    state = xxhash.xxh3_128()
+    for buffer in buffers:
+        state.update(memoryview(cast(Buffer, buffer.numpy())).cast("B"))
+    return state.hexdigest()

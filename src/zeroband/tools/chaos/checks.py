@@ -1,0 +1,136 @@
+"""What must hold during a soak, as checks of records: rounds, events of nodes, times. Reads no clock and no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from zeroband.elastic.membership.epoch import Verdict
+from zeroband.tools.audit import Audit
+
+_SHOWN = 5
+
+
+class Agreement:
+    """All nodes say the same of every round. Each method gives what is wrong, a line for each violation."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[str, Mapping[str, Any]]] = {}
+        """The first node that recorded a round, and what it recorded."""
+        self._recovered: list[tuple[str, int, str]] = []
+        self.mismatches = 0
+        self.compared: set[int] = set()
+        """Rounds that more than one node recorded."""
+
+    def digest_of(self, round: int) -> str | None:
+        """Of the outer state after a round, by the first node that recorded it."""
+        return self._first[round][1]["digest"] if round in self._first else None
+
+    def add(self, node_id: str, event: Mapping[str, Any]) -> list[str]:
+        """Take in an event of a node."""
+        if event["kind"] == "recovered":
+            self._recovered.append((node_id, event["round"], event["digest"]))
+        if event["kind"] != "round_committed":
+            return self._check_recovered()
+        other, first = self._first.setdefault(event["round"], (node_id, event))
+        if other != node_id:
+            self.compared.add(event["round"])
+        names = [name for name in ("digest", "epoch", "members", "weights", "progress") if event[name] != first[name]]
+        self.mismatches += "digest" in names
+        return [
+            f"round {event['round']}: {name} is {_short(event[name])} on {node_id} and {_short(first[name])} on {other}"
+            for name in names
+        ] + self._check_recovered()
+
+    def _check_recovered(self) -> list[str]:
+        """States that nodes fetched, against what their donors recorded; a round may be recorded later."""
+        known = [fetched for fetched in self._recovered if fetched[1] in self._first]
+        self._recovered = [fetched for fetched in self._recovered if fetched not in known]
+        wrong = [
+            f"round {round}: {node_id} fetched a state with digest {digest}, others hold {self.digest_of(round)}"
+            for node_id, round, digest in known
+            if digest != self.digest_of(round)
+        ]
+        self.mismatches += len(wrong)
+        return wrong
+
+
+class CommittedLine:
+    """The committed rounds in the store are one line: each written once, and built on the one before."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[int, Verdict] = {}
+
+    def add(self, verdicts: Iterable[Verdict]) -> list[str]:
+        """Take in what the store shows, again and again. Gives what is wrong, a line for each violation."""
+        wrong: list[str] = []
+        for verdict in sorted(verdicts, key=lambda v: v.round):
+            known = self.rounds.setdefault(verdict.round, verdict)
+            if (known.opening, known.digest) != (verdict.opening, verdict.digest):
+                wrong.append(f"round {verdict.round} was committed twice: {_brief(known)}, and {_brief(verdict)}")
+            before = self.rounds.get(verdict.round - 1)
+            if known is verdict and before is not None and before.opening.version >= verdict.opening.version:
+                wrong.append(f"round {verdict.round} was opened before round {before.round}: {_brief(verdict)}")
+        return wrong
+
+    def misfits(self, agreement: Agreement) -> list[str]:
+        """Rounds that do not build on the state that the nodes recorded after the round before."""
+        return [
+            f"round {round} builds on state {built_on}, nodes recorded {recorded} after round {round - 1}"
+            for round, verdict in self.rounds.items()
+            if (built_on := verdict.payload.get("state_before")) is not None
+            and (recorded := agreement.digest_of(round - 1)) not in (None, built_on)
+        ]
+
+
+def audit_violations(result: Audit) -> list[str]:
+    """What is wrong with the data of a run, a line for each violation."""
+    named = {"trained twice": result.repeated, "skipped": result.skipped}
+    wrong = [f"samples {what}: {_listed(spans)}" for what, spans in named.items() if spans]
+    if result.missing_rounds:
+        wrong.append(f"rounds that no node recorded: {_listed(result.missing_rounds)}")
+    return wrong
+
+
+class Pulse:
+    """Notices healthy nodes whose round does not advance. Times are in seconds of one clock.
+
+    `round_s`: longest undisturbed round. `detect_s`, `slack_s`: what a fault may cost the others, once.
+    """
+
+    def __init__(self, *, round_s: float, detect_s: float, slack_s: float) -> None:
+        self._round_s, self._fault_s = round_s, detect_s + slack_s
+        self._advanced_s: dict[str, float] = {}
+        self._faults: dict[str, int] = {}
+
+    def advanced(self, node_id: str, now_s: float) -> None:
+        """A node finished a round, or may take its time from now on."""
+        self._advanced_s[node_id] = max(now_s, self._advanced_s.get(node_id, now_s))
+        self._faults[node_id] = 0
+
+    def struck(self) -> None:
+        """A fault happened to some node: all others may need a little longer."""
+        self._faults = {node_id: faults + 1 for node_id, faults in self._faults.items()}
+
+    def bound_s(self, node_id: str) -> float:
+        """How long this node may take for the round that it is in."""
+        return self._round_s + max(1, self._faults.get(node_id, 0)) * self._fault_s
+
+    def hung(self, healthy: Iterable[str], now_s: float) -> dict[str, float]:
+        """The nodes that are over their bound, and since when they have not advanced in seconds."""
+        silent_s = {node: now_s - self._advanced_s[node] for node in healthy if node in self._advanced_s}
+        return {node: since_s for node, since_s in silent_s.items() if since_s > self.bound_s(node)}
+
+
+def _brief(verdict: Verdict) -> str:
+    opening = verdict.opening
+    return f"version {opening.version} with result {verdict.digest} by {', '.join(opening.members)}"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:_SHOWN])) + (", ..." if len(values) > _SHOWN else "")

@@ -1,0 +1,284 @@
+"""`zeroband chaos @config ...`: a run of several nodes on this machine to which faults happen at random for minutes.
+
+Checks all along that no result diverges, no data is lost and nobody hangs, and ends with a report of one page.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.config import RunConfig, load_config
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import ConfigError
+from zeroband.tools.audit import Audit
+from zeroband.tools.chaos.checks import Pulse
+from zeroband.tools.chaos.effects import left_behind
+from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
+from zeroband.tools.chaos.measure import Comparison, Fence, RoundCost, compare, round_costs
+from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
+from zeroband.tools.chaos.plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
+from zeroband.tools.chaos.report import Counts, Setting, render
+from zeroband.tools.chaos.soak import Soak, SoakFailed, SoakRules
+from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
+from zeroband.tools.cluster.interrupts import counted_interrupts
+from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.network import Network
+
+_EXIT_CONFIG = 2
+_STORE_PATIENCE_S = 10.0
+_LEAVING_S = 60.0
+"""For the last guardians to clean up."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a soak ended."""
+
+    report: str
+    judgement: Judgement
+    run_dir: Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code: 0 only if all invariants held, and were seen to.
+
+    1: one did not; 2: wrong arguments; 3: nothing can be concluded; 130: Ctrl-C.
+    """
+    try:
+        options, report = read_options(argv)
+        with counted_interrupts() as interrupts:
+            outcome = soak(options, is_stopped=lambda: interrupts.count > 0)
+            print(f"\n{outcome.report}")
+            if report is not None:
+                report.write_text(outcome.report, encoding="utf-8")
+            if interrupts.count:
+                return interrupts.exit_code
+            for line in outcome.judgement.lines:
+                print(f"zeroband chaos: {line}", file=sys.stderr)
+            return outcome.judgement.exit_code
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except SoakFailed as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return EXIT_UNJUDGED
+
+
+def soak(
+    options: ChaosOptions,
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> Outcome:
+    """Run a soak. Raises ConfigError for wrong options, SoakFailed where the nodes do not begin to train."""
+    require_soak(options)
+    obstacle = Network.obstacle()
+    violations = Violations(say)
+    with ExitStack() as stack:
+        network = None if obstacle else stack.enter_context(Network())
+        cluster = stack.enter_context(_open_cluster(options, network))
+        config = load_config(cluster.arguments, cluster.environment("node0", 1))
+        require_own(config, cluster)
+        require_endless(config, options)
+        say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
+        outcome = _Conducted(options, cluster, config, violations, obstacle)
+        outcome.conduct(is_stopped, say)
+        outcome.check_left_behind(is_closed=False)
+    outcome.check_left_behind(is_closed=True)
+    judgement = outcome.judge(is_interrupted=is_stopped())
+    report = outcome.report(judgement)
+    cluster.run_dir.mkdir(parents=True, exist_ok=True)
+    (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
+    return Outcome(report, judgement, cluster.run_dir)
+
+
+def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
+    redis = RedisServer(persistent=True) if network is None else network.redis_server(persistent=True)
+    return LocalCluster(
+        options.directory,
+        options.arguments,
+        nodes=options.nodes,
+        run_id=options.run_id,
+        env={"OMP_NUM_THREADS": "1"},
+        network=network,
+        redis=redis,
+    )
+
+
+class _Conducted:
+    """One soak, and what its report is made of."""
+
+    def __init__(
+        self, options: ChaosOptions, cluster: LocalCluster, config: RunConfig, violations: Violations, obstacle: str
+    ) -> None:
+        self._options, self._cluster, self._config = options, cluster, config
+        self._violations, self._obstacle = violations, obstacle
+        began_s, began_at_s = time.monotonic(), time.time()
+        self._now = lambda: time.monotonic() - began_s
+        names = tuple(f"node{number}" for number in range(options.nodes))
+        self._files = NodeFiles(cluster.run_dir, names, began_at_s=began_at_s)
+        self._plan = self._planned(names)
+        if not self._plan:
+            raise ConfigError(
+                f"no fault falls into --minutes={options.minutes:g} with --mtbf-s={options.mtbf_s:g} and "
+                f"--seed={options.seed}, so a soak would show nothing; raise --minutes or lower --mtbf-s"
+            )
+
+    def _planned(self, names: tuple[str, ...]) -> tuple[Fault, ...]:
+        kinds = tuple(kind for kind in PLANNED if not (self._obstacle and kind in OF_NETWORK))
+        options = self._options
+        rules = PlanRules(
+            nodes=names,
+            duration_s=60 * options.minutes,
+            mtbf_s=options.mtbf_s,
+            kinds=kinds,
+            detect_s=self._config.fault.detect_s,
+            keep_undisturbed=options.keep_undisturbed,
+        )
+        self._left_out = self._why_left_out(rules)
+        return plan(rules, options.seed)
+
+    def _why_left_out(self, rules: PlanRules) -> str:
+        reasons: list[str] = []
+        if self._obstacle:
+            reasons.append(f"{', '.join(kind.value for kind in OF_NETWORK)} ({self._obstacle})")
+        if crowding := [kind.value for kind in rules.kinds if kind not in rules.possible_kinds()]:
+            reasons.append(
+                f"{', '.join(crowding)} (they would leave fewer than {rules.keep_undisturbed} nodes in peace)"
+            )
+        return "; ".join(reasons)
+
+    def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """All phases, from the first start to the last exit."""
+        options, cluster, fault = self._options, self._cluster, self._config.fault
+        assert cluster.redis is not None
+        rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)
+        url, run_id = cluster.redis.local_url, cluster.run_id
+        token = self._config.run.token
+        key = RunKey.of(token.get_secret_value() if token else None, run_id)
+        lease_s = fault.time_outs.lease_s
+        with closing(Store(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+            self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
+            soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
+            self._course = soak.course
+            soak.found(self._ranks())
+            say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
+            round_s = soak.stay_calm(60 * options.calm_minutes)
+            if round_s is not None:  # without a baseline nothing that comes later can be judged
+                watch.pulse = Pulse(round_s=round_s, detect_s=fault.detect_s, slack_s=options.slack_s)
+                for node in cluster.nodes:
+                    watch.pulse.advanced(node, self._now())
+                say(f"{self._now():7.1f} s  {len(self._plan)} faults in {options.minutes:g} minutes")
+                soak.storm(self._plan, 60 * options.minutes)
+                say(f"{self._now():7.1f} s  no more faults; all nodes shall come back")
+                soak.calm_down()
+            soak.end()
+        self._audit: Audit = watch.check_data(is_final=True)
+
+    def _ranks(self) -> list[int]:
+        """The last of three or more nodes has two ranks, so that one can be lost alone."""
+        ranks = [1] * self._options.nodes
+        if len(ranks) >= 3:
+            ranks[-1] = 2
+        return ranks
+
+    def check_left_behind(self, *, is_closed: bool) -> None:
+        """Report what is there and should not be; guardians may take a moment to clean up."""
+        end_s = time.monotonic() + _LEAVING_S
+        shm_dir = self._config.node.shm_dir
+        while left := left_behind(self._cluster.run_id, self._cluster, shm_dir, is_closed=is_closed):
+            if time.monotonic() > end_s:
+                when = "after everything was closed" if is_closed else "after all nodes had ended"
+                self._violations.add(f"left behind {when}: {', '.join(left)}")
+                return
+            time.sleep(0.1)
+
+    def _compare(self) -> Comparison:
+        """Healthy nodes with faults on others, against the undisturbed phase."""
+        costs, fences, course = list[RoundCost](), list[Fence](), self._course
+        for node, records in self._files.records.items():
+            of_node = round_costs(node, records)
+            costs += of_node[0]
+            fences += of_node[1]
+        return compare(costs, fences, course.struck, course.calm, course.end_s)
+
+    def judge(self, *, is_interrupted: bool) -> Judgement:
+        """What may be concluded from all that was seen."""
+        course, watch = self._course, self._watch
+        evidence = Evidence(
+            run_dir=str(self._cluster.run_dir),
+            rounds=self._audit.rounds,
+            samples=self._audit.trained,
+            compared=len(watch.agreement.compared),
+            calm_rounds=min(course.calm_rounds, self._compare().undisturbed.rounds),
+            calm_s=course.calm[1] - course.calm[0],
+            planned=len(self._plan),
+            struck=len(course.planned),
+            later_rounds=course.later_rounds,
+            complete_s=watch.complete_s,
+        )
+        found = self._violations
+        return Judgement(tuple(found.found), tuple(evidence.lacking()), tuple(found.starved), is_interrupted)
+
+    def _counts(self) -> Counts:
+        course, audit = self._course, self._audit
+        calm_s = course.calm[1] - course.calm[0]
+        events = [record for records in self._files.records.values() for record in records if "kind" in record]
+        return Counts(
+            rounds=audit.rounds,
+            retries=len({(e["round"], e["reason"]) for e in events if e["kind"] == "round_retried"}),
+            fences=sum(e["kind"] == "fenced" for e in events),
+            mismatches=self._watch.agreement.mismatches,
+            hangs=self._watch.hangs,
+            planned=len(self._plan),
+            struck=len(course.planned),
+            audit=_data_line(audit),
+            cpu_share=course.calm_cpu_s / calm_s / (os.cpu_count() or 1) if calm_s else 0.0,
+            calm_starved=self._watch.starvation.share(*course.calm),
+            starved=self._watch.starvation.share(course.calm[1], course.end_s),
+            restart_cpu_s=tuple(one.restart_cpu_s for one in course.struck if one.restart_cpu_s is not None),
+        )
+
+    def report(self, judgement: Judgement) -> str:
+        """The page."""
+        options = self._options
+        setting = Setting(
+            machine=_machine(),
+            command=shlex.join(["zeroband", "chaos", *options.arguments]),
+            config=_summary(self._config),
+            seed=options.seed,
+            nodes=options.nodes,
+            minutes=options.minutes,
+            baseline_minutes=options.calm_minutes,
+            mtbf_s=options.mtbf_s,
+            left_out=self._left_out,
+        )
+        return render(setting, self._course.struck, self._compare(), self._counts(), judgement)
+
+
+def _data_line(audit: Audit) -> str:
+    repeated, skipped = (sum(stop - start for start, stop in spans) for spans in (audit.repeated, audit.skipped))
+    return f"{audit.trained} samples trained, {repeated} repeated, {skipped} skipped"
+
+
+def _machine() -> str:
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return f"{os.cpu_count()} cores, {memory_gb:.0f} GB, {platform.system()} {platform.release()}"
+
+
+def _summary(config: RunConfig) -> str:
+    outer = config.outer.model_dump(exclude_none=True, exclude={"optimizer"}) if config.outer is not None else {}
+    shown = {f"outer.{name}": value for name, value in outer.items()}
+    shown |= {"fault.detect_s": config.fault.detect_s, "fault.inject": " ".join(config.fault.inject) or "none"}
+    shown |= {"model.d_model": config.model.d_model, "train.batch_size": config.train.batch_size}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())

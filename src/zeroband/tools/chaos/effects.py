@@ -1,0 +1,143 @@
+"""The effects of a soak: has planned faults happen to the processes, the network and the store of a LocalCluster.
+
+One thread, the owner of the cluster. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.node.processes import pids_with, signal_all
+from zeroband.node.shm import NodeFolder
+from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Fault, Kind
+from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.network import Network
+from zeroband.tools.cluster.node import NodeProcess
+
+_TICKS_PER_S = 100.0
+_BACKGROUND_PRIORITY = 10
+
+
+class Striker:
+    """Strikes and undoes faults."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self._stopped: dict[int, tuple[int, ...]] = {}
+        """Processes that a fault, by its number, has stopped."""
+
+    @property
+    def _redis(self) -> RedisServer:
+        assert self._cluster.redis is not None, "the cluster has no server of its own"
+        return self._cluster.redis
+
+    @property
+    def _network(self) -> Network:
+        assert self._cluster.network is not None, "the cluster has no network of its own"
+        return self._cluster.network
+
+    def can_strike(self, fault: Fault) -> bool:
+        """Whether there is something to strike: the nodes run, and have ranks where the fault is one of ranks."""
+        nodes = [self._cluster.nodes[node] for node in fault.nodes]
+        return all(node.is_running and (fault.kind not in OF_RANKS or bool(node.rank_pids)) for node in nodes)
+
+    def strike(self, fault: Fault) -> None:
+        """Have the fault happen."""
+        if fault.kind in OF_NETWORK:
+            self._break_network(fault)
+        elif fault.kind is Kind.STORE_PAUSED:
+            self._redis.pause()
+        elif fault.kind in (Kind.STORE_RESTARTED, Kind.STORE_EMPTIED):
+            self._redis.stop()
+        elif fault.kind is not Kind.ENDED:
+            self._strike_processes(fault, self._cluster.nodes[fault.nodes[0]])
+
+    def _strike_processes(self, fault: Fault, node: NodeProcess) -> None:
+        match fault.kind:
+            case Kind.MACHINE_KILLED:
+                node.kill()
+            case Kind.RANKS_KILLED:
+                signal_all(node.rank_pids, signal.SIGKILL)
+            case Kind.OUT_OF_MEMORY:
+                signal_all(node.rank_pids[-1:], signal.SIGKILL)
+            case Kind.LEAVES:
+                signal_all(node.rank_pids, signal.SIGTERM)
+            case _:
+                pids = node.pids if fault.kind is Kind.MACHINE_FROZEN else node.rank_pids
+                self._stopped[fault.number] = pids
+                signal_all(pids, signal.SIGSTOP)
+
+    def _break_network(self, fault: Fault) -> None:
+        node = fault.nodes[0]
+        match fault.kind:
+            case Kind.PAIR_CUT:
+                self._network.cut_between(*fault.nodes)
+            case Kind.SENDS_NOTHING:
+                self._network.drop_outgoing(node)
+            case Kind.RECEIVES_NOTHING:
+                self._network.drop_incoming(node)
+            case Kind.LINK_DOWN:
+                self._network.link_down(node)
+            case _:
+                self._network.cut_off(node)
+
+    def undo(self, fault: Fault) -> None:
+        """Take the fault back; the processes that it was to end have ended."""
+        if fault.kind in OF_PROCESSES:
+            self._cluster.restart(fault.nodes[0])
+        elif fault.kind in OF_NETWORK:
+            for node in fault.nodes:
+                self._network.heal(node)
+        elif fault.kind is Kind.STORE_PAUSED:
+            self._redis.resume()
+        elif fault.kind in (Kind.STORE_RESTARTED, Kind.STORE_EMPTIED):
+            self._redis.start(empty=fault.kind is Kind.STORE_EMPTIED)
+        else:
+            signal_all(self._stopped.pop(fault.number), signal.SIGCONT)
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """CPU time that living processes have used, system calls included."""
+    return sum(_cpu_ticks(pid) for pid in pids) / _TICKS_PER_S
+
+
+def _cpu_ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # gone meanwhile
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def set_background(pids: Iterable[int], is_background: bool) -> None:
+    """Let processes run only when nobody else wants the CPU, or as usual again. Root only; does nothing for others.
+
+    A session of processes shares one priority where the kernel groups them, so both kinds of priority are set.
+    """
+    if os.geteuid() != 0:
+        return
+    priority = _BACKGROUND_PRIORITY if is_background else 0
+    for pid in pids:
+        try:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
+            Path(f"/proc/{pid}/autogroup").write_text(str(priority))
+        except OSError:  # gone meanwhile, or a kernel without groups
+            continue
+
+
+def left_behind(run_id: str, cluster: LocalCluster, shm_dir: Path, *, is_closed: bool) -> list[str]:
+    """Processes and shared memory of a run; with `is_closed`, also its server's folder and its network."""
+    folders = NodeFolder.path_of(shm_dir, run_id, "*")
+    found = [str(path) for path in folders.parent.glob(folders.name)]
+    found += [f"process {pid}" for pid in pids_with("ZERO_BAND_RUN__ID", run_id)]
+    if is_closed:
+        assert cluster.redis is not None
+        server = Path(cluster.redis.local_url.removeprefix("unix://")).parent
+        found += [str(server)] if server.exists() else []
+        found += [str(path) for path in Path("/var/run/netns").glob(f"zeroband-{os.getpid()}-*")]
+    return found

@@ -1,0 +1,151 @@
+"""What `zeroband chaos` is asked for, and what it refuses before anything starts: soaks that could show nothing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.config import RunConfig
+from zeroband.errors import ConfigError
+from zeroband.tools.cluster.asked import asked_run
+from zeroband.tools.cluster.local import LocalCluster
+
+_CONFIG = Path(__file__).parents[4] / "configs" / "chaos.toml"
+_FASTEST_STEPS_PER_S = 1000
+"""More than any node makes: a run of fewer steps may be complete before the soak is over."""
+_ADVISED_STEPS = 100_000_000
+_AROUND_S = 600.0
+"""For what comes before and after the timed phases."""
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    """What to run, and for how long."""
+
+    arguments: tuple[str, ...]
+    """Arguments that every node gets: `@config.toml --section.key value`."""
+    nodes: int = 8
+    mtbf_s: float = 20.0
+    """Mean time between two faults of the whole run."""
+    minutes: float = 10.0
+    baseline_minutes: float | None = None
+    """Undisturbed before that. None: a fifth of `minutes`."""
+    seed: int = 1
+    keep_undisturbed: int = 2
+    slack_s: float = 10.0
+    """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
+    directory: Path = Path("runs")
+    """run.dir of every node."""
+    run_id: str | None = None
+    """None: LocalCluster makes one."""
+
+    @property
+    def calm_minutes(self) -> float:
+        return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
+
+
+def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
+    """What is asked for, and the file for the report. Raises ConfigError."""
+    known, arguments = _parser().parse_known_args(argv)
+    if not any(argument.startswith("@") for argument in arguments):
+        arguments.insert(0, f"@{_CONFIG}")
+    directory, run_id = asked_run(arguments, f"chaos-{os.getpid()}")
+    options = ChaosOptions(
+        arguments=tuple(arguments),
+        nodes=known.nodes,
+        mtbf_s=known.mtbf_s,
+        minutes=known.minutes,
+        baseline_minutes=known.baseline_minutes,
+        seed=known.seed,
+        keep_undisturbed=known.keep_undisturbed,
+        slack_s=known.slack_s,
+        directory=directory,
+        run_id=run_id,
+    )
+    return options, known.report
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = ChaosOptions(())
+    parser = argparse.ArgumentParser(
+        prog="zeroband chaos",
+        usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
+        description="Several nodes on this machine train together while faults strike them and their store at random; "
+        f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nodes", type=int, default=default.nodes, help="default: %(default)s")
+    parser.add_argument("--mtbf-s", type=float, default=default.mtbf_s, help="mean gap of faults, default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=default.minutes, help="with faults, default: %(default)s")
+    parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the faults, default: %(default)s")
+    parser.add_argument(
+        "--keep-undisturbed",
+        type=int,
+        default=default.keep_undisturbed,
+        help="nodes left in peace, default: %(default)s",
+    )
+    parser.add_argument(
+        "--slack-s", type=float, default=default.slack_s, help="beyond fault.detect_s before a node counts as hanging"
+    )
+    parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
+    return parser
+
+
+def require_soak(options: ChaosOptions) -> None:
+    """Raise ConfigError for numbers that make no soak, or one that has nothing to show."""
+    times = {
+        "--mtbf-s": options.mtbf_s,
+        "--minutes": options.minutes,
+        "--baseline-minutes": options.calm_minutes,
+        "--slack-s": options.slack_s,
+    }
+    for name, value in times.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name}={value:g} must be above 0: without it a soak has nothing to show")
+    if not 1 <= options.keep_undisturbed <= options.nodes or options.nodes < 2:
+        raise ConfigError(
+            f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
+            "which must be 1 or more: somebody has to be there to notice a fault"
+        )
+
+
+def require_own(config: RunConfig, cluster: LocalCluster) -> None:
+    """Raise ConfigError where the nodes would write, meet or be found elsewhere than this command looks."""
+    environment = cluster.environment("node0", 1)
+    node, store_url = config.node, config.store.url
+    found = {
+        "run.dir": (str(config.run.dir.absolute()), str(cluster.run_dir.parent)),
+        "run.id": (config.run.id, cluster.run_id),
+        "store.url": (None if store_url is None else store_url.get_secret_value(), cluster.store_url),
+        "node.id": (node.id, "node0"),
+        "node.shm_dir": (str(node.shm_dir), environment.get("ZERO_BAND_NODE__SHM_DIR", "/dev/shm")),
+    }
+    if cluster.network is not None:
+        found["node.advertise_host"] = (node.advertise_host, cluster.network.address("node0"))
+    for key, (seen, needed) in found.items():
+        if seen != needed:
+            raise ConfigError(
+                f"{key}: zeroband chaos sets it for each node, since it starts and watches all of them; leave it out"
+            )
+    if cluster.run_dir.is_dir() and any(cluster.run_dir.iterdir()):
+        raise ConfigError(
+            f"run.id={cluster.run_id!r}: {cluster.run_dir} holds a run already, and a soak judges only its own; "
+            "leave run.id out, or give another one"
+        )
+
+
+def require_endless(config: RunConfig, options: ChaosOptions) -> None:
+    """Raise ConfigError where the run may be complete before the soak is over: nodes that end are no faults."""
+    minutes = options.calm_minutes + options.minutes
+    needed = math.ceil(_FASTEST_STEPS_PER_S * (60 * minutes + _AROUND_S))
+    if config.train.total_steps < needed:
+        raise ConfigError(
+            f"train.total_steps={config.train.total_steps}: the run could be complete before the {minutes:g} minutes "
+            f"of the soak are over, and its nodes would end by themselves; needed: {needed} or more, so that it never "
+            f"is: add --train.total-steps={max(needed, _ADVISED_STEPS)}"
+        )

@@ -1,0 +1,405 @@
+"""A soak from its founding to its end: undisturbed, then with faults, then calm again until all nodes are back.
+
+One thread, the owner of the cluster. Times are in seconds since the soak began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from zeroband.elastic.membership.epoch import Verdict
+from zeroband.errors import ZerobandError
+from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
+from zeroband.tools.chaos.measure import Struck
+from zeroband.tools.chaos.plan import OF_PROCESSES, OF_STORE, Fault, Kind
+from zeroband.tools.chaos.starvation import QueueTimes
+from zeroband.tools.chaos.watch import Wait, Watch
+from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.node import NodeProcess
+
+_PENDING_PAUSE_S, _PAUSE_S = 0.02, 0.1
+_SURVEY_EVERY_S = 0.5
+_FOUNDING_S = 300.0
+_PIDS_EVERY_S = 5.0
+_MOST_PATIENCE = 3.0
+"""A starved host prolongs a wait to so many times its length at most."""
+_ENDING_S = 60.0
+"""For processes that were struck to end by themselves, and for all nodes to leave at the end."""
+_BUSY = 0.2
+"""A share of time: a host that keeps nodes waiting for a processor longer than this is said to be busy."""
+_BACK_S = 120.0
+"""Beyond two rounds, from the end of a node's fault until it contributes again: starting Python, fetching the state."""
+
+
+_STORE, _OURS = "the store", "this command"
+
+
+class SoakFailed(ZerobandError):
+    """The soak could not begin."""
+
+
+@dataclass(frozen=True)
+class SoakRules:
+    """What a soak asks of its run."""
+
+    detect_s: float
+    slack_s: float
+    """What a fault may cost the others, once, beyond detect_s."""
+    keep_undisturbed: int
+
+
+@dataclass
+class Course:
+    """What happened, in seconds since the soak began."""
+
+    calm: tuple[float, float] = (0.0, 0.0)
+    end_s: float = 0.0
+    """Of the phase with faults."""
+    struck: list[Struck] = field(default_factory=list[Struck])
+    calm_cpu_s: float = 0.0
+    """CPU time of all nodes and the store in the undisturbed phase."""
+    calm_rounds: int = 0
+    """Whole rounds of the run in it."""
+    later_rounds: int = 0
+    """Committed after the first fault."""
+
+    @property
+    def planned(self) -> list[Struck]:
+        """The faults that struck, without nodes that ended by themselves."""
+        return [one for one in self.struck if one.fault.kind is not Kind.ENDED]
+
+
+class Soak:
+    """Conducts the phases. `is_stopped`: asked between two looks; ends the phase that is on."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        watch: Watch,
+        rules: SoakRules,
+        *,
+        now: Callable[[], float],
+        is_stopped: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._watch, self._rules = cluster, watch, rules
+        self._now, self._is_stopped, self._say = now, is_stopped, say
+        self._striker = Striker(cluster)
+        self._queue: list[Fault] = []
+        self._late_s = 0.0
+        self._surveyed_s = 0.0
+        self._round_at_undo: dict[int, int] = {}
+        self._was_member: dict[int, bool] = {}
+        self._starting: dict[str, Struck] = {}
+        self._ended: list[tuple[float, NodeProcess]] = []
+        self._queue_times = QueueTimes()
+        self._pids: dict[str, tuple[int, ...]] = {}
+        self._pids_due_s = 0.0
+        self._overslept_s = 0.0
+        self.course = Course()
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def found(self, ranks: Sequence[int]) -> None:
+        """Start all nodes; back when each has contributed. Raises SoakFailed."""
+        for number in ranks:
+            self._cluster.start(ranks=number)
+        if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(ranks), _FOUNDING_S):
+            lost = self._watch.starvation.share(0.0, self._now())
+            busy = f" (the host kept them waiting for a processor {lost:.0%} of the time)" if lost > _BUSY else ""
+            raise SoakFailed(f"the nodes do not train together{busy}\n{self._cluster.describe()}")
+
+    def stay_calm(self, duration_s: float) -> float | None:
+        """The undisturbed phase. Gives the length of its longest round in seconds; None where none fell into it."""
+        began_s, used_s = self._now(), self._cpu_s()
+        committed: list[float] = []
+        while self._now() < began_s + duration_s and not self._is_over:
+            committed += [self._now() for _ in self._tick()]
+        self.course.calm = (began_s, self._now())
+        self.course.calm_cpu_s = self._cpu_s() - used_s
+        gaps = [after - before for before, after in pairwise(committed)]
+        self.course.calm_rounds = len(gaps)
+        return max(gaps, default=None)
+
+    def storm(self, faults: Sequence[Fault], duration_s: float) -> None:
+        """The phase with faults."""
+        began_s = self._now()
+        self._queue = list(faults)
+        while self._now() < began_s + duration_s and not self._is_over:
+            self._tick(began_s)
+        self.course.end_s = self._now()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no phase goes on: the user wants to end, or the run is complete, so that its nodes end."""
+        return self._is_stopped() or self._watch.complete_s is not None
+
+    def calm_down(self) -> None:
+        """Undo what lasts, and wait until all nodes contribute; those that do not come back are violations."""
+        self._queue.clear()
+        lasting_s = max([0.0, *(one.at_s + one.fault.lasts_s - self._now() for one in self._lasting())])
+        is_over = self._until(lambda: not self._open(), lasting_s + _ENDING_S + self._back_s)
+        if not is_over and not self._is_over:
+            for one in self._open():
+                self._report_not_back(one)
+
+    def end(self) -> None:
+        """Ask all nodes to leave; they must end by themselves, and well."""
+        running = self._cluster.running
+        for node in running:
+            node.terminate()
+        from_s = self._now()
+        while any(node.is_running for node in running) and not self._is_time_over(from_s, _ENDING_S):
+            self._pause(_PAUSE_S)
+            self._note_starvation()
+        for node in running:
+            wait = Wait(f"{node.node_id} did not end", from_s, _ENDING_S, (node.node_id,))
+            if node.is_running and not self._watch.is_too_late(wait, self._now()):
+                continue
+            if node.exit_code != 0:
+                how = "did not end" if node.is_running else f"ended with exit code {node.exit_code}"
+                self._watch.violations.add(f"{node.node_id} {how} when it was asked to leave", node.console_tail(30))
+        self._watch.read(self._now())
+
+    def _until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        from_s = self._now()
+        while not is_so() and not self._is_time_over(from_s, timeout_s) and not self._is_over:
+            self._tick()
+        return is_so()
+
+    def _is_time_over(self, from_s: float, timeout_s: float) -> bool:
+        """Whether so much time went by, without that in which anybody waited for a processor, up to a limit."""
+        took_s = self._now() - from_s
+        lost_s = self._watch.starvation.lost_s(from_s, self._now(), self._cluster.nodes)
+        return took_s - lost_s > timeout_s or took_s > _MOST_PATIENCE * timeout_s
+
+    # -- one look -------------------------------------------------------------------------------------------------
+
+    def _tick(self, storm_began_s: float | None = None) -> list[Verdict]:
+        fresh = self._watch.look(self._now)
+        for verdict in fresh:
+            self._note_recoveries(verdict)
+        self.course.later_rounds += len(fresh) if self.course.planned else 0
+        for one in self._lasting():
+            if self._now() >= one.at_s + one.fault.lasts_s:
+                self._undo(one)
+        if storm_began_s is not None:
+            self._strike_if_due(storm_began_s)
+        if self._now() - self._surveyed_s > _SURVEY_EVERY_S:
+            self._surveyed_s = self._now()
+            self._note_starvation()
+            self._survey()
+        self._pause(_PENDING_PAUSE_S if self._watch.awaits_detection else _PAUSE_S)
+        return fresh
+
+    def _pause(self, duration_s: float) -> None:
+        """Sleep, and note how much later this thread woke up: then the others did, too."""
+        from_s = self._now()
+        time.sleep(duration_s)
+        self._overslept_s += max(0.0, self._now() - from_s - duration_s)
+
+    def _note_starvation(self) -> None:
+        """Note who waited for a processor since the last time, and how long."""
+        now_s = self._now()
+        if now_s >= self._pids_due_s:  # finding all processes takes longer than asking those that are known
+            self._pids_due_s = now_s + _PIDS_EVERY_S
+            running = self._cluster.running
+            self._pids = {node.node_id: tuple(pid for pid in node.pids if pid != node.pid) for node in running}
+            if self._cluster.redis is not None and self._watch.is_store_up:
+                self._pids[_STORE] = (self._cluster.redis.pid,)
+        waited_s = {**self._queue_times.read(self._pids), _OURS: self._overslept_s}
+        self._overslept_s = 0.0
+        self._watch.starvation.note(now_s, waited_s, background=self._starting)
+
+    def _lasting(self) -> list[Struck]:
+        return [one for one in self.course.struck if one.undone_s is None]
+
+    def _open(self) -> list[Struck]:
+        return [one for one in self.course.struck if not one.is_over]
+
+    def _healthy(self) -> list[str]:
+        """Nodes to which nothing happened, or nothing that is not over."""
+        disturbed = {name for one in self._open() for name in one.names if name not in one.over_s}
+        return [node for node in self._cluster.nodes if node not in disturbed]
+
+    def _steady(self) -> list[str]:
+        """Healthy nodes that contributed to the newest round."""
+        newest = self._watch.round
+        return [node for node in self._healthy() if self._watch.contributed.get(node) == newest]
+
+    def _note_recoveries(self, verdict: Verdict) -> None:
+        for one in self._open():
+            if one.undone_s is None or verdict.round <= self._round_at_undo[id(one)]:
+                continue
+            for name in one.names:
+                is_back = name not in self._cluster.nodes or self._watch.contributed.get(name) == verdict.round
+                if is_back and name not in one.over_s:
+                    one.over_s[name] = self._now()
+                    self._advanced(name)
+
+    def _advanced(self, node: str) -> None:
+        if self._watch.pulse is not None:
+            self._watch.pulse.advanced(node, self._now())
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+
+    def _strike_if_due(self, storm_began_s: float) -> None:
+        if not self._queue:
+            return
+        fault, now_s = self._queue[0], self._now()
+        due_s = storm_began_s + fault.at_s + self._late_s
+        if now_s < due_s or not self._can_strike(fault):
+            return
+        self._late_s += now_s - due_s  # those after it keep their distance
+        self._queue.pop(0)
+        self._strike(fault)
+
+    def _can_strike(self, fault: Fault) -> bool:
+        """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
+        lasting = {name for one in self._lasting() for name in one.names}
+        in_peace = [node for node in self._steady() if node not in fault.nodes]
+        if lasting.intersection(fault.nodes) or len(in_peace) < self._rules.keep_undisturbed:
+            return False
+        is_store_busy = any(one.fault.kind in OF_STORE for one in self._open())
+        return not (is_store_busy and fault.kind in OF_STORE) and self._striker.can_strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self._watch.look(self._now)  # who is alive, and who is cut off already
+        one = Struck(fault, self._now())
+        for earlier in self._open():
+            for name in set(fault.nodes).intersection(earlier.names) - earlier.over_s.keys():
+                earlier.over_s[name] = one.at_s
+                earlier.superseded.add(name)
+        self.course.struck.append(one)
+        self._was_member[id(one)] = all(self._watch.members_of(node) for node in fault.nodes)
+        self._say(f"{one.at_s:7.1f} s  {fault}")
+        if fault.kind in OF_STORE:
+            self._watch.is_store_up = False
+            self._watch.forget_detections()
+        elif fault.kind not in (Kind.LEAVES, Kind.ENDED):
+            self._watch.expect_detection(one)
+        if fault.kind in OF_PROCESSES:
+            self._starting.pop(fault.nodes[0], None)
+        self._striker.strike(fault)
+        if self._watch.pulse is not None:
+            self._watch.pulse.struck()
+
+    def _undo(self, one: Struck) -> None:
+        fault = one.fault
+        if fault.kind in OF_PROCESSES and not self._has_ended(one):
+            return
+        self._striker.undo(fault)
+        one.undone_s = self._now()
+        self._round_at_undo[id(one)] = self._watch.round
+        if fault.kind in OF_STORE:
+            self._watch.is_store_up = True
+            for node in self._cluster.nodes:
+                self._advanced(node)
+        elif fault.kind in OF_PROCESSES:
+            self._starting[fault.nodes[0]] = one
+        else:
+            self._watch.forget_detections(one)
+
+    def _has_ended(self, one: Struck) -> bool:
+        """Whether the struck node is gone, as it must be after some time, and how it left."""
+        node = self._cluster.nodes[one.fault.nodes[0]]
+        if node.is_running:
+            wait = Wait(
+                f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s, _ENDING_S, one.names
+            )
+            if not self._watch.is_too_late(wait, self._now()):
+                return False
+            what = f"{node.node_id} still runs {self._now() - one.at_s:.0f} s after {one.fault}"
+            self._watch.violations.add(what, node.console_tail(30))
+            node.kill()
+        elif one.fault.kind is Kind.LEAVES and node.exit_code and self._was_member[id(one)]:
+            what = f"{node.node_id} was asked to leave and ended with exit code {node.exit_code} ({one.fault})"
+            self._watch.violations.add(what, node.console_tail(30))
+        self._ended.append((self._now(), node))
+        return True
+
+    # -- survey ---------------------------------------------------------------------------------------------------
+
+    def _survey(self) -> None:
+        now_s, watch = self._now(), self._watch
+        watch.read(now_s)
+        self._look_after_starting()
+        self._look_for_ended()
+        faults = self._open_faults()
+        watch.check_pulse(self._healthy(), now_s, faults)
+        bound_s = self._rules.detect_s + self._rules.slack_s
+        for one in watch.overdue(now_s, bound_s):
+            watch.violations.add(f"the store does not show {one.fault} after {bound_s:g} s", watch.context(faults))
+        for one in self._open():
+            if one.undone_s is not None and watch.is_too_late(self._wait_for(one, one.undone_s), now_s):
+                self._report_not_back(one)
+        self._look_after_ended(now_s, bound_s)
+
+    def _wait_for(self, one: Struck, undone_s: float) -> Wait:
+        """For the nodes of a fault that was undone, until they contribute again."""
+        return Wait(f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names)
+
+    def _look_after_ended(self, now_s: float, bound_s: float) -> None:
+        """Processes of nodes that ended must be gone some time later."""
+        for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
+            if not (pids := node.pids):
+                self._ended.remove((at_s, node))
+            elif self._watch.is_too_late(Wait(f"{node.node_id} left processes behind", at_s, bound_s), now_s):
+                self._ended.remove((at_s, node))
+                self._watch.violations.add(f"{node.node_id} left processes {pids} behind", node.console_tail(10))
+
+    def _open_faults(self) -> list[str]:
+        return [f"{one.fault} at {one.at_s:.1f} s" for one in self._open()]
+
+    @property
+    def _back_s(self) -> float:
+        """How long a node may take from the end of its fault until it contributes again."""
+        pulse = self._watch.pulse
+        return _BACK_S + (2 * pulse.bound_s("") if pulse is not None else 0.0)
+
+    def _report_not_back(self, one: Struck) -> None:
+        what = f"not back {self._back_s:.0f} s after {one.fault}"
+        self._watch.violations.add(what, self._watch.context(self._open_faults()))
+
+    def _look_after_starting(self) -> None:
+        """Nodes that start do so in the background: on a machine of their own they would disturb nobody."""
+        for node_id, one in list(self._starting.items()):
+            node = self._cluster.nodes[node_id]
+            assert one.undone_s is not None
+            is_in = self._watch.joined_s.get(node_id, -1.0) > one.undone_s
+            set_background(node.pids, not is_in)
+            if is_in:
+                one.restart_cpu_s = cpu_s(node.pids)
+                del self._starting[node_id]
+
+    def _look_for_ended(self) -> None:
+        """Start nodes again that ended though no fault explains it, and the run is not complete."""
+        explained = {name for one in self._lasting() if one.fault.kind in OF_PROCESSES for name in one.names}
+        nodes = self._cluster.nodes.items()
+        ended = [(node_id, node) for node_id, node in nodes if not node.is_running and node_id not in explained]
+        if ended:
+            self._watch.read(self._now())  # what they wrote last
+        for node_id, node in ended if self._watch.complete_s is None else ():
+            start = self._starting.get(node_id)
+            if start is None or not self._was_hit_since(start):
+                tail = node.console_tail(40)
+                self._watch.violations.add(f"{node_id} ended by itself with exit code {node.exit_code}", tail)
+            self._strike(Fault(0, self._now(), Kind.ENDED, (node_id,), 0.0))
+
+    def _was_hit_since(self, start: Struck) -> bool:
+        """Whether the node or the store was struck while the node started: then it may give up."""
+        began_s = start.undone_s or 0.0
+        return any(
+            (one.fault.kind in OF_STORE or start.fault.nodes[0] in one.names)
+            and one is not start
+            and (one.undone_s is None or one.undone_s > began_s)
+            for one in self.course.struck
+        )
+
+    def _cpu_s(self) -> float:
+        assert self._cluster.redis is not None
+        pids = [pid for node in self._cluster.running for pid in node.pids]
+        return cpu_s([*pids, self._cluster.redis.pid])

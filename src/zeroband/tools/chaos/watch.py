@@ -1,0 +1,287 @@
+"""What a soak sees of its run: the store's view, the committed rounds, the nodes' files; and what is wrong with them.
+
+One thread. Strikes nothing. Times are in seconds since the soak began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroband.elastic.membership.epoch import Verdict, View
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import StoreLost
+from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.jsonl import JsonlTail
+from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.view import node_id_of
+from zeroband.tools.audit import Audit, audit, read_rounds
+from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
+from zeroband.tools.chaos.measure import Struck
+from zeroband.tools.chaos.plan import Kind
+from zeroband.tools.chaos.starvation import Starvation
+
+_AUDIT_EVERY_S = 5.0
+_AUDIT_SHARE = 0.05
+"""Of the soak's time: reading all events again takes longer the longer the run is."""
+_SHOWN_EVENTS = 8
+
+
+class Violations:
+    """What was found, each said at once and kept."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.found: list[str] = []
+        self.starved: list[str] = []
+        """What was late because the host had no processor for it, which is no violation, and no proof that all held."""
+
+    def add(self, what: str, context: str = "") -> None:
+        """Report a violation, once."""
+        if what not in self.found:
+            self.found.append(what)
+            self._say(f"VIOLATION: {what}" + (f"\n{context}" if context else ""))
+
+    def starve(self, what: str) -> None:
+        """Report what cannot be judged because the host was too busy."""
+        self.starved.append(what)
+        self._say(f"STARVED, cannot judge: {what}")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Something that must be over within a bound, and is not yet."""
+
+    what: str
+    """Who or what is late."""
+    from_s: float
+    bound_s: float
+    nodes: tuple[str, ...] = ()
+    """Whose own waiting for a processor counts, beside that of all members."""
+
+
+class NodeFiles:
+    """The events of all nodes and the metrics of their rounds, read as they grow.
+
+    `began_at_s`: wall clock of this machine; `at_s` of a record becomes seconds since then.
+    """
+
+    def __init__(self, run_dir: Path, nodes: Sequence[str], *, began_at_s: float) -> None:
+        self._began_at_s = began_at_s
+        self._tails = {
+            node: [JsonlTail(run_dir / node / name) for name in (EVENTS_FILE, METRICS_FILE)] for node in nodes
+        }
+        self.records: dict[str, list[dict[str, Any]]] = {node: [] for node in nodes}
+        """All so far, of each node in the order of time."""
+
+    def read(self) -> list[tuple[str, dict[str, Any]]]:
+        """The new ones, with their nodes."""
+        fresh: list[tuple[str, dict[str, Any]]] = []
+        for node, tails in self._tails.items():
+            read = [r for tail in tails for r in tail.read() if "kind" in r or "outer/round" in r]
+            dated = [{**record, "at_s": record["at_s"] - self._began_at_s} for record in read]
+            dated.sort(key=lambda record: record["at_s"])  # an event of a round stands before its metrics
+            self.records[node] += dated
+            fresh += [(node, record) for record in dated]
+        return fresh
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A fault that the store's view does not show yet."""
+
+    struck: Struck
+    members: frozenset[str]
+    cuts: frozenset[tuple[str, str]]
+    """Members that did not reach one another before."""
+
+    def is_shown(self, view: View) -> bool:
+        gone = self.members - view.alive
+        cut = {pair for pair in cuts_of(view) - self.cuts if self.members & {*pair}}
+        if self.struck.fault.kind is Kind.PAIR_CUT:
+            return bool(gone or {pair for pair in cut if self.members >= {*pair}})
+        return all(member in gone or any(member in pair for pair in cut) for member in self.members)
+
+
+def cuts_of(view: View) -> frozenset[tuple[str, str]]:
+    """Pairs of living members of which the first does not reach the second."""
+    return frozenset((m, other) for m in view.alive if m in view.peers for other in view.peers[m].cut_off)
+
+
+class Watch:
+    """Looks at a run and checks it. `is_store_up` is set by who strikes the store."""
+
+    def __init__(self, store: Store, files: NodeFiles, run_dir: Path, violations: Violations) -> None:
+        self._store, self._files, self._run_dir = store, files, run_dir
+        self.violations = violations
+        self.is_store_up = True
+        self.view: View | None = None
+        self.contributed: dict[str, int] = {}
+        """The newest round that each node contributed to."""
+        self.joined_s: dict[str, float] = {}
+        """When each node last became a member."""
+        self.pulse: Pulse | None = None
+        self.agreement, self.line = Agreement(), CommittedLine()
+        self.hangs = 0
+        self.starvation = Starvation()
+        self.complete_s: float | None = None
+        """When the run was seen to be complete: its nodes end, and that is no fault."""
+        self._starved: set[tuple[str, float]] = set()
+        self._pending: list[_Pending] = []
+        self._audit_due_s = _AUDIT_EVERY_S
+        self._missing: Collection[int] = ()
+
+    @property
+    def round(self) -> int:
+        """The newest committed round that was seen; -1 before the founding."""
+        return max(self.line.rounds, default=-1)
+
+    def members_of(self, node: str) -> frozenset[str]:
+        """Living members of a node."""
+        alive = self.view.alive if self.view is not None else frozenset[str]()
+        return frozenset(member for member in alive if node_id_of(member) == node)
+
+    @property
+    def awaits_detection(self) -> bool:
+        return bool(self._pending)
+
+    def expect_detection(self, struck: Struck) -> None:
+        """From now on, note when the store's view shows this fault of living members."""
+        members = frozenset(member for node in struck.fault.nodes for member in self.members_of(node))
+        if members and self.view is not None and self.is_store_up:
+            self._pending.append(_Pending(struck, members, cuts_of(self.view)))
+
+    def forget_detections(self, struck: Struck | None = None) -> None:
+        """Expect this fault no longer to be seen, or none, because the store itself is away."""
+        self._pending = [p for p in self._pending if struck is not None and p.struck is not struck]
+
+    def is_too_late(self, wait: Wait, now_s: float) -> bool:
+        """Whether a bound is missed, and would be on a host with a processor to spare.
+
+        The time that processes waited for one is taken off. Where only that keeps the bound, it is said, once.
+        """
+        took_s = now_s - wait.from_s
+        if took_s <= wait.bound_s:
+            return False
+        lost_s = self.starvation.lost_s(wait.from_s, now_s, wait.nodes)
+        if took_s - lost_s > wait.bound_s:
+            return True
+        if (one := (wait.what, round(wait.from_s, 3))) not in self._starved:
+            self._starved.add(one)
+            self.violations.starve(
+                f"{wait.what} for {took_s:.1f} s at {now_s:.0f} s (bound {wait.bound_s:.1f} s), "
+                f"and nodes waited {lost_s:.1f} s of that for a processor"
+            )
+        return False
+
+    def overdue(self, now_s: float, bound_s: float) -> list[Struck]:
+        """Faults that the view should show by now; each is given once."""
+        late = [
+            p.struck
+            for p in self._pending
+            if self.is_too_late(Wait(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s), now_s)
+        ]
+        self._pending = [p for p in self._pending if p.struck not in late]
+        return late
+
+    def look(self, now: Callable[[], float]) -> list[Verdict]:
+        """Look at the store. Gives the rounds that were committed since the last look, in their order."""
+        if not self.is_store_up:
+            return []
+        try:
+            self.view = view = self._store.view(0)
+            for pending in [p for p in self._pending if p.is_shown(view)]:
+                pending.struck.detected_s = now()
+                self._pending.remove(pending)
+            if view.committed is None or view.committed.round in self.line.rounds:
+                return []
+            verdicts = self._store.history()
+        except StoreLost as error:
+            self.violations.add(f"the store is up and does not answer: {error}")
+            return []
+        fresh = sorted((v for v in verdicts if v.round not in self.line.rounds), key=lambda v: v.round)
+        for wrong in self.line.add(verdicts):
+            self.violations.add(wrong, self.context())
+        for verdict in fresh:
+            for member in verdict.opening.contributors():
+                self.contributed[node_id_of(member)] = verdict.round
+            if self.complete_s is None and verdict.payload.get("progress", {}).get("is_complete"):
+                self.complete_s = now()
+        return fresh
+
+    def read(self, now_s: float) -> None:
+        """Read what the nodes wrote, and check it."""
+        for node, record in self._files.read():
+            if "kind" not in record:
+                continue
+            if record["kind"] == "joined":
+                self.joined_s[node] = record["at_s"]
+            if record["kind"] == "run_finished" and self.complete_s is None:
+                self.complete_s = record["at_s"]
+            if record["kind"] == "round_committed" and self.pulse is not None:
+                self.pulse.advanced(node, record["at_s"])
+            for wrong in self.agreement.add(node, record):
+                self.violations.add(wrong, self.context())
+        for wrong in self.line.misfits(self.agreement):
+            self.violations.add(wrong, self.context())
+        if now_s >= self._audit_due_s:
+            began_s = time.monotonic()
+            self.check_data(is_final=False)
+            self._audit_due_s = now_s + max(_AUDIT_EVERY_S, (time.monotonic() - began_s) / _AUDIT_SHARE)
+
+    def check_data(self, *, is_final: bool) -> Audit:
+        """Replay the data ledger. While the run goes on, a round counts as missing at the second look only."""
+        result = audit(read_rounds(self._run_dir))
+        wrong = audit_violations(result)
+        is_settled = is_final or not result.missing_rounds or set(result.missing_rounds) == set(self._missing)
+        self._missing = result.missing_rounds
+        for what in wrong if is_settled else ():
+            self.violations.add(what, self.context())
+        return result
+
+    def check_pulse(self, healthy: Sequence[str], now_s: float, faults: Sequence[str]) -> None:
+        """Report healthy nodes that hang, once for each time."""
+        if self.pulse is None or not self.is_store_up:
+            return
+        for node, since_s in self.pulse.hung(healthy, now_s).items():
+            bound_s = self.pulse.bound_s(node)
+            if not self.is_too_late(Wait(f"{node} finished no round", now_s - since_s, bound_s), now_s):
+                continue
+            self.hangs += 1
+            what = f"{node} hangs: at {now_s:.0f} s, no round for {since_s:.1f} s (bound {bound_s:.1f} s)"
+            self.violations.add(what, self.context(faults))
+            self.pulse.advanced(node, now_s)
+
+    def context(self, faults: Sequence[str] = ()) -> str:
+        """What a person needs to know about this moment."""
+        recent = sorted(
+            (
+                (record["at_s"], node, record)
+                for node, records in self._files.records.items()
+                for record in records[-200:]
+                if "kind" in record
+            ),
+            key=lambda entry: entry[:2],
+        )[-_SHOWN_EVENTS:]
+        lines = [*(f"  fault {fault}" for fault in faults), f"  store: {_described(self.view)}"]
+        lines += [f"  {at_s:8.2f} s {node} {_event(record)}" for at_s, node, record in recent]
+        return "\n".join(lines)
+
+
+def _described(view: View | None) -> str:
+    if view is None:
+        return "not seen"
+    opening, committed = view.opening, view.committed
+    parts = [f"alive {sorted(view.alive)}", f"committed {None if committed is None else committed.round}"]
+    if opening is not None:
+        parts.append(f"open round {opening.round} version {opening.version} to {list(opening.members)}")
+        parts.append(f"votes {sorted(view.votes)}")
+    return "; ".join([*parts, f"failed {view.failed}", f"cut {sorted(cuts_of(view))}", f"settling {view.is_settling}"])
+
+
+def _event(record: Mapping[str, Any]) -> str:
+    shown = {k: v for k, v in record.items() if k not in ("at_s", "kind", "progress", "weights", "samples")}
+    return f"{record['kind']} {shown}"

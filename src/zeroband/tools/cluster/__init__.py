@@ -1,0 +1,13 @@
+"""Several nodes on one machine, as real processes: starts, watches, kills and restarts them, and cleans up after them.
+
+Owns the processes, a Redis and a network of their own, and what they leave behind; knows nothing of what they compute.
+Linux only.
+"""
+
+from zeroband.elastic.store.local_server import RedisServer, find_redis_server
+from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.cluster.network import STORE, Network
+from zeroband.tools.cluster.node import NodeProcess
+from zeroband.tools.cluster.simulate import main
+
+__all__ = ["STORE", "LocalCluster", "Network", "NodeProcess", "RedisServer", "find_redis_server", "main"]

@@ -1,0 +1,241 @@
+"""`zeroband launch --nproc-per-node N SCRIPT ...`: the ranks of one machine, started and watched.
+
+Takes torchrun's arguments for one machine. Opens no port: the ranks meet in a file without a name, where torchrun opens
+its store, and with `--standalone` a rendezvous too, to everybody who reaches the machine. Ends as Docker, Slurm and
+systemd expect: the first SIGTERM or SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did); a
+second one ends them at once (143). No rank outlives its launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from zeroband.errors import ConfigError
+from zeroband.node.launched import RANKS_FILE
+from zeroband.node.processes import start_leashed
+from zeroband.tools.cluster.gpus import visible_gpus
+
+_LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_PATIENCE_S = 30.0
+"""Between the signal that ends a rank at once and SIGKILL."""
+_POLL_S = 0.05
+_EXIT_FAILED, _EXIT_CONFIG = 1, 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start."""
+
+    ranks: int
+    max_restarts: int
+    command: tuple[str, ...]
+
+    def environment(self, rank: int, restarts: int, meeting: int) -> dict[str, str]:
+        """The environment of a rank: torchrun's variables, but for those that name a port.
+
+        `meeting`: descriptor of the file in which the ranks meet.
+        """
+        env = dict(os.environ)
+        if self.ranks > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks share the cores
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
+            env.pop(name, None)  # of a launcher above this one
+        return env | {
+            **{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")},
+            **{name: str(self.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")},
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": "zeroband",
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            RANKS_FILE: f"/proc/self/fd/{meeting}",
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a script as the arguments say. Returns the exit code."""
+    try:
+        return Launcher(parse(argv)).run()
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+
+
+def parse(argv: Sequence[str]) -> Launch:
+    """Raises ConfigError."""
+    asked, unknown = _parser().parse_known_args(argv)
+    if unknown or asked.nnodes not in ("1", "1:1"):
+        what = " ".join(unknown) or f"--nnodes {asked.nnodes}"
+        raise ConfigError(
+            f"zeroband launch does not take {what}: it starts the ranks of one machine, which meet without a port; "
+            "start it on every machine and join them by [outer] and store.url"
+        )
+    if asked.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {asked.max_restarts} is negative; 0 starts the ranks once")
+    python = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
+    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*python, asked.script, *asked.arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband launch",
+        description="Start the ranks of this machine, with torchrun's arguments and without a port of torchrun's.",
+        epilog="example: zeroband launch --nproc-per-node gpu src/zeroband/train.py @configs/150M.toml",
+        allow_abbrev=False,
+    )
+    add, env = parser.add_argument, os.environ  # torchrun reads its arguments from PET_... where they are not given
+    ranks, restarts = env.get("PET_NPROC_PER_NODE", "1"), env.get("PET_MAX_RESTARTS", "0")
+    add("--nproc-per-node", "--nproc_per_node", default=ranks, metavar="N", help="ranks: a number, gpu, cpu or auto")
+    add("--max-restarts", "--max_restarts", type=int, default=restarts, metavar="N", help="starts after one has failed")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program of its own")
+    add("--nnodes", default=env.get("PET_NNODES", "1"), metavar="1", help="each machine has a launcher of its own")
+    add("--standalone", action="store_true", help="changes nothing: it always is")
+    add("--local-addr", "--local_addr", metavar="HOST", help="changes nothing: ranks meet without a port")
+    add("script", metavar="SCRIPT", help="what each rank runs")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def count_of(ranks: str) -> int:
+    """How many ranks `--nproc-per-node` asks for. Raises ConfigError."""
+    if ranks in ("gpu", "auto"):
+        gpus = len(visible_gpus(os.environ))
+        if gpus:
+            return gpus
+        if ranks == "gpu":
+            raise ConfigError(
+                "--nproc-per-node gpu: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); name a number"
+            )
+    if ranks in ("cpu", "auto"):
+        return os.cpu_count() or 1
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise ConfigError(f"--nproc-per-node {ranks} is no number of ranks: 1 or more, gpu, cpu or auto")
+    return int(ranks)
+
+
+class Launcher:
+    """Owns the ranks, and the signals of this process while they run. Main thread."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._signals: list[int] = []
+        """Taken, and not obeyed yet."""
+        self._is_asked = False
+        self._ended_by = 0
+        """The signal that ended the ranks at once; 0 while they may end by themselves."""
+        self._kill_at_s = math.inf
+
+    def run(self) -> int:
+        """Start the ranks, again where one failed and that was asked for. Returns the exit code."""
+        for number in (*_LEAVING_SIGNALS, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._take)
+        restarts, failed = 0, self._run_once(0)
+        while failed is not None and self._starts_again(restarts, self._code(failed)):
+            restarts += 1
+            _say(f"{self._fate(failed)}; starting the ranks again, {restarts} of {self._launch.max_restarts} times")
+            failed = self._run_once(restarts)
+        if self._ended_by:
+            return 128 + self._ended_by
+        if failed is None:
+            return 0
+        code = self._code(failed)
+        if self._is_asked and code == -signal.SIGTERM:  # before it could take that signal
+            return 128 + signal.SIGTERM
+        if code < 0:  # it could not say so itself
+            _say(self._fate(failed))
+        return _EXIT_CONFIG if code == _EXIT_CONFIG else _EXIT_FAILED
+
+    def _starts_again(self, restarts: int, code: int) -> bool:
+        is_over = self._is_asked or self._ended_by != 0 or code == _EXIT_CONFIG  # which another start would meet, too
+        return not is_over and restarts < self._launch.max_restarts
+
+    def _run_once(self, restarts: int) -> int | None:
+        """Start the ranks and wait for their end. Returns the one that failed first; None where all ended with 0."""
+        self._start(restarts)
+        failed: int | None = None
+        while True:
+            codes = [rank.poll() for rank in self._ranks]
+            if failed is None:
+                failed = next((number for number, code in enumerate(codes) if code), None)
+                if failed is not None:
+                    self._end(signal.SIGTERM)
+            if None not in codes:
+                return failed
+            self._obey()
+            if time.monotonic() >= self._kill_at_s:
+                self._signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+    def _start(self, restarts: int) -> None:
+        self._kill_at_s = math.inf
+        meeting = os.memfd_create("zeroband-ranks")
+        try:
+            self._ranks = [
+                start_leashed(
+                    self._launch.command,
+                    env=self._launch.environment(rank, restarts, meeting),
+                    output=None,
+                    death_signal=signal.SIGKILL,
+                    pass_fds=(meeting,),
+                )
+                for rank in range(self._launch.ranks)
+            ]
+        finally:
+            os.close(meeting)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _obey(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            if self._ended_by:
+                self._kill_at_s = 0.0
+            elif number in _LEAVING_SIGNALS and not self._is_asked:
+                self._is_asked = True
+                self._signal(signal.SIGTERM)
+            else:
+                self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+                self._end(self._ended_by)
+
+    def _end(self, number: int) -> None:
+        """Have all ranks end at once, by SIGKILL where they do not."""
+        self._signal(number)
+        self._kill_at_s = time.monotonic() + _PATIENCE_S
+
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks:
+            rank.send_signal(number)
+
+    def _code(self, rank: int) -> int:
+        code = self._ranks[rank].returncode
+        assert code is not None, "it has ended"
+        return code
+
+    def _fate(self, rank: int) -> str:
+        code = self._code(rank)
+        if code >= 0:
+            return f"rank {rank} ended with exit code {code}"
+        hint = "; was memory short?" if code == -signal.SIGKILL else ""
+        return f"rank {rank} was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _say(line: str) -> None:
+    print(f"zeroband: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""LocalCluster: nodes of one run on this machine, with a Redis of their own. One thread owns it to its end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import zeroband
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.node.shm import NodeFolder
+from zeroband.observe.status import RunReader, RunView, render
+from zeroband.tools.cluster.asked import without_secrets
+from zeroband.tools.cluster.gpus import share_of, visible_gpus
+from zeroband.tools.cluster.interrupts import uninterrupted
+from zeroband.tools.cluster.network import Network
+from zeroband.tools.cluster.node import NodeProcess, NodeSpec
+
+PACKAGE = Path(zeroband.__file__).parent
+TRAINER = PACKAGE / "train.py"
+
+_POLL_S = 0.05
+
+
+class LocalCluster:
+    """Several nodes of one run as real processes.
+
+        with LocalCluster(tmp_path, ["@configs/debug/diloco.toml"], nodes=3) as cluster:
+            for _ in range(3):
+                cluster.start()
+            cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=60)
+            cluster.nodes["node1"].kill()
+            cluster.restart("node1")
+            assert set(cluster.wait(timeout_s=120).values()) == {0}
+
+    `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: founders that the
+    run waits for. `run_id`: None makes one. `script`: what each rank runs. `store_url`: None starts a server for this
+    cluster. `alone`: the nodes get no store, for runs without [outer]. `env`: added to this process's environment.
+    `network`: each node gets a namespace of its own in it, under its id; None leaves them on this machine's loopback.
+    `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
+    On leaving the context every process is killed and nothing stays in shared memory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        arguments: Sequence[str] = (),
+        *,
+        nodes: int,
+        run_id: str | None = None,
+        script: Path = TRAINER,
+        store_url: str | None = None,
+        alone: bool = False,
+        env: Mapping[str, str] | None = None,
+        network: Network | None = None,
+        redis: RedisServer | None = None,
+    ) -> None:
+        self.run_id = run_id or f"local-{secrets.token_hex(4)}"
+        self.run_dir = directory.absolute() / self.run_id
+        self.nodes: dict[str, NodeProcess] = {}
+        """By node id; a node that was started again is a new NodeProcess."""
+        self.redis: RedisServer | None = redis
+        """Its own server, running while the context lasts."""
+        self.network = network
+        self.store_url = store_url
+        """What the nodes get; `redis.local_url` is for this process, which is not in their network."""
+        self._has_own_store = store_url is None and not alone
+        assert self._has_own_store or redis is None, "a server of its own, and no use for it"
+        self.arguments = tuple(arguments)
+        self._founders = nodes
+        self._script = script
+        self._env = {**os.environ, **(env or {})}
+        self._gpus = visible_gpus(self._env)
+        self._reader = RunReader(self.run_dir)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LocalCluster:
+        if self._has_own_store:
+            self.redis = self.redis or (self.network.redis_server() if self.network else RedisServer())
+            self._stack.enter_context(self.redis)
+            self.store_url = self.redis.url
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(
+        self,
+        node_id: str | None = None,
+        *,
+        ranks: int = 1,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> NodeProcess:
+        """Start a node. `node_id`: None is node0, node1, ... `arguments`, `env`: its own, over the cluster's."""
+        node_id = node_id or f"node{len(self.nodes)}"
+        spec = NodeSpec(
+            node_id=node_id,
+            ranks=ranks,
+            script=self._script,
+            arguments=(*self.arguments, *arguments),
+            env={**self.environment(node_id, ranks), **(env or {})},
+            node_dir=self.run_dir / node_id,
+            memory=self._memory_of(node_id, env or {}),
+            prefix=tuple(self.network.prefix(node_id)) if self.network else (),
+        )
+        return self._run(spec)
+
+    def restart(self, node_id: str, *, arguments: Sequence[str] | None = None) -> NodeProcess:
+        """Start a node again that has ended. `arguments`: its own ones from now on; None: as before."""
+        spec = self.nodes[node_id].spec
+        if arguments is not None:
+            spec = replace(spec, arguments=(*self.arguments, *arguments))
+        return self._run(spec)
+
+    def _run(self, spec: NodeSpec) -> NodeProcess:
+        arguments, secrets = without_secrets(spec.arguments)
+        spec = replace(spec, arguments=arguments, env={**spec.env, **secrets})
+        old = self.nodes.get(spec.node_id)
+        assert old is None or not old.is_running, f"{spec.node_id} is running"
+        node = self.nodes[spec.node_id] = NodeProcess(spec)
+        self._stack.callback(node.kill)
+        return node
+
+    def environment(self, node_id: str, ranks: int) -> dict[str, str]:
+        """The environment that a node is started with."""
+        env = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (self._founders * ranks))),
+            **self._env,
+            "PYTHONUNBUFFERED": "1",
+            "ZERO_BAND_NODE__ID": node_id,
+            "ZERO_BAND_RUN__ID": self.run_id,
+            "ZERO_BAND_RUN__DIR": str(self.run_dir.parent),
+            "ZERO_BAND_ELASTIC__START_NODES": str(self._founders),
+        }
+        if PACKAGE.parent.name != "site-packages":  # run from a checkout, which need not be installed
+            paths = [str(PACKAGE.parent), *filter(None, [self._env.get("PYTHONPATH")])]
+            env["PYTHONPATH"] = os.pathsep.join(paths)
+        if self.store_url is not None:
+            env["ZERO_BAND_STORE__URL"] = self.store_url
+        if self.network is not None:
+            env["ZERO_BAND_NODE__ADVERTISE_HOST"] = self.network.address(node_id)
+        first_rank = sum(node.spec.ranks for other, node in self.nodes.items() if other != node_id)
+        if gpus := share_of(self._gpus, first_rank=first_rank, ranks=ranks):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return env
+
+    def _memory_of(self, node_id: str, env: Mapping[str, str]) -> Path:
+        shm_dir = {**self._env, **env}.get("ZERO_BAND_NODE__SHM_DIR", "/dev/shm")
+        return NodeFolder.path_of(Path(shm_dir), self.run_id, node_id)
+
+    def view(self) -> RunView:
+        """The run as its files show it now."""
+        return self._reader.read()
+
+    @property
+    def running(self) -> list[NodeProcess]:
+        """The nodes that have not ended."""
+        return [node for node in self.nodes.values() if node.is_running]
+
+    def wait_until(self, condition: Callable[[RunView], bool], *, timeout_s: float) -> RunView:
+        """Watch the run until a condition holds; the view that fulfils it.
+
+        Raises TimeoutError, with the run and the ends of the consoles, when time is up or no node is left.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            is_over = not self.running
+            view = self.view()
+            if condition(view):
+                return view
+            if is_over or time.monotonic() > end_s:
+                why = "every node has ended" if is_over else f"not within {timeout_s:g} s"
+                raise TimeoutError(f"{why}\n{self.describe()}")
+            time.sleep(_POLL_S)
+
+    def wait(self, *, timeout_s: float) -> dict[str, int]:
+        """Wait until every node has ended; exit codes by node id. Raises TimeoutError as `wait_until` does."""
+        end_s = time.monotonic() + timeout_s
+        codes: dict[str, int] = {}
+        for node in self.nodes.values():
+            try:
+                codes[node.node_id] = node.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"{node.node_id} runs for longer than {timeout_s:g} s\n{self.describe()}") from None
+        return codes
+
+    def describe(self) -> str:
+        """The run's state, exit codes and the ends of the consoles: what a person needs when something went wrong."""
+        consoles = [
+            f"-- {node.node_id}, exit code {node.exit_code}\n{node.console_tail()}" for node in self.nodes.values()
+        ]
+        return "\n".join([render(self.view()), *consoles])
+
+    def stop(self, *, grace_s: float, in_hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask every node to end and wait; those that take longer than `grace_s`, or all when `in_hurry`, are killed."""
+        for node in self.running:
+            node.terminate()
+        end_s = time.monotonic() + grace_s
+        while self.running and time.monotonic() < end_s and not in_hurry():
+            time.sleep(_POLL_S)
+        for node in self.nodes.values():
+            node.kill()
+
+    def close(self) -> None:
+        """Kill what is left, remove its shared memory, end the server. Ctrl-C does not stop it half way."""
+        with uninterrupted():
+            self._stack.close()

@@ -1,0 +1,259 @@
+"""A network of simulated nodes: a namespace for each, joined by a bridge, with links that break on command.
+
+Owns the namespaces that it made and what is in them; the machine's own network is not touched. One thread uses it.
+Linux as root, with `ip` (iproute2).
+
+Every namespace knows the hardware addresses of the others from a fixed table, so a broken direction is a wrong entry in
+that table: the bridge carries the packet to nobody, and neither side gets an error, as on a long way with a broken
+router in it. Dropping in the sender's own queue would look alike, but TCP sees that and does not back off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from pathlib import Path
+from types import TracebackType
+
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.errors import ConfigError
+from zeroband.node.processes import started_at_ticks
+from zeroband.tools.cluster.interrupts import uninterrupted
+
+STORE = "store"
+"""The name of the namespace for the Redis; every fault can happen to it as to a node."""
+
+_HUB = "hub"
+"""The namespace of the bridge, which has no address."""
+_ANYONE = "*"
+_MAX_NODES = 254
+_SUBNET = "198.18.0"
+"""Of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no machine has
+its name server there."""
+_NOBODY = "02:00:00:00:ff:ff"
+_NAMESPACES = Path("/var/run/netns")
+_NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
+_IP_DEADLINE_S = 20.0
+
+
+class Network:
+    """Namespaces with addresses that reach each other, until a fault says otherwise.
+
+        with Network() as network, LocalCluster(..., network=network) as cluster:
+            ...
+            network.cut_off("node1")
+            ...
+            network.heal("node1")
+
+    A node is there once it was named to `add`, `prefix` or `address`; STORE is there from the start. Faults add up, may
+    be repeated, and are undone by `heal` and `heal_all`; packets on their way when one begins may still arrive.
+    A network ends with its context, or with the next one that is made after its process has died. Raises ConfigError
+    where the system does not let it work.
+    """
+
+    def __init__(self) -> None:
+        started = started_at_ticks(os.getpid())  # a later process may get our number, but not our start
+        self._name = f"zeroband-{os.getpid()}-{started}-{secrets.token_hex(3)}"
+        self._numbers: dict[str, int] = {}
+        self._lost: set[tuple[str, str]] = set()
+        """Sender and receiver of the packets that shall not arrive; either may be anyone."""
+        self._told: dict[tuple[str, str], bool] = {}
+        """What the table of a sender says about a receiver: whether its packets are lost."""
+        self._down: set[str] = set()
+
+    @staticmethod
+    def obstacle() -> str:
+        """Why there can be no network here, from an attempt to make one; empty where there can."""
+        if sys.platform != "linux":
+            return f"network namespaces need Linux, not {sys.platform}"
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        try:
+            with Network():
+                return ""
+        except ConfigError as error:
+            return str(error)
+
+    def __enter__(self) -> Network:
+        sweep()
+        try:
+            _ip("netns", "add", self._namespace(_HUB))
+            self._configure(_HUB, ["link add bridge type bridge", "link set bridge up"])
+            self.add(STORE)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove all namespaces. Processes that are still in one keep it, without links, until they end."""
+        with uninterrupted():
+            _remove(name for name in _namespaces() if name.startswith(f"{self._name}-"))
+
+    def add(self, node: str) -> None:
+        """Make a node's namespace, with loopback and a link to all others; nothing where it is there already."""
+        if node in self._numbers:
+            return
+        number = len(self._numbers) + 1
+        if number > _MAX_NODES:
+            raise ConfigError(f"no room for {node}: a network holds {_MAX_NODES} nodes, the store among them")
+        namespace = self._namespace(node)
+        _ip("netns", "add", namespace)
+        link = f"link add port{number} type veth peer name e0 netns {namespace} address {_hardware_address(number)}"
+        self._configure(_HUB, [link, f"link set port{number} master bridge up"])
+        self._configure(node, ["link set lo up", f"addr add {_address(number)}/24 dev e0", "link set e0 up"])
+        self._numbers[node] = number
+        self._apply()
+
+    def prefix(self, node: str) -> list[str]:
+        """What to put before a command to run it in a node's namespace; its process id stays the one of the command."""
+        self.add(node)
+        return [_ip_program(), "netns", "exec", self._namespace(node)]
+
+    def address(self, node: str) -> str:
+        """The address under which the others reach a node."""
+        self.add(node)
+        return _address(self._numbers[node])
+
+    def redis_server(self, *, persistent: bool = False, password: str | None = None) -> RedisServer:
+        """A server in the namespace of the store, under its address; to be started and closed by the caller."""
+        host, prefix = self.address(STORE), self.prefix(STORE)
+        return RedisServer(persistent=persistent, host=host, password=password, prefix=prefix)
+
+    def cut_off(self, node: str) -> None:
+        """Lose all packets from and to a node. No side gets an error: its link stays up."""
+        self._lose((node, _ANYONE), (_ANYONE, node))
+
+    def drop_outgoing(self, node: str) -> None:
+        """Lose all packets that a node sends; it still receives."""
+        self._lose((node, _ANYONE))
+
+    def drop_incoming(self, node: str) -> None:
+        """Lose all packets to a node; it can still send."""
+        self._lose((_ANYONE, node))
+
+    def cut_between(self, one: str, other: str) -> None:
+        """Lose all packets between two nodes, which both reach everybody else."""
+        self._lose((one, other), (other, one))
+
+    def drop_between(self, sender: str, receiver: str) -> None:
+        """Lose all packets from one node to another; those the other way arrive."""
+        self._lose((sender, receiver))
+
+    def link_down(self, node: str) -> None:
+        """Take a node's interface down. Unlike the other faults the node sees it: its calls fail with an error."""
+        self._check(node)
+        self._configure(node, ["link set e0 down"])
+        self._down.add(node)
+        self._told = {pair: is_lost for pair, is_lost in self._told.items() if pair[0] != node}  # the kernel forgets it
+
+    def link_up(self, node: str) -> None:
+        """Take a node's interface up after `link_down`; other faults of the node stay."""
+        self._check(node)
+        self._configure(node, ["link set e0 up"])
+        self._down.discard(node)
+        self._apply()
+
+    def heal(self, node: str) -> None:
+        """Undo all faults that name a node. One that cuts another node off from everybody stays."""
+        self._lost = {pair for pair in self._lost if node not in pair}
+        self.link_up(node)
+
+    def heal_all(self) -> None:
+        """Undo all faults."""
+        self._lost.clear()
+        for node in sorted(self._down):
+            self.link_up(node)
+        self._apply()
+
+    def _namespace(self, node: str) -> str:
+        return f"{self._name}-{node}"
+
+    def _check(self, node: str) -> None:
+        assert node in self._numbers, f"{node} is not in this network; there are {sorted(self._numbers)}"
+
+    def _lose(self, *pairs: tuple[str, str]) -> None:
+        for node in {node for pair in pairs for node in pair} - {_ANYONE}:
+            self._check(node)
+        self._lost.update(pairs)
+        self._apply()
+
+    def _apply(self) -> None:
+        """Make the tables of all namespaces say what shall be lost."""
+        changes: dict[str, list[str]] = {}
+        for sender, receiver in permutations(self._numbers, 2):
+            is_lost = not self._lost.isdisjoint({(sender, receiver), (sender, _ANYONE), (_ANYONE, receiver)})
+            if sender not in self._down and self._told.get((sender, receiver)) != is_lost:
+                number = self._numbers[receiver]
+                goes_to = _NOBODY if is_lost else _hardware_address(number)
+                entry = f"neigh replace {_address(number)} lladdr {goes_to} dev e0 nud permanent"
+                changes.setdefault(sender, []).append(entry)
+                self._told[sender, receiver] = is_lost
+        for sender, entries in changes.items():
+            self._configure(sender, entries)
+
+    def _configure(self, node: str, commands: Sequence[str]) -> None:
+        _ip("-n", self._namespace(node), "-batch", "-", commands=commands)
+
+
+def sweep() -> None:
+    """Remove the networks of processes that were killed."""
+    left_over: list[str] = []
+    for name in _namespaces():
+        owner = _NAMES.match(name)
+        if owner and started_at_ticks(int(owner["pid"])) != int(owner["started"]):
+            left_over.append(name)
+    _remove(left_over)
+
+
+def _namespaces() -> list[str]:
+    return [path.name for path in _NAMESPACES.glob("zeroband-*")]
+
+
+def _remove(names: Iterable[str]) -> None:
+    """Remove namespaces; another process that sweeps may have been faster."""
+    for name in names:
+        try:
+            _ip("netns", "delete", name)
+        except ConfigError:
+            if (_NAMESPACES / name).exists():
+                raise
+
+
+def _address(number: int) -> str:
+    return f"{_SUBNET}.{number}"
+
+
+def _hardware_address(number: int) -> str:
+    return f"02:00:00:00:00:{number:02x}"  # locally administered
+
+
+def _ip_program() -> str:
+    program = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if program is None:
+        raise ConfigError("no `ip` on the PATH; install iproute2")
+    return program
+
+
+def _ip(*arguments: str, commands: Sequence[str] = ()) -> None:
+    """Run `ip`. Raises ConfigError with what it said."""
+    done = subprocess.run(
+        [_ip_program(), *arguments],
+        input="\n".join(commands),
+        capture_output=True,
+        text=True,
+        timeout=_IP_DEADLINE_S,
+    )
+    if done.returncode:
+        raise ConfigError(f"ip {' '.join(arguments)} failed: {done.stderr.strip() or done.returncode}")

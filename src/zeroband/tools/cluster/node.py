@@ -1,0 +1,126 @@
+"""One simulated node: a launcher, its ranks and whatever they started. Any thread may look; one starts and kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_leashed
+from zeroband.node.shm import remove
+from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.jsonl import JsonlTail
+from zeroband.observe.metrics import METRICS_FILE
+
+CONSOLE_FILE = "console.log"
+"""What the node's processes print, over all its starts; in the node's folder of the run directory."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """How a node is started, and started again."""
+
+    node_id: str
+    ranks: int
+    script: Path
+    arguments: tuple[str, ...]
+    """Of the script."""
+    env: Mapping[str, str]
+    """Its whole environment."""
+    node_dir: Path
+    """`<run.dir>/<run.id>/<node id>`."""
+    memory: Path
+    """Its folder in shared memory, removed when it is killed as a lost machine's memory would be."""
+    prefix: tuple[str, ...] = ()
+    """Of its launcher's command, to start it in a network namespace of its own."""
+
+
+class NodeProcess:
+    """A node that was started once. Ends with the thread that made it, if nothing ended it before."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self._mark = uuid.uuid4().hex
+        spec.node_dir.mkdir(parents=True, exist_ok=True)
+        self.console = spec.node_dir / CONSOLE_FILE
+        self.console_start = self.console.stat().st_size if self.console.exists() else 0
+        """Where the output of this start begins in the console's file."""
+        launch = [*spec.prefix, sys.executable, "-m", "zeroband.tools.cluster.launch"]
+        self._launcher = start_leashed(
+            [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
+            env={**spec.env, MARK: self._mark},
+            output=self.console,
+            death_signal=signal.SIGTERM,
+        )
+
+    @property
+    def node_id(self) -> str:
+        return self.spec.node_id
+
+    @property
+    def pid(self) -> int:
+        """Process id of the node's launcher."""
+        return self._launcher.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the launcher: None while it runs, negative if a signal ended it."""
+        return self._launcher.poll()
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Every process of the node: launcher, ranks, guardian and their children."""
+        return tuple(sorted(marked_pids(self._mark)))
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """The node's ranks in the order of their local ranks; empty before it started them."""
+        return ranks_of(self.pid)
+
+    def kill(self) -> None:
+        """SIGKILL every process of the node and drop its shared memory: the machine is gone."""
+        kill_marked(self._mark)
+        self._launcher.wait()
+        remove(self.spec.memory)
+
+    def terminate(self) -> None:
+        """Ask the node to leave and to give back what it holds (SIGTERM)."""
+        self._launcher.terminate()
+
+    def pause(self) -> None:
+        """SIGSTOP every process of the node: the machine is frozen, its connections stay open."""
+        signal_all(self.pids, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT after `pause`."""
+        signal_all(self.pids, signal.SIGCONT)
+
+    def signal_rank(self, local_rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank alone."""
+        os.kill(self.rank_pids[local_rank], number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait until the node ends; its exit code. Raises subprocess.TimeoutExpired."""
+        return self._launcher.wait(timeout_s)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records of the node's metrics.jsonl so far, over all its starts."""
+        return JsonlTail(self.spec.node_dir / METRICS_FILE).read()
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All records of the node's events.jsonl so far, or those of one kind."""
+        records = JsonlTail(self.spec.node_dir / EVENTS_FILE).read()
+        return [record for record in records if kind in (None, record["kind"])]
+
+    def console_tail(self, lines: int = 60) -> str:
+        """The end of what the node printed."""
+        return "\n".join(self.console.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,134 @@
+"""`zeroband simulate NODES RANKS SCRIPT ...`: a run of several nodes on this machine, their output on one console."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroband.config import load_config
+from zeroband.config.load import require_asked
+from zeroband.errors import ConfigError
+from zeroband.tools.cluster.asked import asked_run
+from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
+from zeroband.tools.cluster.local import TRAINER, LocalCluster
+
+_POLL_S = 0.1
+_GRACE_S = 10.0
+_EXIT_CONFIG = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the worst node's exit code; 2 for wrong arguments, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        ranks = ranks_of_nodes(arguments.nodes, arguments.ranks)
+        return simulate(ranks, Path(arguments.script), [*arguments.arguments])
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband simulate",
+        description="Start several nodes of one run on this machine, with a Redis of their own unless "
+        "ZERO_BAND_STORE__URL names one.",
+        epilog="example: zeroband simulate 2 2 src/zeroband/train.py @configs/debug/diloco.toml --train.micro_bs 4",
+    )
+    parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")
+    parser.add_argument("ranks", metavar="RANKS", help="ranks of each node, or one number for each: 2,1")
+    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs: src/zeroband/train.py")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script: @config.toml --flags"
+    )
+    return parser
+
+
+def ranks_of_nodes(nodes: int, ranks: str) -> list[int]:
+    """Ranks of each node from the command line's `2` or `2,1`. Raises ConfigError."""
+    try:
+        each = [int(part) for part in ranks.split(",")]
+    except ValueError:
+        each = []
+    if len(each) == 1:
+        each *= nodes
+    if nodes < 1 or len(each) != nodes or min(each) < 1:
+        raise ConfigError(f"NODES={nodes} RANKS={ranks}: RANKS is one number for all nodes, or one for each: 2,1")
+    return each
+
+
+def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> int:
+    """Start one node for each number of ranks, show what they print, and wait for all. Returns the exit code."""
+    if not script.is_file():
+        raise ConfigError(f"no such script: {script}; this package's trainer is {TRAINER}")
+    with counted_interrupts() as interrupts, open_cluster(len(ranks), script, arguments) as cluster:
+        if _is_trainer(script):  # say once what is wrong, before every rank of every node does
+            load_config(arguments, cluster.environment("node0", ranks[0]))
+            require_asked(arguments)
+        for count in ranks:
+            cluster.start(ranks=count)
+        print(f"zeroband: {len(ranks)} nodes started; their files are in {cluster.run_dir}", flush=True)
+        follow(cluster, interrupts)
+        if interrupts.count:
+            print("zeroband: ending all nodes; once more to kill them", file=sys.stderr, flush=True)
+            cluster.stop(grace_s=_GRACE_S, in_hurry=lambda: interrupts.count > 1)
+            return interrupts.exit_code
+        return worst(cluster)
+
+
+def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCluster:
+    """The cluster that flags and environment ask for: both may name run directory and run id, the latter a store.
+
+    Arguments of another script than the trainer are its own business. Raises ConfigError.
+    """
+    directory, run_id = asked_run(arguments if _is_trainer(script) else (), "simulate")
+    store_url = os.environ.get("ZERO_BAND_STORE__URL")
+    return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
+
+
+def _is_trainer(script: Path) -> bool:
+    return script.resolve() == TRAINER.resolve()
+
+
+def follow(cluster: LocalCluster, interrupts: Interrupts) -> None:
+    """Print what the nodes print, with the node before each line, until all have ended or the user wants to."""
+    consoles = {node.node_id: ConsoleTail(node.console, node.console_start) for node in cluster.nodes.values()}
+    while True:
+        is_over = not cluster.running or interrupts.count > 0
+        for node_id, console in consoles.items():
+            for line in console.read(is_over=is_over):
+                print(f"[{node_id}] {line}", flush=True)
+        if is_over:
+            return
+        time.sleep(_POLL_S)
+
+
+def worst(cluster: LocalCluster) -> int:
+    """The highest exit code of the nodes as a shell counts them: 128 + the signal where one ended it."""
+    codes = {node.node_id: node.exit_code or 0 for node in cluster.nodes.values()}
+    failed = {node_id: code if code > 0 else 128 - code for node_id, code in codes.items() if code}
+    for node_id, code in failed.items():
+        print(f"zeroband: {node_id} ended with exit code {code}", file=sys.stderr)
+    return max(failed.values(), default=0)
+
+
+class ConsoleTail:
+    """Gives the lines of a growing text file, each once, from `start` (bytes) on."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self._path = path
+        self._offset = start
+
+    def read(self, *, is_over: bool = False) -> list[str]:
+        """The new whole lines; with `is_over`, also a last one that has no end."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        if not is_over:
+            data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        return data.decode(errors="replace").splitlines()

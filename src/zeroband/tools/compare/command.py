@@ -1,0 +1,240 @@
+"""`zeroband compare @config --methods ddp,diloco,demo --seeds 2`: a page, figures and a table of methods side by side.
+
+Every method gets the same start, the same data, the same number of steps and the same tries at a learning rate. A run
+that fails is shown as failed and the others go on; an interrupted comparison goes on where it was.
+Exit codes: 0 done, and every claim is met; 1 a run failed, none ended with a loss, or a claim was not measured; 2 wrong
+arguments; 3 a claim is not met; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from zeroband.config.cautions import cautions_of
+from zeroband.config.load import load_config
+from zeroband.errors import ConfigError, way_to_extra
+from zeroband.tools.cluster.interrupts import counted_interrupts
+from zeroband.tools.compare.claims import check
+from zeroband.tools.compare.curves import charts
+from zeroband.tools.compare.methods import PRESETS, Arm, require_known
+from zeroband.tools.compare.options import Options, read_options
+from zeroband.tools.compare.page import Report, html, markdown
+from zeroband.tools.compare.png import write_pngs
+from zeroband.tools.compare.progress import Bar, line_of
+from zeroband.tools.compare.results import Outcome, ResultFiles
+from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
+from zeroband.tools.compare.search import Losses, best_lr, next_lr
+from zeroband.tools.compare.table import Row, row_of
+from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
+
+_EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3
+_PAGE, _TABLE = "index.html", "table.md"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code."""
+    try:
+        options = read_options(argv)
+        require_known(options.methods)
+        with counted_interrupts() as interrupts:
+            command = shlex.join(["zeroband", "compare", *argv])
+            comparison = Comparison(options, command, is_stopped=lambda: interrupts.count > 0)
+            try:
+                comparison.run(Console(force_terminal=sys.stdout.isatty()))
+            except Stopped:
+                print(f"interrupted; the same command goes on. So far: {options.out / _PAGE}", file=sys.stderr)
+                return interrupts.exit_code
+    except (ConfigError, RunFailed) as error:
+        print(f"zeroband compare: {error}", file=sys.stderr)
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_FAILED
+    if lacking := comparison.lacking():
+        for line in lacking:
+            print(f"zeroband compare: {line}", file=sys.stderr)
+        return _EXIT_FAILED
+    broken = [verdict for verdict in comparison.report().verdicts if not verdict.is_met]
+    for verdict in broken:
+        print(f"zeroband compare: {verdict}", file=sys.stderr)
+    return _EXIT_NOT_MET if broken else 0
+
+
+class Comparison:
+    """All runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
+
+    def __init__(self, options: Options, command: str, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        self._options, self._command = options, command
+        self._config = load_config(options.arguments, {})
+        self._lrs = options.lrs or (self._config.optim.adamw.lr,)
+        self._files = ResultFiles(shared_folder("results"))
+        self._start_digest = warm_up(options)[1] if options.warm_steps else ""
+        limit_s = 60 * options.limit_minutes
+        self._runner = Runner(options.out, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped)
+        self.outcomes: list[Outcome] = []
+        self._trials: dict[tuple[str, float, int], Trial] = {}
+        planned = [self._trial(arm, lr, options.seeds[0]) for arm in options.methods for lr in self._lrs]
+        more_seeds = [self._trial(arm, self._lrs[0], seed) for arm in options.methods for seed in options.seeds[1:]]
+        self._work = total_work([*planned, *more_seeds])
+
+    def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
+        key = (arm.name, lr, seed)
+        if key not in self._trials:
+            self._trials[key] = trial(self._options, arm, lr, seed, start=self._start_digest)
+        return self._trials[key]
+
+    def run(self, console: Console) -> None:
+        """Until all runs are over; the page is written after each. Raises Stopped, RunFailed for the common start."""
+        with Bar(self._work, console) as bar:
+            start = self._warm_start(bar)
+            for arm in self._options.methods:
+                self._run_arm(arm, start, bar)
+        pngs = self.write()
+        console.print(markdown(self.report()), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\npage: {self._options.out / _PAGE}", highlight=False)
+        if not pngs:
+            missing = f"no PNG files: matplotlib is not installed; {way_to_extra('compare')}"
+            console.print(missing, highlight=False, markup=False, soft_wrap=True)
+
+    def _warm_start(self, bar: Bar) -> Path | None:
+        """The directory that every run starts from, made once for all comparisons that have it in common."""
+        if not self._options.warm_steps:
+            return None
+        arguments, digest = warm_up(self._options)
+        out = shared_folder("starts") / digest / "model"
+        if not out.exists():
+            samples = self._options.warm_steps * self._options.nodes * self._config.train.batch_size
+            bar.add(samples)
+            self._runner.warm_up(arguments, f"start-{digest[:10]}", out, bar.running("common start", samples))
+            bar.over(samples, f"common start: {self._options.warm_steps} steps, in {out}")
+        return out
+
+    def _run_arm(self, arm: Arm, start: Path | None, bar: Bar) -> None:
+        """All learning rates with the first seed, then the best one with the others."""
+        first, *others = self._options.seeds
+        losses: dict[float, float | None] = {}
+        for lr in self._to_try(losses, bar, arm):
+            outcome = self._outcome(self._trial(arm, lr, first), start, bar)
+            if outcome.failure:  # most likely the others would fail, too
+                untried = [self._trial(arm, rest, first) for rest in self._lrs if rest > lr]
+                bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
+                break
+            losses[lr] = outcome.loss
+        lr = best_lr(losses)
+        for seed in others:
+            if lr is not None:
+                self._outcome(self._trial(arm, lr, seed), start, bar)
+
+    def _to_try(self, losses: Losses, bar: Bar, arm: Arm) -> Iterator[float]:
+        """The learning rates that were asked for, then those that bracket the best one; `losses` grows meanwhile."""
+        yield from self._lrs
+        while len(self._lrs) > 1 and (lr := next_lr(losses, most=self._options.tries)) is not None:
+            bar.add(self._trial(arm, lr, self._options.seeds[0]).work)
+            yield lr
+
+    def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> Outcome:
+        """Of a run, made now or kept from before."""
+        on_progress = bar.running(f"{one.arm.name}, lr {one.lr:g}, seed {one.seed}", one.work)
+        kept = self._files.load(one.digest)
+        outcome = kept or self._runner.run(one, start, on_progress)
+        outcome = replace(outcome, arm=one.arm.name)  # another name may mean the same settings
+        if kept is None:
+            self._files.save(outcome)
+        self.outcomes.append(outcome)
+        if kept is None:
+            bar.over(one.work, line_of(outcome, is_kept=False))
+        else:
+            bar.drop(one.work, line_of(outcome, is_kept=True))
+        self.write()
+        return outcome
+
+    def rows(self) -> tuple[Row, ...]:
+        """The table as far as it is known."""
+        options = self._options
+        return tuple(
+            row_of(
+                arm,
+                self.outcomes,
+                options.wan,
+                overlap_steps=self._trial(arm, self._lrs[0], options.seeds[0]).overlap_steps,
+                step_s=options.step_s,
+            )
+            for arm in options.methods
+            if any(outcome.arm == arm.name for outcome in self.outcomes)
+        )
+
+    def lacking(self) -> list[str]:
+        """What keeps this comparison from showing what it was to show; empty where nothing does."""
+        failed = [f"{o.arm}, lr {o.lr:g}, seed {o.seed} failed" for o in self.outcomes if o.failure]
+        if not any(outcome.loss is not None for outcome in self.outcomes):
+            failed.append("no run ended with a loss, so nothing was compared")
+        return failed + [str(verdict) for verdict in self.report().verdicts if verdict.is_met is None]
+
+    def report(self) -> Report:
+        """What the page shows."""
+        rows, options = self.rows(), self._options
+        return Report(
+            title=options.title,
+            command=self._command,
+            setting=self._setting(),
+            rows=rows,
+            outcomes=self.outcomes,
+            verdicts=check(options.claims, rows),
+            cautions=self._cautions(),
+            charts=charts(rows, options.link),
+        )
+
+    def write(self) -> tuple[Path, ...]:
+        """The page, the table and the figures; which figures."""
+        report, out = self.report(), self._options.out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _PAGE).write_text(html(report), encoding="utf-8")
+        (out / _TABLE).write_text(markdown(report) + "\n", encoding="utf-8")
+        return write_pngs(report.charts, out)
+
+    def _setting(self) -> list[tuple[str, str]]:
+        options, config = self._options, self._config
+        params = next((outcome.params for outcome in self.outcomes if outcome.params), 0)
+        start = f"{options.warm_steps} steps of data parallel training, then fresh optimizer moments for every method"
+        return [
+            (
+                "machine",
+                f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+            ),
+            ("model", f"{params} parameters: {config.model.model_dump(exclude_none=True)}"),
+            (
+                "data",
+                f"{config.data.source.model_dump()}, {config.data.tokenizer}, {config.data.seq_length} tokens a sample",
+            ),
+            (
+                "run",
+                f"{config.train.total_steps} steps of {config.train.batch_size} samples a node, {options.nodes} nodes",
+            ),
+            ("start", start if options.warm_steps else "random weights"),
+            ("learning rates", f"{', '.join(f'{lr:g}' for lr in self._lrs)}; at most {options.tries} for each method"),
+            ("seeds", f"{', '.join(map(str, options.seeds))}; the learning rate is chosen with the first"),
+            (
+                "evaluated",
+                f"outer parameters, on {options.samples} held-out samples, at {options.points} places of a run",
+            ),
+            ("link", options.link),
+            *((arm.name, PRESETS[arm.preset].what) for arm in options.methods),
+        ]
+
+    def _cautions(self) -> list[str]:
+        """What is known to go wrong with each method's settings."""
+        params = next((outcome.params for outcome in self.outcomes if outcome.params), None)
+        return [
+            f"{arm.name}: {caution}"
+            for arm in self._options.methods
+            for caution in cautions_of(self._trial(arm, self._lrs[0], self._options.seeds[0]).config, params=params)
+        ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

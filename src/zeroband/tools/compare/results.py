@@ -1,0 +1,100 @@
+"""The outcome of each run as a JSON file, named by the digest of what it depends on. Finished ones are never repeated.
+
+A run that failed leaves a file too, so that the table can show it, and is tried again by the next comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroband.tools.compare.measure import Measured
+
+FORMAT = 1
+"""Of the files, and part of every digest: another one makes all runs anew."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The outer parameters at one place of the run."""
+
+    step: int
+    loss: float | None
+    """Held-out, nats per token; None where it is not finite."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: a method with one learning rate and one seed."""
+
+    arm: str
+    lr: float
+    seed: int
+    digest: str
+    """Of its configuration, its start and how it is evaluated."""
+    params: int = 0
+    points: tuple[Point, ...] = ()
+    measured: Measured | None = None
+    took_s: float = 0.0
+    """Wall time of the run with starting and ending its processes."""
+    failure: str = ""
+    """Why there is no loss; empty: it ended well."""
+
+    @property
+    def loss(self) -> float | None:
+        """Of the end of the run; None where it failed or diverged."""
+        return self.points[-1].loss if self.points and not self.failure else None
+
+    @property
+    def state(self) -> str:
+        """In a word, for the table."""
+        if self.failure:
+            return "failed"
+        return "done" if self.loss is not None else "diverged"
+
+
+def finite(loss: float) -> float | None:
+    """A loss as it is kept."""
+    return loss if math.isfinite(loss) else None
+
+
+class ResultFiles:
+    """The outcomes in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, digest: str) -> Outcome | None:
+        """The outcome of a run that ended well, or diverged; None where there is none, or it cannot be read."""
+        try:
+            outcome = _from_record(json.loads(self._path(digest).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, LookupError):
+            return None
+        return None if outcome.failure or outcome.digest != digest else outcome
+
+    def save(self, outcome: Outcome) -> None:
+        """Keep an outcome; a reader sees the whole file or none."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(outcome.digest)
+        draft = path.with_suffix(f".{os.getpid()}.part")
+        record = {"format": FORMAT, **dataclasses.asdict(outcome)}
+        draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.json"
+
+
+def _from_record(record: Mapping[str, Any]) -> Outcome:
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']}")
+    values: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
+    values["points"] = tuple(Point(**point) for point in record["points"])
+    values["measured"] = None if record["measured"] is None else Measured(**record["measured"])
+    return Outcome(**values)

@@ -1,0 +1,141 @@
+"""Makes one run as real processes, watches it, and takes its figures: counters, and the loss of what it committed.
+
+Runs in the main thread, which owns the processes; a run's checkpoints are removed when it is over, its metrics stay.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zeroband.checkpoint.layout import folder_of
+from zeroband.checkpoint.loading import steps_in_order
+from zeroband.checkpoint.storage import open_storage
+from zeroband.errors import ZerobandError
+from zeroband.observe.view import RunView
+from zeroband.tools.cluster.local import LocalCluster
+from zeroband.tools.compare.measure import measured
+from zeroband.tools.compare.results import Outcome, Point, finite
+from zeroband.tools.compare.trials import Trial, start_flags
+
+_POLL_S = 0.2
+_GRACE_S = 5.0
+_SHOWN_LINES = 12
+
+OnProgress = Callable[[float], None]
+"""Told the part of the run that is done, 0 to 1."""
+
+
+class RunFailed(ZerobandError):
+    """A node ended badly, or time was up."""
+
+
+class Stopped(ZerobandError):
+    """The user wants to end."""
+
+
+class Runner:
+    """Makes runs below a folder. `is_stopped` is asked all along."""
+
+    def __init__(
+        self, folder: Path, *, limit_s: float, samples: int, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._folder = folder
+        self._limit_s = limit_s
+        self._samples = samples
+        self._is_stopped = is_stopped
+
+    def run(self, trial: Trial, start: Path | None, on_progress: OnProgress) -> Outcome:
+        """The outcome of a run, also where it failed. Raises Stopped."""
+        began_s = time.monotonic()
+        outcome = Outcome(trial.arm.name, trial.lr, trial.seed, trial.digest)
+        arguments = [*trial.arguments, *start_flags(start)]
+        try:
+            view, records = self._train(trial.run_id, arguments, trial.nodes, trial.arm.is_alone, on_progress)
+            counters = measured(records)
+            points = self._evaluate(trial.run_id)
+        except Stopped:
+            raise
+        except (ZerobandError, OSError, ValueError) as error:
+            return replace(outcome, failure=str(error), took_s=time.monotonic() - began_s)
+        finally:
+            shutil.rmtree(self._checkpoints / trial.run_id, ignore_errors=True)
+        params = next((node.parameters for node in view.nodes if node.parameters), 0)
+        took_s = time.monotonic() - began_s
+        return replace(outcome, params=params, points=points, measured=counters, took_s=took_s)
+
+    def warm_up(self, arguments: Sequence[str], run_id: str, out: Path, on_progress: OnProgress) -> None:
+        """Train the common start and write it as a directory that runs start from. Raises RunFailed, Stopped."""
+        from zeroband.export.directory import write_directory  # torch, which the command's start need not wait for
+        from zeroband.export.opened import open_trained
+
+        try:
+            self._train(run_id, arguments, 1, True, on_progress)
+            trained = open_trained(str(self._checkpoints / run_id))
+            write_directory(trained.model, out, "float32")
+        finally:
+            shutil.rmtree(self._checkpoints / run_id, ignore_errors=True)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self._folder.absolute() / "checkpoints"
+
+    def _train(
+        self, run_id: str, arguments: Sequence[str], nodes: int, is_alone: bool, on_progress: OnProgress
+    ) -> tuple[RunView, list[list[dict[str, object]]]]:
+        """From the first start to the last exit; the run as its files show it, and the metrics of each node."""
+        for folder in (self._folder / "runs" / run_id, self._checkpoints / run_id):
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted comparison
+        cluster = LocalCluster(
+            self._folder / "runs",
+            [*arguments, f"--ckpt.path={self._checkpoints}"],
+            nodes=nodes,
+            run_id=run_id,
+            alone=is_alone,
+        )
+        with cluster:
+            for _ in range(nodes):
+                cluster.start()
+            self._watch(cluster, on_progress)
+            return cluster.view(), [node.metrics() for node in cluster.nodes.values()]
+
+    def _watch(self, cluster: LocalCluster, on_progress: OnProgress) -> None:
+        """Until all nodes have ended well. Raises RunFailed as soon as one has not, Stopped when asked to."""
+        end_s = time.monotonic() + self._limit_s
+        while cluster.running:
+            for node in cluster.nodes.values():
+                if node.exit_code:
+                    raise RunFailed(f"{node.node_id} ended with {node.exit_code}: {node.console_tail(_SHOWN_LINES)}")
+            if self._is_stopped():
+                cluster.stop(grace_s=_GRACE_S)
+                raise Stopped("interrupted")
+            if time.monotonic() > end_s:
+                raise RunFailed(f"not over after {self._limit_s:g} s")
+            view = cluster.view()
+            total = max((node.total_steps or 0 for node in view.nodes), default=0)
+            if total:
+                on_progress(min(node.step for node in view.nodes) / total)
+            time.sleep(_POLL_S)
+        for node in cluster.nodes.values():
+            if node.exit_code:
+                raise RunFailed(f"{node.node_id} ended with {node.exit_code}: {node.console_tail(_SHOWN_LINES)}")
+        if wrong := cluster.view().disagreements:
+            raise RunFailed(f"nodes held different outer states after rounds {', '.join(map(str, wrong))}")
+
+    def _evaluate(self, run_id: str) -> tuple[Point, ...]:
+        """Held-out loss of every outer state that was kept, in the order of the steps."""
+        from zeroband.export.held_out import evaluate_checkpoint
+        from zeroband.tools.offline.device import device_of  # torch, as above
+
+        steps = sorted(steps_in_order(open_storage(str(self._checkpoints), run_id)))
+        if not steps:
+            raise RunFailed("the run left no checkpoint")
+        points: list[Point] = []
+        for step in steps:
+            where = str(self._checkpoints / run_id / folder_of(step))
+            result = evaluate_checkpoint(where, device_of(None), samples=self._samples)
+            points.append(Point(step, finite(result.loss)))
+        return tuple(points)

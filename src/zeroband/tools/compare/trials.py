@@ -1,0 +1,142 @@
+"""One run to make: a method, a learning rate, a seed; the flags that it is, and the digest of all it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import zeroband
+from zeroband.config.cautions import overlap_steps, round_steps
+from zeroband.config.load import load_config
+from zeroband.config.outer import CustomConfig
+from zeroband.config.schema import RunConfig
+from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
+from zeroband.tools.compare.options import Options
+from zeroband.tools.compare.results import FORMAT
+
+WARM_SEED = 271828
+"""Of the common start's data, so that no run begins with the samples that it has just seen."""
+
+_OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.init_from", "ckpt.path", "ckpt.retry_s")
+_SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
+_CODE = (".py", ".cpp", ".h", ".inl")
+_ONLY_LOOKS = (
+    *("cli.py", "observe/", "runtime/run_report.py", "tools/ctl.py"),
+    *(f"tools/{name}/" for name in ("chaos", "compare", "demo", "doctor", "plan")),
+)
+_QUIET = ("--export=none", "--resume=none", "--observe.sample-prompt=none", "--observe.wandb=none")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run before it is made."""
+
+    arm: Arm
+    lr: float
+    seed: int
+    nodes: int
+    arguments: tuple[str, ...]
+    """Of every node, without where it writes."""
+    config: RunConfig
+    digest: str
+
+    @property
+    def run_id(self) -> str:
+        """Names it to people and keeps it apart from others."""
+        return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.arm.name)[:32]}-{self.lr:g}-{self.seed}-{self.digest[:10]}"
+
+    @property
+    def work(self) -> int:
+        """Samples that all nodes train on."""
+        return self.nodes * self.config.train.total_steps * self.config.train.batch_size
+
+    @property
+    def overlap_steps(self) -> int:
+        """Inner steps during which a mean may travel."""
+        return 0 if self.config.outer is None else overlap_steps(self.config.outer.model_dump())
+
+
+def trial(options: Options, arm: Arm, lr: float, seed: int, *, start: str) -> Trial:
+    """The run of a method. `start`: digest of the common start. Raises ConfigError where settings do not fit."""
+    nodes = 1 if arm.is_alone else options.nodes
+    chosen = flags_of(arm, nodes=nodes, inner_steps=options.inner_steps)
+    common = [
+        *options.arguments,
+        *_QUIET,
+        *(f"--run.seed={seed}", f"--optim.adamw.lr={lr!r}", "--ckpt.keep-last=100000"),
+        *(f"--elastic.start-nodes={nodes}", f"--elastic.min-nodes={nodes}"),
+        *chosen,
+    ]
+    config = load_config(common, {} if arm.is_alone else NO_STORE)
+    arguments = (*common, f"--ckpt.every-rounds={_rounds_between(config, options.points)}")
+    config = load_config(arguments, {} if arm.is_alone else NO_STORE)
+    custom = digest_of_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else ""
+    digest = digest_of(config, nodes, {"start": start, "samples": options.samples, "algorithm": custom})
+    return Trial(arm, lr, seed, nodes, arguments, config, digest)
+
+
+def warm_up(options: Options) -> tuple[tuple[str, ...], str]:
+    """Flags and digest of the common start: one node with the batch of all, which is data parallel training."""
+    base = load_config(options.arguments, {})
+    lr = base.optim.adamw.lr if options.warm_lr is None else options.warm_lr
+    batch = options.nodes * base.train.batch_size
+    arguments = (
+        *options.arguments,
+        *_QUIET,
+        *(f"--train.total-steps={options.warm_steps}", f"--train.batch-size={batch}", f"--optim.adamw.lr={lr!r}"),
+        *(f"--run.seed={WARM_SEED}", f"--ckpt.every-rounds={options.warm_steps}"),
+    )
+    return arguments, digest_of(load_config(arguments, {}), 1, {})
+
+
+def _rounds_between(config: RunConfig, points: int) -> int:
+    """Rounds between two places at which the outer state is kept.
+
+    With updates that overlap, keeping it makes all nodes wait and agree, which changes the run: few points.
+    """
+    outer: Mapping[str, Any] = {"type": "ddp"} if config.outer is None else config.outer.model_dump()
+    rounds = config.train.total_steps / (round_steps(outer) or 1) * (outer.get("fragments") or 1)
+    return max(1, round(rounds / points))
+
+
+def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any]) -> str:
+    """What the outcome of a run depends on: not where it runs, nor where it writes."""
+    plain = config.model_dump(mode="json", exclude=set(_SECTIONS_OF_THIS_MACHINE))
+    for key in _OF_THIS_MACHINE:
+        section, _, name = key.partition(".")
+        plain[section].pop(name, None)
+    record = {"format": FORMAT, "code": code_digest(), "nodes": nodes, "config": plain, **about}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def code_digest() -> str:
+    """Of the code that trains: runs of another one are not these runs. What only looks or shows is left out."""
+    root, seen = Path(zeroband.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.suffix in _CODE and not name.startswith(_ONLY_LOOKS):
+            seen.update(f"{name}\0".encode() + path.read_bytes())
+    return seen.hexdigest()[:32]
+
+
+def shared_folder(name: str) -> Path:
+    """A folder that all comparisons share: what one has made serves the others, by digest."""
+    return Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / f"compare-{name}"
+
+
+def start_flags(start: Path | None) -> list[str]:
+    """Where a run takes its weights from."""
+    return [] if start is None else [f"--train.init-from={start.absolute()}"]
+
+
+def total_work(trials: Sequence[Trial]) -> int:
+    """Samples of several runs."""
+    return sum(one.work for one in trials)

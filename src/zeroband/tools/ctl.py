@@ -1,0 +1,158 @@
+"""`zeroband ctl pause | resume | drain NODE | rollback --step N | status @config`: orders to a whole run.
+
+They go through the run's store and are in force from the next round on, on all nodes at once; every node writes into
+its events what it did. The configuration is the one that `train` runs with: it names the store and the run.
+Exit codes: 0 done, 2 the order makes no sense for this run or the arguments are wrong, 1 the store is out of reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from zeroband.checkpoint.authenticity import Trust
+from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.config import RunConfig, load_config
+from zeroband.config.resume import ResumeConfig
+from zeroband.elastic.membership import orders
+from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
+
+_EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
+_STORE_PATIENCE_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Give one order, and say what will happen. Returns the exit code."""
+    options, rest = _parser().parse_known_args(argv)
+    try:
+        config = load_config(rest)
+        if config.store.url is None:
+            raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
+        url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
+        token = config.run.token.get_secret_value() if config.run.token else None
+        key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
+        with closing(Store(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)) as store:
+            store.require_token()
+            print(_obey(options, config, store))
+    except ConfigError as error:
+        print(f"zeroband ctl: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except StoreLost as error:
+        print(f"zeroband ctl: {error}", file=sys.stderr)
+        return _EXIT_UNREACHED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband ctl", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ORDER")
+    actions.add_parser("status", help="how the run stands in its store")
+    actions.add_parser("pause", help="members wait at their next boundary, with their leases")
+    actions.add_parser("resume", help="ends a pause")
+    drain = actions.add_parser("drain", help="a node leaves after its round", allow_abbrev=False)
+    drain.add_argument("node", metavar="NODE", help="its node.id")
+    rollback = actions.add_parser("rollback", help="all members go back to a checkpoint", allow_abbrev=False)
+    rollback.add_argument("--step", type=int, required=True, help="inner step of the checkpoint")
+    return parser
+
+
+def _obey(options: argparse.Namespace, config: RunConfig, store: Store) -> str:
+    """Do what the arguments say; what to tell the user. Raises ConfigError."""
+    view = store.view(FOUNDING_ROUND)
+    if not view.is_known:
+        raise ConfigError(f"this store has no run.id={config.run.id!r}; name the run and the store of its nodes")
+    match options.action:
+        case "pause":
+            store.give_orders(orders.pause)
+            return f"{_boundary(view)}, all nodes wait there until `zeroband ctl resume`"
+        case "resume":
+            store.give_orders(orders.go_on)
+            return "the run goes on"
+        case "drain":
+            node_id: str = options.node
+            alive = {member: view.peers[member].node_id for member in view.alive if member in view.peers}
+            store.give_orders(lambda given: orders.drain(given, node_id, alive))
+            return f"{node_id} leaves after its round"
+        case "rollback":
+            step, steps = options.step, _good_steps(config, options.step)
+            store.give_orders(lambda given: orders.roll_back(given, step, steps))
+            return f"{_boundary(view)}, all nodes go back to the checkpoint of step {step}"
+        case _:
+            return describe(config.run.id, store.view(_next_round(view)))
+
+
+def _good_steps(config: RunConfig, wanted: int) -> list[int]:
+    """Steps of the run's checkpoints; the one that is wanted only if its files are all there. Raises ConfigError."""
+    if config.ckpt.path is None:
+        raise ConfigError("this configuration has no ckpt.path: give the one of the run's nodes")
+    storage = open_storage(config.ckpt.path, config.run.id)
+    try:
+        steps = steps_in_order(storage)
+        if wanted in steps:
+            token, resume = config.run.token, config.resume or ResumeConfig()
+            trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
+            open_checkpoint(storage, wanted, trust=trust).require_sizes()
+    except OSError as error:
+        raise ConfigError(f"cannot look into {storage.url}: {reason_of(error)}") from error
+    except CheckpointDamaged as error:
+        raise ConfigError(f"the checkpoint of step {wanted} cannot be taken: {error}") from error
+    return steps
+
+
+def _next_round(view: View) -> int:
+    return FOUNDING_ROUND if view.committed is None else view.committed.round + 1
+
+
+def _boundary(view: View) -> str:
+    begun = view.opening is not None and view.opening.round == _next_round(view)
+    return f"after round {_next_round(view)}" if begun else f"before round {_next_round(view)}"
+
+
+def describe(run_id: str, view: View) -> str:
+    """The run as its store shows it, for a person; `view`: of the next round."""
+    lines = [f"run {run_id}: {_state(view)}"]
+    if view.committed is not None:
+        progress, opening = Progress.from_record(view.committed.payload["progress"]), view.committed.opening
+        lines.append(f"round {opening.round}, epoch {opening.epoch}, inner step {progress.inner_step}")
+    if view.orders.rollback is not None:
+        lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
+    rows = [_row(member, view) for member in sorted(view.alive)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _state(view: View) -> str:
+    committed = view.committed
+    if committed is None:
+        return f"not founded yet, {len(view.alive)} nodes are here"
+    if Progress.from_record(committed.payload["progress"]).is_complete:
+        return "complete"
+    if not view.alive:
+        return "no node holds a lease"
+    if view.orders.is_paused:
+        waiting = sum(member in view.ready for member in committed.members)
+        return f"paused, {waiting} of {len(committed.members)} members wait before round {committed.round + 1}"
+    return f"{len(view.alive)} nodes"
+
+
+def _row(member: str, view: View) -> tuple[str, str, str]:
+    """Member, address, what it does."""
+    peer = view.peers.get(member)
+    is_member = view.committed is not None and member in view.committed.members
+    doing = "at the boundary" if member in view.ready else "in its round" if is_member else "joining"
+    leaves = ", leaves after its round" if member in view.orders.leaving else ""
+    return member, "-" if peer is None else f"{peer.host}:{peer.port}", doing + leaves
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""The story of the demo: start four nodes, kill one at about a third, start it again at about half, end together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from zeroband.config import RunConfig, load_config
+from zeroband.config.outer import RoundsConfig
+from zeroband.errors import ConfigError, ZerobandError
+from zeroband.observe.view import RunView
+from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.asked import asked_run
+from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
+from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
+from zeroband.tools.demo.scene import Chronicle, Scene
+from zeroband.tools.demo.screen import Screen, open_screen
+
+NODES = tuple(f"node{number}" for number in range(4))
+VICTIM = "node2"
+KILL_AT, RESTART_AT = 0.3, 0.42
+"""Share of all inner steps that the others have done when it happens. Measured: they do another third of the demo's
+steps while the node imports torch, twice, on shared cores; so it is back for the last quarter."""
+
+_CONFIG = Path(__file__).parents[4] / "configs" / "demo.toml"
+_SAMPLE = "sample.txt"
+_FRAME_S = 0.25
+_DEADLINE_S = 1800.0
+_EXIT_FAILED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+
+
+class DemoFailed(ZerobandError):
+    """A node ended that should not have."""
+
+
+class Act(Enum):
+    """What the audience is waiting for."""
+
+    TOGETHER = f"Next: {VICTIM} is killed with SIGKILL, at step {{kill_step}}."
+    WITHOUT = f"{VICTIM} is dead, the others go on. Next: it is started again, at step {{restart_step}}."
+    BACK = f"{VICTIM} was started again; it fetches the others' state and goes on with them to step {{total_steps}}."
+
+
+def turning_points(total_steps: int) -> tuple[int, int]:
+    """The steps of the nodes that go on at which the victim is killed and started again."""
+    return round(KILL_AT * total_steps), round(RESTART_AT * total_steps)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo. Returns the exit code: 0 when all ended well and every node holds the same outer state."""
+    _, overrides = _parser().parse_known_args(argv)
+    try:
+        with counted_interrupts() as interrupts, open_cluster(overrides) as cluster:
+            story = Story(cluster, load_config(cluster.arguments, cluster.environment(NODES[0], 1)))
+            with open_screen(sys.stdout) as screen:
+                story.play(screen, interrupts)
+            if interrupts.count:
+                return interrupts.exit_code
+            print(f"\n{story.epilogue()}")
+            return 0 if is_one_state(final_digests(cluster.view(), NODES)) else _EXIT_DIVERGED
+    except ConfigError as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except DemoFailed as error:
+        print(f"zeroband: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="zeroband demo",
+        usage="zeroband demo [@file.toml ...] [--section.key value ...]",
+        description="Four nodes on this machine train a small model on real text; one is killed and comes back. "
+        f"Settings: configs/{_CONFIG.name}, and over it whatever is given here.",
+        allow_abbrev=False,
+    )
+
+
+def open_cluster(overrides: Sequence[str]) -> LocalCluster:
+    """The demo's nodes, not started yet. Raises ConfigError."""
+    if not _CONFIG.is_file():
+        raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
+    arguments = [f"@{_CONFIG}", *overrides]
+    directory, run_id = asked_run(arguments, "demo")
+    store_url = os.environ.get("ZERO_BAND_STORE__URL")
+    return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
+
+
+class Story:
+    """The demo from its first to its last scene."""
+
+    def __init__(self, cluster: LocalCluster, config: RunConfig) -> None:
+        self._cluster = cluster
+        self._total_steps = config.train.total_steps
+        self._kill_step, self._restart_step = turning_points(self._total_steps)
+        steps_per_round = config.outer.phase_steps if isinstance(config.outer, RoundsConfig) else 1
+        self._total_rounds = -(-self._total_steps // steps_per_round)
+        self._started_at_s = time.time()
+        self._from_s = time.monotonic()
+        self._chronicle = Chronicle(self._started_at_s)
+        self._act = Act.TOGETHER
+
+    def play(self, screen: Screen, interrupts: Interrupts) -> None:
+        """Until every node has ended or the user wants to stop. Raises DemoFailed."""
+        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with a launcher of its own")
+        screen.show(self._scene())
+        for node_id in NODES:
+            self._cluster.start(node_id)
+        while not interrupts.count:
+            is_over = not self._cluster.running
+            scene = self._scene()
+            screen.show(scene)
+            if is_over:
+                return
+            self._check(scene.run)
+            self._advance(scene.step)
+            time.sleep(_FRAME_S)
+
+    def _scene(self) -> Scene:
+        view = self._cluster.view()
+        self._chronicle.add(view.events)
+        return Scene(
+            run=view,
+            elapsed_s=time.monotonic() - self._from_s,
+            node_ids=NODES,
+            down=frozenset([VICTIM]) if self._act is Act.WITHOUT else frozenset(),
+            total_steps=self._total_steps,
+            total_rounds=self._total_rounds,
+            notes=self._chronicle.notes,
+            next_act=self._act.value.format(
+                kill_step=self._kill_step, restart_step=self._restart_step, total_steps=self._total_steps
+            ),
+        )
+
+    def _advance(self, step: int) -> None:
+        """Go to the next act when its time has come."""
+        if self._act is Act.TOGETHER and step >= self._kill_step:
+            self._cluster.nodes[VICTIM].kill()
+            self._chronicle.say(time.time(), f"SIGKILL: every process of {VICTIM} is gone")
+            self._act = Act.WITHOUT
+        elif self._act is Act.WITHOUT and step >= self._restart_step:
+            self._cluster.restart(VICTIM)
+            self._chronicle.say(time.time(), f"{VICTIM} is started again, as after a repair")
+            self._act = Act.BACK
+
+    def _check(self, run: RunView) -> None:
+        """Raise DemoFailed when a node ended by itself and not well, or when nothing good can come any more."""
+        for node_id, node in self._cluster.nodes.items():
+            is_killed = node_id == VICTIM and self._act is Act.WITHOUT
+            if node.exit_code and not is_killed:
+                code, tail = node.exit_code, node.console_tail()
+                raise DemoFailed(f"{node_id} ended with exit code {code}; the end of {node.console}:\n{tail}")
+        is_last = [node.node_id for node in self._cluster.running] == [VICTIM]
+        if is_last and not any(node.node_id == VICTIM and node.starts > 1 and node.member_id for node in run.nodes):
+            longer = f"--train.total_steps {2 * self._total_steps}"
+            raise DemoFailed(f"the run was over before {VICTIM} was back; make it longer: {longer}")
+        if time.monotonic() - self._from_s > _DEADLINE_S:
+            raise DemoFailed(f"not over after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
+
+    def epilogue(self) -> str:
+        """The last words."""
+        sample = self._cluster.run_dir / NODES[0] / _SAMPLE
+        return epilogue(
+            self._cluster.view(),
+            NODES,
+            run_dir=self._cluster.run_dir,
+            sample=sample.read_text(errors="replace") if sample.exists() else None,
+            took_s=time.monotonic() - self._from_s,
+        )

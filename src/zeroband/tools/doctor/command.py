@@ -1,0 +1,54 @@
+"""`zeroband doctor @config --nodes N`: can this machine take part, and what do its links to the others carry?
+
+Run it on all nodes at the same time. Exit codes: 0 a run would
+work; 2 wrong arguments; 3 it would not start, or most likely not reach its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from zeroband.checks.finding import Finding
+from zeroband.checks.quick import asked_config
+from zeroband.errors import ConfigError
+
+_EXIT_CONFIG, _EXIT_PROBLEM = 2, 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Look, print what was seen and what to do about it. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="zeroband doctor", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes are examined at the same time")
+    parser.add_argument("--wait-s", type=float, default=60.0, help="how long to wait for the others")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        config = asked_config(rest)
+        if config.store.url is None and options.nodes > 1:
+            raise ConfigError("--nodes needs store.url, through which the nodes find each other")
+    except ConfigError as error:
+        print(f"zeroband doctor: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    from zeroband.tools.doctor.machine import look_at_machine  # torch, for right arguments only
+    from zeroband.tools.doctor.outside import look_outside
+
+    findings = list(look_at_machine(config, os.environ, options.nodes if options.nodes > 1 else None))
+    if config.store.url is not None:
+        findings += look_outside(config, options.nodes, options.wait_s)
+    _show(findings)
+    return _EXIT_PROBLEM if any(finding.is_fatal for finding in findings) else 0
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        mark = "FAIL" if finding.is_fatal and finding.advice else "note" if finding.advice else "ok"
+        print(f"{mark:<5} {finding.what:<{width}}  {finding.seen}")
+        if finding.advice:
+            print(f"{'':<5} {'':<{width}}  -> {finding.advice}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

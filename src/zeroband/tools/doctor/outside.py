@@ -1,0 +1,70 @@
+"""What a node sees outside of it: the store, its own address, the other nodes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+
+from zeroband.checks.finding import Finding
+from zeroband.config import RunConfig
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.kernels import native
+from zeroband.node.identity import node_id_of
+from zeroband.runtime.transport_setup import address_towards, door_of
+from zeroband.tools.doctor.machine import look_at_address
+from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
+
+_STORE_PATIENCE_S = 5.0
+
+
+def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
+    """The store, this node's address, and the others."""
+    assert config.store.url is not None
+    url = config.store.url.get_secret_value()
+    store = Store(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
+    try:
+        host = config.node.advertise_host or address_towards(url)
+        findings = [_time_store(store), look_at_address(host, config)]
+        if nodes > 1 and native.problem() is None:
+            findings += _look_at_pairs(config, store, host, nodes, wait_s)
+        elif nodes > 1:
+            findings.append(Finding("nodes", "not met", "links are measured with the native library, which is missing"))
+        return findings
+    except (StoreLost, ConfigError, OSError) as error:
+        return [Finding("store and network", "failed", str(error), stops="start")]
+    finally:
+        store.close()
+
+
+def _time_store(store: Store) -> Finding:
+    store.reach(patience_s=_STORE_PATIENCE_S)
+    times: list[float] = []
+    for _ in range(10):
+        began_at_s = time.perf_counter()
+        store.reach(patience_s=_STORE_PATIENCE_S)
+        times.append(time.perf_counter() - began_at_s)
+    return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
+
+
+def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
+    key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
+    door = door_of(config, host, key)
+    with Meeting(store, node_id_of(config), door, key, is_sealed=config.comm.encryption) as meeting:
+        print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
+        peers = meeting.gather(nodes, wait_s)
+        if len(peers) < nodes:
+            came = ", ".join(sorted(peers))
+            advice = "run it on all of them at the same time"
+            yield Finding("nodes", f"{len(peers)} of {nodes} came ({came})", advice, stops="start")
+        yield from (_pair(pair) for pair in meeting.measure(meeting.probe()))
+
+
+def _pair(pair: PairFinding) -> Finding:
+    ways = {"there": pair.we_reach_it, "back": pair.it_reaches_us}
+    reach = ", ".join(f"{way} {'yes' if works else 'no'}" for way, works in ways.items())
+    rate = "" if pair.mbit is None or pair.rtt_ms is None else f", {pair.mbit:.0f} Mbit/s, RTT {pair.rtt_ms:.1f} ms"
+    stops = "start" if pair.advice else None
+    return Finding(f"node {pair.other}", f"{pair.address} {reach}{rate}", pair.advice, stops=stops)

@@ -1,0 +1,206 @@
+"""What the links between nodes carry: every node measures with every other one, two and two at a time.
+
+The nodes find each other through the store, under a run of its own beside the one that is asked about, and talk through
+the same port, handshake and data path as in a run.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.membership.epoch import Peer
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.dial import Address
+from zeroband.elastic.transport.engine import Engine, Operation, State
+from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
+from zeroband.elastic.transport.handshake import Purpose
+from zeroband.elastic.transport.links import Links, Wanted
+from zeroband.elastic.transport.shape import shape_of
+from zeroband.kernels.codec import CODECS
+
+LEASE_S = 3.0
+_RENEW_S = 0.5
+_LONG_ENOUGH_S = 1.0
+_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+"""Values that two nodes exchange, each time more, until it takes long enough."""
+
+_STEPS = 2 * len(_SIZES)
+_STREAMS = 8
+_CONNECT_S, _PAIR_S, _ANSWER_S = 10.0, 60.0, 2.0
+_RUN = 1
+
+
+@dataclass(frozen=True)
+class PairFinding:
+    """This node and another one. Rates are None where there was no transfer."""
+
+    other: str
+    address: str
+    we_reach_it: bool
+    it_reaches_us: bool
+    rtt_ms: float | None = None
+    mbit: float | None = None
+    """Of payload, in each direction at the same time."""
+
+    @property
+    def advice(self) -> str:
+        if not self.we_reach_it:
+            return f"{self.address} does not answer: open its port, or set node.advertise_host and node.port there"
+        if not self.it_reaches_us:
+            return "it does not reach this node: open node.port here, or set node.advertise_host and advertise_port"
+        if self.mbit is None:
+            return "it answers, but no transfer came through: is run.token the same, and comm.encryption?"
+        return ""
+
+
+class Meeting:
+    """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
+
+    def __init__(self, store: Store, node_id: str, door: Door, key: RunKey, *, is_sealed: bool) -> None:
+        self.member_id = node_id
+        self._store = store
+        self._door = door
+        guardian, trainer = channel()
+        self._calls = guardian
+        self._links = Links(Engine(threads=1), key, is_sealed)
+        self._inbox = Inbox({Purpose.DATA: self._links.accept})
+        self._inbox.attach(trainer)
+
+        async def pass_on(connection: socket.socket, what: HandedOver) -> None:
+            hand_over(guardian, connection, what)
+
+        self._monitor = LinkMonitor(
+            door.bind_host or door.host,
+            port=door.bind_port,
+            identity=Identity(node_id, key, is_sealed),
+            take=pass_on,
+            detect_s=LEASE_S,
+            on_gone=lambda member: None,
+        )
+        self._is_first = True
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store.release_lease(self.member_id)
+        self._monitor.close()
+        self._inbox.close()
+        self._links.close()
+        self._links.engine.close()
+        self._calls.close()
+
+    @property
+    def port(self) -> int:
+        return self._door.port or self._monitor.port
+
+    def look(self) -> dict[str, Peer]:
+        """Show that this node is here; everybody who is."""
+        peer = Peer(self.member_id, self._door.host, self.port, False, self._monitor.cut_off())
+        peers = self._store.renew_lease(self.member_id, peer, first=self._is_first) or {}
+        self._is_first = False
+        self._monitor.watch({m: (p.host, p.port) for m, p in peers.items() if m != self.member_id})
+        return peers
+
+    def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
+        """Wait for so many nodes, or so long."""
+        end_s = time.monotonic() + wait_s
+        while len(peers := self.look()) < nodes and time.monotonic() < end_s:
+            time.sleep(_RENEW_S)
+        return peers
+
+    def probe(self) -> dict[str, Peer]:
+        """Give the probes the time to find out who does not answer."""
+        end_s = time.monotonic() + 2 * LEASE_S
+        while time.monotonic() < end_s:
+            self.look()
+            time.sleep(_RENEW_S)
+        return self.look()
+
+    def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
+        """Exchange data with every other node in turn, all in the same order."""
+        wanted = {m: Wanted((p.host, p.port), _STREAMS) for m, p in peers.items() if m != self.member_id}
+        cut_off = peers[self.member_id].cut_off
+        refused = {m for m in cut_off if m in wanted and _takes_connections(wanted[m].address)}  # so does another token
+        self._links.connect(self.member_id, wanted, _after(_CONNECT_S))
+        findings: list[PairFinding] = []
+        for turn, other in partners(sorted(peers), self.member_id):
+            peer = peers[other]
+            is_cut, is_refused = other in cut_off, other in refused
+            reached = is_refused or not is_cut, is_refused or self.member_id not in peer.cut_off
+            mbit = self._exchange(turn, other) if self._links.state(other).is_up else None
+            rtt_ms = None if mbit is None else 1e3 * self._links.state(other).rtt_s
+            findings.append(PairFinding(other, f"{peer.host}:{peer.port}", *reached, rtt_ms, mbit))
+            self.look()
+        return findings
+
+    def _exchange(self, turn: int, other: str) -> float | None:
+        """Mbit/s in each direction; None where there was no transfer."""
+        mbit: float | None = None
+        for step, numel in enumerate(_SIZES):
+            exchanged = self._average(_STEPS * turn + 2 * step, other, torch.zeros(numel))
+            if exchanged is None:
+                break
+            agreed = self._average(_STEPS * turn + 2 * step + 1, other, torch.tensor([exchanged[1]]))
+            if agreed is None:
+                break
+            mean_s = float(agreed[0][0])
+            mbit = CODECS["fp32"].encoded_size(numel) * 8 / mean_s / 1e6
+            if mean_s > _LONG_ENOUGH_S:
+                break
+        return mbit
+
+    def _average(self, number: int, other: str, values: Tensor) -> tuple[Tensor, float] | None:
+        """The mean of both nodes' values, and the seconds that it took. Every node counts the numbers alike."""
+        pair, result, is_over = sorted((self.member_id, other)), torch.zeros_like(values), _after(_PAIR_S)
+        shape = shape_of(values.numel(), CODECS["fp32"], [0.5, 0.5])
+        numbers = [self._links.number(member) for member in pair]
+        operation = Operation(_RUN, number + 1 << 16, 1, number)
+        began_at_s = time.monotonic()
+        reduction = self._links.engine.start(operation, shape, pair.index(self.member_id), numbers, values, result)
+        try:
+            while reduction.wait(0.1) == State.RUNNING and not is_over():
+                pass
+            if reduction.wait(0) != State.DONE:
+                return None
+            return result, time.monotonic() - began_at_s
+        finally:
+            reduction.close()
+
+
+def partners(members: Sequence[str], own: str) -> list[tuple[int, str]]:
+    """The turns of a tournament in which everybody has one partner at a time, and who it is in each."""
+    seats: list[str | None] = [*members, *([None] if len(members) % 2 else [])]
+    order: list[tuple[int, str]] = []
+    for turn in range(len(seats) - 1):
+        circle = [seats[0], *seats[1 + turn :], *seats[1 : 1 + turn]]
+        for a, b in zip(circle, reversed(circle), strict=True):
+            if a == own and b is not None:
+                order.append((turn, b))
+    return order
+
+
+def _takes_connections(address: Address) -> bool:
+    """Whether anything listens there, whatever it says."""
+    try:
+        socket.create_connection(address, timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    end_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > end_s

@@ -1,0 +1,25 @@
+"""Text that a trained model continues a prompt with."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroband.export.directory import TrainedModel
+from zeroband.model.sample import generate
+
+
+def continuation(
+    model: TrainedModel, prompt: str, device: torch.device, *, tokens: int, temperature: float, seed: int
+) -> str:
+    """What follows a prompt at the start of a document, up to the document's end."""
+    end = model.tokenizer.end_of_document
+    begun = [end, *model.tokenizer.encode(prompt).tolist()]
+    generated = generate(
+        model.build(device),
+        torch.tensor(begun, device=device),
+        max_new_tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        context=model.seq_length,
+    ).tolist()[len(begun) :]
+    return model.tokenizer.decode(generated[: generated.index(end)] if end in generated else generated)

@@ -1,0 +1,56 @@
+"""`zeroband eval CKPT`: loss and bits per byte on the text that the run held out.
+
+    zeroband eval runs/checkpoints/my-run                              the run's own data, as its checkpoint records it
+    zeroband eval runs/checkpoints/my-run/step_00001000 @other.toml    the data of another configuration
+
+CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest one), or an exported directory.
+Of a configuration, only [data] and run.seed count; flags such as --data.hold_out change it. A directory has its
+own tokenizer, which gives the ids that its model was trained with, so data.tokenizer does not count there.
+Exit codes: 0 done, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zeroband.errors import ZerobandError
+from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate and print. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zeroband eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_checkpoint(parser)
+    add_device(parser)
+    parser.add_argument("--samples", type=positive, default=512, help="most held-out samples to use (default: 512)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="samples in one forward pass (default: 8)")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        _evaluate(options, rest)
+    except ZerobandError as error:
+        print(f"zeroband eval: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return 0
+
+
+def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    from zeroband.export.held_out import loss_of, open_held_out
+    from zeroband.tools.offline.device import device_of  # torch, for right arguments only
+
+    device = device_of(options.device)
+    opened = open_asked(options, "eval")
+    held_out = open_held_out(opened, rest)
+    result = loss_of(opened, held_out, device, samples=options.samples, batch_size=options.batch_size)
+    index = held_out.index
+    print(f"checkpoint       {opened.what}")
+    print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
+    print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
+    print(f"loss             {result.loss:.6f} nats per token")
+    print(f"bits per byte    {result.bits_per_byte:.6f}")

@@ -1,0 +1,52 @@
+"""`zeroband export CKPT OUT`: a directory that transformers' AutoModelForCausalLM and vLLM load, tokenizer included.
+
+CKPT is the folder or URL of one checkpoint, or the root of a run's checkpoints (its latest one). With transformers here
+(extra `hf`), what it computes from OUT is compared with what we compute from CKPT.
+Exit codes: 0 exported, 1 exported but transformers computes something else, 2 wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroband.config.export import EXPORT_DTYPES
+from zeroband.errors import ZerobandError
+from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, open_asked
+
+_EXIT_DIFFERS = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export, compare and print. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zeroband export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_checkpoint(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    parser.add_argument("--no-parity", action="store_true", help="do not compare with transformers")
+    options = parser.parse_args(argv)
+    try:
+        return _export(options)
+    except ZerobandError as error:
+        print(f"zeroband export: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def _export(options: argparse.Namespace) -> int:
+    from zeroband.export.directory import require_free, write_directory  # torch, for right arguments only
+    from zeroband.export.parity import check_parity, describe
+
+    require_free(options.out)
+    opened = open_asked(options, "export")
+    size = write_directory(opened.model, options.out, options.dtype)
+    print(f"exported  {opened.what} as {options.dtype} to {options.out}: {size / 1e6:.1f} MB")
+    if options.no_parity:
+        print("parity    not checked, as asked")
+        return 0
+    parity = check_parity(opened.model, options.out, options.dtype)
+    print(f"parity    {describe(parity)}")
+    return 0 if parity is None or parity.is_equal else _EXIT_DIFFERS

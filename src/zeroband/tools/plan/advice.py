@@ -1,0 +1,96 @@
+"""Which method to take, and why: rules on forecasts. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroband.config.outer import SparseLocoConfig
+from zeroband.config.stability import Caution, Setting, cautions, safe_lr
+from zeroband.tools.plan.forecast import Forecast, Job
+
+_KNOWN_LOSS = {
+    "ddp": "the reference: nothing is lost",
+    "diloco": "within 0.4 % of data parallel training at 150M over a long run (OpenDiLoCo)",
+    "streaming": "as good as DiLoCo from 35M to 4B with an overlap of a few steps (published)",
+    "eager": "0.4 % behind at 1B, about 3 % at 35M, with two nodes (published)",
+    "sparseloco": "at least as good as DiLoCo at 512M to 72B (published, second-hand)",
+    "demo": "as good as AdamW from 300M (DeMo) or 1.2B (DisTrO) on, not below (published)",
+}
+
+
+@dataclass(frozen=True)
+class OuterKnobs:
+    """The outer optimizer to judge; None: what is safe for each method."""
+
+    lr: float | None = None
+    momentum: float = 0.9
+    total_steps: int | None = None
+    """Inner steps of the run, where known."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The method to take."""
+
+    forecast: Forecast
+    reasons: tuple[str, ...]
+    cautions: tuple[Caution, ...]
+
+
+def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Caution, ...]:
+    """What is known to go wrong with a forecast's method under these settings."""
+    rule = SparseLocoConfig(type="sparseloco")
+    is_sparse = forecast.method == "sparseloco"
+    setting = Setting(
+        method=forecast.method,
+        nodes=job.nodes,
+        params=job.params,
+        inner_steps=forecast.round_steps,
+        total_steps=knobs.total_steps,
+        lr=safe_lr(forecast.method, job.nodes, knobs.momentum) if knobs.lr is None else knobs.lr,
+        momentum=knobs.momentum,
+        overlap=job.overlap,
+        density=rule.k / rule.chunk**2 if is_sparse else None,
+        decay=rule.decay,
+    )
+    return cautions(setting)
+
+
+def advise(found: Sequence[Forecast], job: Job, knobs: OuterKnobs, target: float) -> Advice:
+    """The first method that keeps the nodes busy with the fewest cautions; where none does, the one that comes closest.
+
+    `found`: the most preferred first, of one method the codec that loses least.
+    """
+    stable = [f for f in found if not any(c.is_unstable for c in cautions_of(f, job, knobs))] or list(found)
+    busy = [f for f in stable if f.compute_utilisation >= target]
+    if busy:
+        chosen = min(busy, key=lambda f: len(cautions_of(f, job, knobs)))
+        reasons = [f"computes {100 * chosen.compute_utilisation:.1f} % of the time, {100 * target:g} % were asked for"]
+    else:
+        chosen = max(stable, key=lambda f: f.compute_utilisation)
+        reasons = [
+            f"no method computes {100 * target:g} % of the time; this one comes closest with "
+            f"{100 * chosen.compute_utilisation:.1f} %",
+            *_ways_out(stable, target),
+        ]
+    reasons.append(_KNOWN_LOSS[chosen.method])
+    if chosen.method in ("diloco", "streaming", "eager") and knobs.lr is None:
+        lr = safe_lr(chosen.method, job.nodes, knobs.momentum)
+        reasons.append(f"set outer.optimizer.lr = {lr:g} with momentum {knobs.momentum:g}")
+    return Advice(chosen, tuple(reasons), cautions_of(chosen, job, knobs))
+
+
+def _ways_out(found: Sequence[Forecast], target: float) -> list[str]:
+    """What would have to change for the target, for the methods whose rounds can be made longer."""
+    ways: list[str] = []
+    for method in ("diloco", "eager"):
+        of = [f for f in found if f.method == method]
+        if of:
+            least = min(of, key=lambda f: f.transfer_s)
+            hidden, idle = float(method == "eager"), 1 / target - 1
+            all_s = least.transfer_s + least.beside_s + least.own_s
+            steps = math.ceil(max(all_s / (hidden + idle), least.own_s / idle) / least.step_s)
+            ways.append(f"{method} with {least.codec} would with {steps} inner steps")
+    return ways

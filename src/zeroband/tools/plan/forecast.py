@@ -1,0 +1,339 @@
+"""What each algorithm sends and how long training waits for it: the formulas of docs/algorithms.md. Pure.
+
+With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
+
+- all-reduce: each node sends and receives 2 (M - 1) / M E, in the time that `elastic/transport/times.py` predicts
+- all-gather: each node sends its payload to M - 1 others and receives theirs
+- utilisation: H t / (H t + own + max(0, agreement + transfer + unpacking - overlap))
+
+where `own` is what a node does for a round while training stands still, and the agreement is between the members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName
+from zeroband.config.overlap import overlap_problem
+from zeroband.config.stability import Method
+from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.transport.times import MESSAGE_S, all_to_all_s
+from zeroband.errors import ConfigError
+from zeroband.kernels.formats import FORMATS
+from zeroband.outer.compression.sizes import HEADER, combined_size, records_size
+
+STORE_TRIPS = 4
+"""Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready
+and looks, opens; votes and looks, writes the verdict."""
+
+Relay = Literal["none", "store", "aggregator"]
+"""How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
+once, and down one payload that combines all of them."""
+
+CODECS_OF: Mapping[Method, tuple[str, ...]] = {
+    "ddp": ("fp32", "bf16", "int8"),
+    "diloco": ("fp32", "int8", "int4"),
+    "streaming": ("int8", "int4"),
+    "eager": ("int8", "int4"),
+}
+"""Of the methods that average dense values. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
+
+
+HEADERS = (1538 + 90 / 2) / 1448
+"""Bytes on a line for each one that it is there for: IP and TCP with timestamps take 52 of a packet's 1500, Ethernet 38
+more with its preamble and the gap, and every other packet of the opposite direction is acknowledged with both."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's access to the internet, that of the slowest node."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    rtt_s: float
+    """To another node."""
+    store_rtt_s: float | None = None
+    """To the store; None: as to another node."""
+
+    @property
+    def agreement_s(self) -> float:
+        """Of the members on a round's beginning and its end."""
+        return STORE_TRIPS * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
+
+    def network(self, nodes: int) -> Network:
+        """For an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
+        mbit = max(1, round(min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
+        return Network((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and the knobs that decide about bytes."""
+
+    params: float
+    nodes: int
+    step_s: float
+    """Of an inner step, without waiting."""
+    inner_steps: int = 100
+    """Of a round of DiLoCo, streaming and eager."""
+    sparse_steps: int = 30
+    """Of a round of SparseLoCo."""
+    fragments: int = 5
+    """Of Streaming DiLoCo."""
+    overlap: int = 5
+    """Inner steps that a fragment of it may travel."""
+    k: int = 4
+    """Coefficients of 4096 that DeMo sends."""
+    demo_overlap: int = 0
+    """Steps that DeMo's payload may travel: 0 or 1."""
+    relay: Relay = "none"
+    cores: float = 4.0
+    """That a node has for its own part of a round."""
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """Processor time of one core, for each value of the model where nothing else is said.
+
+    How it was measured: docs/algorithms.md.
+    """
+
+    packing_s: float
+    """While training stands still: contribution and encoding, outer step, digest and copies of the state."""
+    round_s: float
+    """The same for each synchronisation, whatever the model's size; more cores do not shorten it."""
+    unpacking_s: float = 0.0
+    """Before a round can be applied."""
+    payload_s: float = 0.0
+    """The same, for each node's payload."""
+
+
+_DENSE = OwnWork(7e-9, 0.009)
+
+OWN_WORK: Mapping[Method, OwnWork] = {
+    "ddp": OwnWork(9e-9, 0.009),
+    "diloco": _DENSE,
+    "streaming": _DENSE,
+    "eager": _DENSE,
+    "demo": OwnWork(60e-9, 0.021, 22e-9, 2.5e-9),
+    "sparseloco": OwnWork(27e-9, 0.02, 8e-9, 2e-9),
+}
+"""By method, on a CPU."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One method with one codec, for one node."""
+
+    method: Method
+    codec: str
+    round_steps: int
+    payload_bytes: int
+    """What a node has to say in a round, encoded."""
+    sent_bytes: float
+    """In a round, with what it passes on."""
+    received_bytes: float
+    peak_bytes: float
+    """Sent within one synchronisation, which is what a link has to carry at a time."""
+    transfer_s: float
+    """Of a round."""
+    beside_s: float
+    """What comes to the transfer before a round can be applied: agreement and unpacking."""
+    overlap_s: float
+    """Of both that training does not wait for, at most."""
+    waits_s: float
+    """In a round."""
+    own_s: float
+    """In a round: the node's own work for it, for which training stands still."""
+    step_s: float
+
+    @property
+    def compute_utilisation(self) -> float:
+        """Part of the time in which the node computes."""
+        compute_s = self.round_steps * self.step_s
+        return compute_s / (compute_s + self.own_s + self.waits_s)
+
+    @property
+    def sent_per_step(self) -> float:
+        return self.sent_bytes / self.round_steps
+
+    def payload_ratio(self, params: float) -> float:
+        """How many times less than 2 bytes a parameter and step a node has to say."""
+        return 2 * params * self.round_steps / self.payload_bytes if self.payload_bytes else math.inf
+
+    def faster_link(self, target: float) -> float:
+        """How many times the link's rates would have to be for this utilisation, latency aside; 1: it is enough.
+
+        Infinite where no rate gives it.
+        """
+        idle_s = self.round_steps * self.step_s * (1 / target - 1) - self.own_s
+        allowed_s = idle_s + self.overlap_s - self.beside_s
+        return max(1.0, self.transfer_s / allowed_s) if min(idle_s, allowed_s) > 0 else math.inf
+
+
+def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
+    """All methods with all codecs that make sense for them. Raises ConfigError for knobs that contradict each other."""
+    return tuple(forecast for build in _BUILDERS for forecast in build(job, link))
+
+
+def _ddp(job: Job, link: Link) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "ddp", codec, 1, overlap_s=0.0) for codec in CODECS_OF["ddp"])
+
+
+def _diloco(job: Job, link: Link) -> Iterator[Forecast]:
+    yield from (_dense(job, link, "diloco", codec, job.inner_steps, overlap_s=0.0) for codec in CODECS_OF["diloco"])
+
+
+def _eager(job: Job, link: Link) -> Iterator[Forecast]:
+    for codec in CODECS_OF["eager"]:
+        yield _dense(job, link, "eager", codec, job.inner_steps, overlap_s=job.inner_steps * job.step_s)
+
+
+def _dense(job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float) -> Forecast:
+    """An all-reduce of all values once a round."""
+    encoded = FORMATS[codec].encoded_size(round(job.params))
+    moved, transfer_s = _all_reduce(encoded, job.nodes, link)
+    return _forecast(job, link, method, codec, steps, encoded, (moved, moved, moved), transfer_s, overlap_s)
+
+
+def _streaming(job: Job, link: Link) -> Iterator[Forecast]:
+    """An all-reduce of each fragment once a round, one after the other."""
+    problem = overlap_problem(
+        inner_steps=job.inner_steps,
+        has_fixed_steps=True,
+        fragments=job.fragments,
+        overlap=job.overlap,
+        is_eager=False,
+        has_deadline=False,
+    )
+    if problem is not None:
+        raise ConfigError(problem)
+    for codec in CODECS_OF["streaming"]:
+        part = FORMATS[codec].encoded_size(math.ceil(job.params / job.fragments))
+        moved, part_s = _all_reduce(part, job.nodes, link)
+        bytes_of_part = (moved, moved, float(round(moved)))
+        steps, overlap_s = job.inner_steps, job.overlap * job.step_s
+        yield _forecast(job, link, "streaming", codec, steps, part, bytes_of_part, part_s, overlap_s, job.fragments)
+
+
+def _demo(job: Job, link: Link) -> Iterator[Forecast]:
+    config = DemoConfig(type="demo", k=job.k)
+    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
+    yield _gathered(job, link, "demo", sent, 1, overlap_s=job.demo_overlap * job.step_s)
+
+
+def _sparseloco(job: Job, link: Link) -> Iterator[Forecast]:
+    config = SparseLocoConfig(type="sparseloco")
+    sent = _Payload(config.values, config.k, config.chunk**2, job.params)
+    yield _gathered(job, link, "sparseloco", sent, job.sparse_steps, overlap_s=0.0)
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """What a node sends of the largest values, as if all parameters lay in one matrix whose chunks are whole."""
+
+    values: ValueCodingName
+    most: int
+    """Values sent of a chunk."""
+    chunk_numel: int
+    params: float
+
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.params / self.chunk_numel)
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER.size + records_size(self.values, self.chunks, self.kept, self.chunk_numel)
+
+    @property
+    def kept(self) -> int:
+        return min(self.most, self.chunk_numel)
+
+    def combined(self, sources: int, *, weighted: bool) -> int:
+        """The most bytes of so many in one."""
+        has_sums = self.values == "sign" and not weighted
+        return HEADER.size + combined_size(self.chunks, self.kept, self.chunk_numel, sources, has_sums=has_sums)
+
+
+def _gathered(job: Job, link: Link, method: Method, sends: _Payload, steps: int, *, overlap_s: float) -> Forecast:
+    """An all-gather of payloads once a round."""
+    others, payload = job.nodes - 1, sends.nbytes
+    sent = payload * (others if job.relay == "none" else min(1, others))
+    received = payload * others
+    if job.relay == "aggregator" and others:
+        received = sends.combined(job.nodes, weighted=method == "sparseloco")
+    transfer_s = all_gather_s(sent, received, job.nodes, link, ways=1 if job.relay == "none" else 2)
+    moved = (float(sent), float(received), float(sent))
+    return _forecast(job, link, method, sends.values, steps, payload, moved, transfer_s, overlap_s)
+
+
+def _forecast(
+    job: Job,
+    link: Link,
+    method: Method,
+    codec: str,
+    steps: int,
+    payload_bytes: int,
+    moved: tuple[float, float, float],
+    transfer_s: float,
+    overlap_s: float,
+    times: int = 1,
+) -> Forecast:
+    """Of a round that synchronises so many times. `moved`: bytes sent, received and at a time; all of it each time."""
+    work, a_value_s, others = OWN_WORK[method], job.params / job.cores, job.nodes - 1
+    own_s = work.packing_s * a_value_s + times * work.round_s / min(1.0, job.cores)
+    unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
+    beside_s = link.agreement_s + unpacking_s if others else 0.0
+    sent, received, peak = moved
+    return Forecast(
+        method,
+        codec,
+        steps,
+        times * payload_bytes,
+        times * sent,
+        times * received,
+        peak,
+        transfer_s=times * transfer_s,
+        beside_s=times * beside_s,
+        overlap_s=min(times * overlap_s, steps * job.step_s),
+        waits_s=times * max(0.0, transfer_s + beside_s - overlap_s),
+        own_s=own_s if others else 0.0,
+        step_s=job.step_s,
+    )
+
+
+def _all_reduce(encoded: int, nodes: int, link: Link) -> tuple[float, float]:
+    """Bytes that a node sends, and receives, and the predicted time."""
+    sent = 2 * (nodes - 1) / nodes * encoded
+    return sent, all_reduce_s(sent, nodes, link)
+
+
+def all_reduce_s(sent_bytes: float, nodes: int, link: Link) -> float:
+    """Predicted time of an all-reduce in which a node sends, and receives, so many bytes."""
+    if nodes == 1:
+        return 0.0
+    encoded = round(HEADERS * sent_bytes * nodes / (2 * (nodes - 1)))
+    return all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # what equal links get
+
+
+def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Link, *, ways: int = 1) -> float:
+    """Predicted time until a node has sent its payload and received the others'; `ways`: one after the other."""
+    if nodes == 1:
+        return 0.0
+    transfer_s = HEADERS * max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)
+    return transfer_s + ways * link.rtt_s + (nodes - 1) * MESSAGE_S
+
+
+_BUILDERS: tuple[Callable[[Job, Link], Iterator[Forecast]], ...] = (
+    _ddp,
+    _diloco,
+    _streaming,
+    _eager,
+    _sparseloco,
+    _demo,
+)
+"""In the order in which they are preferred where they serve equally well: the fewest known losses first."""

@@ -1,0 +1,168 @@
+"""Where a run goes on from: its own checkpoints or another's, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.checkpoint.saves import SECTIONS, buffers_of, layout, saved
+
+from zeroband.checkpoint.inner_state import views_of
+from zeroband.checkpoint.loading import steps_in_order
+from zeroband.checkpoint.restorer import Restorer, source_of
+from zeroband.checkpoint.storage import LocalStorage
+from zeroband.errors import ConfigError, RecoveryFailed
+from zeroband.node.faults import FaultPoints
+
+Buffers = dict[str, torch.Tensor]
+
+
+def storage(folder: Path, run_id: str) -> LocalStorage:
+    return LocalStorage(folder / run_id, "a")
+
+
+def restorer(
+    folder: Path,
+    *,
+    other: str | None = None,
+    step: int | None = None,
+    on_piece: Callable[[], object] = lambda: None,
+) -> tuple[Restorer, Buffers]:
+    buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
+    source = source_of(str(folder), "run", "a", other=other, step=step)
+    return Restorer(source, "a", layout(), buffers, FaultPoints(()), on_piece), buffers
+
+
+def holds(buffers: Buffers, step: int) -> bool:
+    return all(torch.equal(buffers[name], expected) for name, expected in buffers_of(step).items())
+
+
+def test_newest_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, buffers = restorer(tmp_path)
+    state = restore.restore()
+    assert state is not None and (state.step, state.round) == (20, 2) and holds(buffers, 20)
+
+
+def test_step_that_is_asked_for_is_taken(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, buffers = restorer(tmp_path, step=10)
+    assert restore.restore() is not None and holds(buffers, 10)
+    assert restore.restore(20) is not None and holds(buffers, 20)  # what the others agreed on
+
+
+@pytest.mark.parametrize("place", ["other", "other/", "other/step_00000010"])
+def test_other_run_is_where_a_run_without_checkpoints_begins(tmp_path: Path, place: str) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/{place}")
+    assert restore.restore() is not None and holds(buffers, 10)
+
+
+def test_preempted_run_goes_on_with_its_own_checkpoints_by_the_same_command(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    saved(storage(tmp_path, "run"), 30)
+    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/other")
+    assert restore.restore() is not None and holds(buffers, 30)
+
+
+def test_step_of_another_run_is_taken_from_there(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    saved(storage(tmp_path, "run"), 30)
+    restore, buffers = restorer(tmp_path, other=f"{tmp_path}/other/step_00000010")
+    assert restore.restore() is not None and holds(buffers, 10)
+
+
+@pytest.mark.parametrize(
+    ("other", "step", "said"),
+    [
+        (None, None, []),
+        (None, 30, []),
+        (None, 20, [{"step": 20, "newer": 1, "newest": 30}]),
+        ("other/step_00000010", None, [{"step": 10, "newer": 2, "newest": 30}]),
+    ],
+)
+def test_newer_checkpoints_that_a_named_step_leaves_behind_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str | None, step: int | None, said: list[object]
+) -> None:
+    saved(storage(tmp_path, "other"), 10)
+    saved(storage(tmp_path, "run"), 20, 30)
+    restore, _ = restorer(tmp_path, other=other and f"{tmp_path}/{other}", step=step)
+    restored = restore.restore()
+    assert restored is not None and restore.restore(restored.step) is not None  # as the others agreed: not said again
+    assert [record.__dict__["fields"] for record in caplog.records] == said
+
+
+def test_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
+    assert restorer(tmp_path)[0].restore() is None
+
+
+def test_other_run_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        restorer(tmp_path, other=f"{tmp_path}/other")[0].restore()
+
+
+def test_step_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    with pytest.raises(RecoveryFailed, match=r"step_00000015.*there are steps \[10, 20\]"):
+        restorer(tmp_path, step=15)[0].restore()
+
+
+def test_what_is_staged_changes_the_state_only_when_it_is_taken(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10)
+    restore, buffers = restorer(tmp_path)
+    assert restore.stage(10).step == 10
+    assert not any(buffer.any() for buffer in buffers.values())
+    assert all(torch.equal(restore.take_staged()[name], buffers_of(10)[name]) for name in SECTIONS[:1])
+    assert restore.staged is None
+
+
+def test_every_read_shows_that_it_goes_on(tmp_path: Path) -> None:
+    """The guardian takes the lease from a trainer that shows nothing for a while."""
+    saved(storage(tmp_path, "run"), 10)
+    file = tmp_path / "run/step_00000010/nodes/a/inner.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    moments = {name: torch.zeros(layout().numel) for name in ("exp_avg", "exp_avg_sq")}
+    views = views_of(layout().slots, moments)
+    inner: Any = SimpleNamespace(named_moments=lambda: views, forget_moments=lambda: None)
+    shown: list[None] = []
+    restore, _ = restorer(tmp_path, on_piece=lambda: shown.append(None))
+    counts = [(read(10), len(shown))[1] for read in (restore.restore, restore.stage)]
+    assert not restore.load_inner(10, inner, inner), "damaged, which the end of the file shows"
+    assert 0 < counts[0] < counts[1] < len(shown)
+
+
+def test_damaged_checkpoint_is_not_staged(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10)
+    file = tmp_path / "run/step_00000010/outer/momentum.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    restore, _ = restorer(tmp_path)
+    with pytest.raises(RecoveryFailed, match=r"outer/momentum\.safetensors"):
+        restore.stage(10)
+    assert restore.staged is None
+
+
+def test_run_that_went_back_is_resumed_where_it_went_back_to(tmp_path: Path) -> None:
+    saved(storage(tmp_path, "run"), 10, 20)
+    restore, _ = restorer(tmp_path)
+    restore.point_latest(10)
+    assert steps_in_order(storage(tmp_path, "run")) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "step", "said"),
+    [
+        (None, None, None, "--resume needs ckpt.path"),
+        ("ckpt", "", None, "is not <ckpt.path>/<run.id>"),
+        ("ckpt", "there/a run", None, "is not <ckpt.path>/<run.id>"),
+        ("ckpt", "there/run/step_00000010", 20, "names step 10, resume.step=20"),
+    ],
+)
+def test_source_that_makes_no_sense_is_refused(
+    path: str | None, other: str | None, step: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        source_of(path, "run", "a", other=other, step=step)

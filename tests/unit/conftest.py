@@ -1,0 +1,752 @@
+"""A run of several nodes in one process, a thread for each; the store and the lanes between them are in memory.
+
+The rules (`elastic.epoch`), the mesh (`ElasticDeviceMesh`), the shared buffers and the algorithms are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.unit.elastic.transport.oracle import averaged
+from torch import Tensor, nn
+
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
+from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import AdamWConfig, OptimConfig
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.epoch import (
+    Opening,
+    Patience,
+    Ready,
+    Rules,
+    Verdict,
+    View,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
+from zeroband.elastic.membership.orders import Orders, give_up_rollback
+from zeroband.elastic.membership.progress import RunShape
+from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.interfaces import (
+    FetchedRound,
+    MissedRound,
+    OuterAlgorithm,
+    OuterParts,
+    RoundReport,
+    StateCopy,
+)
+from zeroband.elastic.rounds.journal import Journal, JournalEntry
+from zeroband.elastic.rounds.loss_record import StepLoss
+from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.rollback import RolledBack, StagedState
+from zeroband.elastic.rounds.transaction import Exchange
+from zeroband.elastic.transport.base import Gathering, Rates
+from zeroband.elastic.transport.engine import Encoded
+from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
+from zeroband.kernels.codec import CODECS, Codec
+from zeroband.model.optim import InnerOptimizer
+from zeroband.node.board import NodeBoard
+from zeroband.node.faults import FaultPoints
+from zeroband.node.mesh import LocalMesh
+from zeroband.outer.build import build_algorithm
+from zeroband.outer.diloco import DiLoCo
+from zeroband.outer.many_steps import ManySteps
+from zeroband.runtime.auto_rollback import GoingBack
+from zeroband.state.feedback import ErrorFeedback
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
+from zeroband.state.fragments import arranged, fragments_of, whole
+
+DEADLINE_S = 20.0
+BATCH = 4
+CLIP_NORM = 1.0
+OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
+
+Algorithm = DilocoConfig | DdpConfig | DemoConfig | SparseLocoConfig | CustomConfig
+
+_T = TypeVar("_T")
+
+
+class NodeDied(Exception):
+    """Stands for SIGKILL: ends a node's thread."""
+
+
+class MemoryStore:
+    """The run's record; every change wakes all who wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.openings: list[Opening] = []
+        self.verdicts: list[Verdict] = []
+        self.alive: set[str] = set()
+        self.given_up: set[str] = set()
+        """Members for whom those at the boundary wait no longer: their deadline for stragglers is over."""
+        self.ready: dict[int, dict[str, Ready]] = {}
+        self.votes: dict[str, dict[str, str]] = {}
+        self.failed: dict[str, str] = {}
+        self.orders = Orders()
+        self.beginning: Beginning | None = None
+        self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
+        """(id of an opening, lane) -> what each member put into the all-reduce."""
+        self.connected: set[tuple[str, str]] = set()
+        """(id of an opening, member) that began the transfer."""
+
+    def view(self, round: int) -> View:
+        opening = self.openings[-1] if self.openings else None
+        current = opening.id if opening else ""
+        return View(
+            opening=opening,
+            committed=self.verdicts[-1] if self.verdicts else None,
+            alive=frozenset(self.alive),
+            ready=dict(self.ready.get(round, {})),
+            votes=dict(self.votes.get(current, {})),
+            failed=self.failed.get(current),
+            orders=self.orders,
+            beginning=self.beginning,
+        )
+
+    def change(self, change: Callable[[], object]) -> None:
+        with self.changed:
+            change()
+            self.changed.notify_all()
+
+    def wait_for(self, decide: Callable[[], _T | Wait]) -> _T:
+        """The first answer of `decide` that is no Wait; it is called with the record held."""
+        with self.changed:
+            answers: list[_T | Wait] = []
+
+            def is_decided() -> bool:
+                answers[:] = [decide()]
+                return not isinstance(answers[0], Wait)
+
+            assert self.changed.wait_for(is_decided, timeout=DEADLINE_S), answers
+            answer = answers[0]
+            assert not isinstance(answer, Wait)
+            return answer
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        self.change(lambda: setattr(self, "orders", change(self.orders)))
+        return self.orders
+
+    def await_connected(self, dying: str) -> None:
+        """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
+
+        def decide() -> bool | Wait:
+            opening = self.openings[-1]
+            others = {(opening.id, member) for member in opening.members if member != dying}
+            return others <= self.connected or Wait("others to connect")
+
+        self.wait_for(decide)
+
+    def await_ready(self, round: int, member: str) -> None:
+        """Wait until a member stands at the boundary of a round."""
+        self.wait_for(lambda: member in self.ready.get(round, {}) or Wait(f"{member} to reach round {round}"))
+
+    def await_committed(self, round: int) -> None:
+        """Wait until a round has its verdict."""
+        self.wait_for(lambda: any(v.round == round for v in self.verdicts) or Wait(f"round {round} to be committed"))
+
+    def require_sound(self, opening: Opening) -> None:
+        """Raise PeerLost where an opening cannot be finished."""
+        view = self.view(opening.round)
+        if view.opening != opening:
+            raise PeerLost(f"round {opening.round} was opened again")
+        if view.failed is not None:
+            raise PeerLost(view.failed)
+        lost = view.lost(opening)
+        if lost:
+            raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}", lost)
+
+
+class MemoryMember:
+    """`elastic.member.Member` without a lease, a guardian and polling."""
+
+    def __init__(self, store: MemoryStore, member_id: str) -> None:
+        self.member_id = member_id
+        self._store = store
+        store.change(lambda: store.alive.add(member_id))
+
+    def announce_ready(self, ready: Ready) -> None:
+        self._store.change(lambda: self._store.ready.setdefault(ready.round, {}).setdefault(self.member_id, ready))
+
+    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
+        def decide() -> Opening | Verdict | Wait:
+            view = self._store.view(round)
+            excluded = must_leave(view, self.member_id, round) if is_member else None
+            if excluded is not None:
+                raise Fenced(excluded.reason)
+            if view.committed is not None and view.committed.round >= round:
+                return view.committed
+            return self._open(view, round, rules)
+
+        return self._store.wait_for(decide)
+
+    def _open(self, view: View, round: int, rules: Rules) -> Opening | Wait:
+        expected = view.committed.members if view.committed is not None else ()
+        missing = {m for m in expected if m in view.alive and m not in view.ready}
+        are_late = has_quorum(view) and missing <= self._store.given_up
+        decision = next_opening(view, round, rules, Patience(stragglers_are_late=are_late))
+        if isinstance(decision, Opening) and decision != view.opening:
+            self._store.openings.append(decision)
+            self._store.changed.notify_all()
+        return decision if isinstance(decision, Wait) or self.member_id in decision.members else Wait("not listed")
+
+    def vote(self, opening: Opening, digest: str) -> None:
+        self._store.change(lambda: self._store.votes.setdefault(opening.id, {}).setdefault(self.member_id, digest))
+
+    def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
+        def decide() -> Verdict | Wait:
+            view = self._store.view(opening.round)
+            if view.committed is not None and view.committed.round >= opening.round:
+                if view.committed.opening == opening:
+                    return view.committed
+                raise Fenced(f"round {opening.round} was committed without {self.member_id}")
+            self._store.require_sound(opening)
+            decision = next_verdict(view, opening, payload)
+            if decision is None:
+                self._store.failed[opening.id] = "the members hold different results"
+                self._store.changed.notify_all()
+                return Wait("results differ")
+            if isinstance(decision, Verdict):
+                self._store.verdicts.append(decision)
+                if decision.opening.rollback is not None:
+                    self._store.orders = give_up_rollback(self._store.orders, decision.opening.rollback)
+                self._store.changed.notify_all()
+            return decision
+
+        return self._store.wait_for(decide)
+
+    def refuse_rollback(self, opening: Opening, reason: str) -> None:
+        self._store.orders = give_up_rollback(self._store.orders, opening.rollback or 0)
+        self.report_failure(opening, reason)
+
+    def report_failure(self, opening: Opening, reason: str) -> None:
+        self._store.change(lambda: self._store.failed.setdefault(opening.id, reason))
+
+    def record_stall(self, round: int, reason: str) -> None:
+        """Nothing: the run has no folder."""
+
+    def watch(self, opening: Opening | None) -> None:
+        """Nothing: the lanes look at the store themselves."""
+
+    def close(self) -> None:
+        self._store.change(lambda: self._store.alive.discard(self.member_id))
+
+
+class MemoryLanes:
+    """`elastic.groups.LaneGroups` without sockets. A broken transfer keeps hold of its tensors, as gloo does."""
+
+    keeps_buffers = False
+
+    def __init__(self, store: MemoryStore, member_id: str, lanes: int, codec: Codec) -> None:
+        self.ownership = LaneOwnership(lanes, 0, 1)
+        self.codec = codec
+        self.abandoned: list[Tensor] = []
+        self.damage: Callable[[Tensor], object] | None = None
+        """Applied once to what arrives."""
+        self.forge: dict[int, Callable[[Tensor], object]] = {}
+        """Applied once to what is sent in the gathering of this number."""
+        self._store = store
+        self.member_id = member_id
+
+    def reduce_mean(
+        self,
+        contribution: Tensor,
+        result: Tensor,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+        errors: Tensor | None = None,
+        encoded: Encoded | None = None,
+    ) -> tuple[int, int]:
+        assert member_id == self.member_id
+        self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
+        share = opening.share(member_id)
+        if encoded is not None:
+            contribution = self.codec.decode(encoded.contribution, result.numel())
+        if self.codec.needs_feedback:
+            self._average_encoded(contribution, result, opening, errors if share > 0 else None)
+            return 0, 0
+        result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
+        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
+        if encoded is not None:
+            encoded.result.copy_(self.codec.encode(result))
+            result.copy_(self.codec.decode(encoded.result, result.numel()))
+        moved = ring_bytes(result.numel(), len(opening.members))
+        return moved, moved
+
+    def _average_encoded(self, contribution: Tensor, result: Tensor, opening: Opening, errors: Tensor | None) -> None:
+        """As the native path: all-to-all, the first member owns everything."""
+        sent, shares = self._store.sent, [opening.share(member) for member in opening.members]
+        self._store.change(lambda: sent.setdefault((opening.id, 0), {}).update({self.member_id: contribution.clone()}))
+        if errors is not None:
+            errors.fill_(float("nan"))
+
+        def arrived() -> bool | Wait:
+            if len(sent[opening.id, 0]) == len(opening.members):
+                return True
+            self._store.require_sound(opening)
+            return Wait("parts of others")
+
+        self._store.wait_for(arrived)
+        sources = [sent[opening.id, 0][member] for member in opening.members]
+        mean, taken = averaged(self.codec, sources, shares, (0, *[result.numel()] * len(sources)))
+        result.copy_(mean)
+        if errors is not None:
+            errors.copy_(taken[opening.members.index(self.member_id)])
+
+    def all_reduce(
+        self, parts: Sequence[tuple[int, Tensor]], opening: Opening, on_progress: Callable[[float], None]
+    ) -> None:
+        if len(opening.members) == 1:
+            return
+        on_progress(0.0)
+        store, number = self._store, opening.id
+        for lane, part in parts:
+            sent = {self.member_id: part.clone()}
+            store.change(lambda lane=lane, sent=sent: store.sent.setdefault((number, lane), {}).update(sent))
+
+        def arrived() -> bool | Wait:
+            if all(len(store.sent[number, lane]) == len(opening.members) for lane, _ in parts):
+                return True
+            store.require_sound(opening)
+            return Wait("parts of others")
+
+        try:
+            store.wait_for(arrived)
+        except PeerLost:
+            self.abandoned += [part for _, part in parts]
+            raise
+        for lane, part in parts:
+            part.copy_(sum((store.sent[number, lane][m] for m in opening.members), torch.zeros_like(part)))
+        damage, self.damage = self.damage, None
+        if damage is not None:
+            damage(parts[0][1])
+        on_progress(1.0)
+
+    def gather(
+        self,
+        payload: Tensor,
+        result: Tensor,
+        gathering: Gathering,
+        opening: Opening,
+        member_id: str,
+        on_progress: Callable[[float], None],
+        stops: Sequence[float] = (),
+    ) -> tuple[int, int]:
+        store, key, sent = self._store, (opening.id, -1 - gathering.number), payload.clone()
+        self.forge.pop(gathering.number, lambda payload: None)(sent)
+        store.change(lambda: store.connected.add((opening.id, member_id)))
+        store.change(lambda: store.sent.setdefault(key, {}).update({member_id: sent}))
+        on_progress(0.0)
+
+        def arrived() -> bool | Wait:
+            if len(store.sent[key]) == len(opening.members):
+                return True
+            store.require_sound(opening)
+            return Wait("payloads of others")
+
+        try:
+            store.wait_for(arrived)
+        except PeerLost:
+            self.abandoned.append(result)
+            raise
+        receives = gathering.receiver in (None, member_id)
+        if receives:
+            result.copy_(torch.cat([store.sent[key][member] for member in opening.members]))
+        on_progress(1.0)
+        receivers = len(opening.members) if gathering.receiver is None else 1
+        received = gathering.total_bytes - len(payload) if receives else 0
+        return len(payload) * (receivers - receives), received
+
+    def leave_behind(self) -> None:
+        """Nothing to part from."""
+
+    def measured(self) -> Rates:
+        return Rates()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class ModelOf(nn.Module):
+    """Parameters of these names and shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *folders, last = name.split(".")
+            module: nn.Module = self
+            for folder in folders:
+                if not hasattr(module, folder):
+                    module.add_module(folder, nn.Module())
+                module = module.get_submodule(folder)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+class TinyModel(nn.Module):
+    """22 parameters, which 3 lanes do not divide; the names are not in the order of the definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, 3, generator=generator))
+        self.bias = nn.Parameter(torch.randn(7, generator=generator))
+
+
+@dataclass
+class FakeNode:
+    """One node and what it is made of."""
+
+    member: MemoryMember
+    lanes: MemoryLanes
+    mesh: ElasticDeviceMesh
+    model: nn.Module
+    inner: InnerOptimizer
+    buffers: SharedBuffers
+    feedback: ErrorFeedback
+    journal: Journal
+    departure: Departure
+    faults: FaultPoints
+    outer: OuterAlgorithm
+    step_loss: StepLoss = field(default_factory=StepLoss)
+    """Of its next inner steps."""
+    steps: int = 0
+    """Made since this node was last dealt samples."""
+    dealt: int = 0
+    """For which it was dealt samples then."""
+    reports: list[RoundReport] = field(default_factory=list[RoundReport])
+    """Of all rounds that its state got."""
+
+    @property
+    def dealt_steps(self) -> int:
+        """Inner steps for which this node holds samples."""
+        return sum(stop - start for start, stop in self.outer.upcoming()) // BATCH
+
+    @property
+    def params(self) -> Tensor:
+        """(n,) copy of the model's parameters in the canonical order."""
+        return torch.cat([p.detach().reshape(-1).clone() for _, p in sorted(self.model.named_parameters())])
+
+    def set_params(self, flat: Tensor) -> None:
+        """As if the inner steps had led here."""
+        self._split_into({name: p.data for name, p in self.model.named_parameters()}, flat)
+
+    def set_gradient(self, flat: Tensor) -> None:
+        """As if the backward pass had given this."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._split_into({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, flat)
+
+    def _split_into(self, targets: Mapping[str, Tensor], flat: Tensor) -> None:
+        names = sorted(targets)
+        for name, part in zip(names, flat.split([targets[name].numel() for name in names]), strict=True):
+            targets[name].copy_(part.view_as(targets[name]))
+
+    def train(self, take: Callable[[int, Tensor], Tensor], steps: int, tokens: int = 10) -> None:
+        """Inner steps as the trainer makes them; `take`: from the number of a step, from 1, and the parameters."""
+        for _ in range(steps):
+            if self.outer.progress.is_complete:
+                return
+            assert self.outer.sync_gradients(self.inner.step_count, tokens) is None
+            self.set_params(take(self.outer.inner_step + 1, self.params))
+            self.inner.seek(self.inner.step_count + 1)
+            self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
+            assert self.dealt, "a node that is to train holds samples"
+            is_over = self.steps >= self.dealt
+            self.reports += self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+            self.steps = 0 if is_over else self.steps
+
+    def diloco_step(self, update: Tensor, tokens: int, *, ends_round: bool | None = None) -> RoundReport | None:
+        """An inner step that moves the parameters by `update`, with the hooks around it, as the trainer makes it.
+
+        `ends_round`: None: when the samples are used up.
+        """
+        assert self.outer.sync_gradients(self.inner.step_count, tokens) is None
+        self.set_params(self.params + update)
+        self.inner.seek(self.inner.step_count + 1)
+        self.steps += 1
+        is_over = self.steps >= self.dealt_steps if ends_round is None else ends_round
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+        self.reports += reports
+        self.steps = 0 if is_over else self.steps
+        return reports[-1] if reports else None
+
+    def gradient_step(self, gradient: Tensor, tokens: int = 10) -> Sequence[RoundReport]:
+        """An inner step of DDP or DeMo with this local gradient, as the trainer makes it."""
+        self.set_gradient(gradient)
+        self.outer.sync_gradients(self.inner.step_count, tokens)
+        self.inner.step()
+        self.inner.zero_grad()
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        self.reports += reports
+        return reports
+
+    def ddp_step(self, gradient: Tensor, tokens: int) -> RoundReport | None:
+        """A step whose round is over with it."""
+        (report,) = self.gradient_step(gradient, tokens)
+        return report
+
+    def take_step(self, update: Tensor, tokens: int) -> RoundReport:
+        """A round of one step of whichever algorithm this is."""
+        has_inner_steps = isinstance(self.outer, DiLoCo | ManySteps)
+        report = self.diloco_step(update, tokens, ends_round=True) if has_inner_steps else self.ddp_step(update, tokens)
+        assert report is not None
+        return report
+
+    def take_steps(self, updates: Sequence[Tensor], tokens: int) -> RoundReport:
+        """A round of an algorithm that has many inner steps, with these."""
+        reports = [self.diloco_step(u, tokens, ends_round=u is updates[-1]) for u in updates]
+        assert reports[-1] is not None
+        return reports[-1]
+
+    def entry(self, round: int) -> JournalEntry | None:
+        """What its journal keeps of a round."""
+        self.journal.settle()
+        return self.journal.await_entry(round, patience_s=0.0)
+
+    def replay(self, entry: JournalEntry | None) -> str:
+        """Catch up by a round of another node's journal; the digest that this node finds."""
+        assert entry is not None
+        exchange = self.exchange
+        room = exchange.room(entry.update.numel())
+        room.copy_(entry.update)
+        exchange.unpack(room)
+        return self.outer.replay(MissedRound(entry.round, exchange.result, entry.payload, entry.state))
+
+    @property
+    def exchange(self) -> Exchange:
+        keeper: Any = self.outer._keeper  # pyright: ignore
+        return keeper._exchange
+
+    def receive(self, donor: FakeNode) -> str:
+        """Take over the state of another node, as recovery does; the digest that this node finds."""
+        copy = donor.outer.copy_state()
+        for name, section in copy.sections.items():
+            self.buffers[name].copy_(section)
+        return self.outer.adopt(copy.round, copy.payload)
+
+
+@dataclass
+class FakeRun:
+    """Nodes by name; their member ids are the names."""
+
+    algorithm: Algorithm
+    folder: Path
+    local: LocalMesh
+    lanes: int = 1
+    founders: int = 1
+    total_steps: int = 1000
+    journal_rounds: int = 8
+    flush_every: int | None = None
+    model: Callable[[], nn.Module] = TinyModel
+    codec: Codec = CODECS["fp32"]
+    optim: OptimConfig = OPTIM
+    store: MemoryStore = field(default_factory=MemoryStore)
+    nodes: dict[str, FakeNode] = field(default_factory=dict)
+    checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
+    """By step: the state, and the nodes that can read it."""
+    rollback: RollbackConfig | None = None
+    said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Events of going back, and their rounds."""
+
+    def __getitem__(self, name: str) -> FakeNode:
+        return self.nodes[name]
+
+    def add(self, name: str, inject: Sequence[str] = (), pace: int | None = None) -> FakeNode:
+        """Build a node; it is in no round yet. `pace`: its inner steps in a round, where they differ from the run's."""
+        local = replace(self.local, control=dist.new_group([0], backend="gloo"))
+        folder = self.folder / name
+        folder.mkdir()
+        member = MemoryMember(self.store, name)
+        lanes = MemoryLanes(self.store, name, self.lanes, self.codec)
+        board = NodeBoard(folder / "board", create=True)
+        rules = Rules(start_nodes=self.founders)
+        mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
+        model = self.model()
+        layout = FlatLayout.of(model)
+        has_phases = isinstance(self.algorithm, RoundsConfig)
+        steps, seconds = (self.algorithm.phase_steps, self.algorithm.inner_seconds) if has_phases else (1, None)
+        rule = "sign" if isinstance(self.algorithm, DemoConfig) else "adamw"
+
+        def die(_action: str) -> None:
+            self.store.await_connected(name)
+            member.close()
+            raise NodeDied(name)
+
+        fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
+        if isinstance(self.algorithm, DilocoConfig | DemoConfig):
+            shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
+        if isinstance(self.algorithm, DilocoConfig):
+            count = self.algorithm.fragments
+            fragments = fragments_of(layout, count) if count > 1 else fragments
+            shape = replace(shape, closing_rounds=count - 1)
+        buffers, sent = SharedBuffers(folder, layout.numel, local), ShardMap(arranged(layout, fragments), 0, 1)
+        parts = OuterParts(
+            mesh=mesh,
+            model=model,
+            inner=InnerOptimizer(model, self.optim, total_steps=self.total_steps, rule=rule),
+            buffers=buffers,
+            shards=ShardMap(layout, 0, 1),
+            fragments=fragments,
+            sent=sent,
+            codec=self.codec,
+            feedback=ErrorFeedback(buffers, sent, self.codec),
+            journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
+            shape=shape,
+            pace=Pace(pace or steps, seconds),
+            departure=Departure(DEADLINE_S),
+            faults=FaultPoints(inject, strike=die),
+            fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
+            stage=lambda step: self._stage(step, name),
+            flush_every=self.flush_every,
+            going_back=None if self.rollback is None else self._going_back(self.rollback, local),
+        )
+        outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
+        rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
+        return self.nodes[name]
+
+    def _going_back(self, config: RollbackConfig, local: LocalMesh) -> GoingBack:
+        restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
+        tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
+        return GoingBack(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
+
+    def _stage(self, step: int, name: str) -> StagedState:
+        """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
+        if name not in self.checkpoints.get(step, (None, ()))[1]:
+            raise RecoveryFailed(f"{name} has no checkpoint of step {step}")
+        copy = self.checkpoints[step][0]
+        return StagedState(copy.round, copy.payload, copy.state)
+
+    def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> FetchedRound:
+        """What a node asks of the others: an entry of their journals."""
+        for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.alive):
+            entry = donor.journal.await_entry(round) if donor is not self[asker] else None
+            if entry is not None:
+                update = room(entry.update.numel())
+                update.copy_(entry.update)
+                return FetchedRound(entry.payload, entry.state, update)
+        raise RecoveryFailed(f"nobody keeps round {round}")
+
+    def replace_member(self, name: str) -> None:
+        """As after a fence: the node lives on as another member."""
+        node = self[name]
+        node.member.close()
+        node.member = MemoryMember(self.store, f"{name}-again")
+        node.lanes.member_id = node.member.member_id
+        node.mesh.replace_member(node.member)  # pyright: ignore[reportArgumentType]
+        node.steps = 0
+
+    def together(self, **works: Callable[[], _T]) -> dict[str, _T | BaseException]:
+        """Run a piece of work for each named node at the same time. What one raises is its outcome."""
+        with ThreadPoolExecutor(len(works)) as pool:
+            running = {name: pool.submit(work) for name, work in works.items()}
+            errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
+            unexpected = [
+                e
+                for e in errors.values()
+                if e is not None and not isinstance(e, NodeDied | Fenced | RunOver | RolledBack)
+            ]
+            if unexpected:
+                raise unexpected[0]
+            return {name: error or running[name].result() for name, error in errors.items()}
+
+    def round(self, tokens: int = 10, **updates: Tensor) -> dict[str, RoundReport]:
+        """A round of the named nodes, each with its update (DiLoCo) or gradient (DDP); the reports of who survived."""
+        works = {
+            name: lambda name=name, update=update: self[name].take_step(update, tokens)
+            for name, update in updates.items()
+        }
+        outcomes = self.together(**works)
+        return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RoundReport)}
+
+    def round_with_joiner(self, joiner: str, tokens: int = 10, **updates: Tensor) -> dict[str, Any]:
+        """A round of the named nodes that begins when the joiner stands at its boundary."""
+        member_id = self[joiner].member.member_id
+        works: dict[str, Callable[[], RoundReport]] = {joiner: self[joiner].outer.join}
+        for name, update in updates.items():
+            works[name] = partial(self._step_beside, member_id, name, update, tokens)
+        return self.together(**works)
+
+    def round_with_late(
+        self, late: str, steps: Sequence[Tensor], tokens: int = 10, **updates: Tensor
+    ) -> dict[str, Any]:
+        """A round to which a late node comes at last, with what it learned; the others begin when it is there."""
+        works: dict[str, Callable[[], RoundReport]] = {late: partial(self[late].take_steps, steps, tokens)}
+        for name, update in updates.items():
+            works[name] = partial(self._step_beside, late, name, update, tokens)
+        return self.together(**works)
+
+    def _step_beside(self, member_id: str, name: str, update: Tensor, tokens: int) -> RoundReport:
+        self.store.await_ready(self[name].outer.round + 1, member_id)
+        return self[name].take_step(update, tokens)
+
+
+StartRun = Callable[..., FakeRun]
+
+
+@pytest.fixture
+def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
+    """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
+
+    def start(
+        algorithm: Algorithm,
+        *names: str,
+        lanes: int = 1,
+        total_steps: int = 1000,
+        journal_rounds: int = 8,
+        codec: str = "fp32",
+        inject: Mapping[str, Sequence[str]] | None = None,
+        pace: Mapping[str, int] | None = None,
+        flush_every: int | None = None,
+        model: Callable[[], nn.Module] = TinyModel,
+        optim: OptimConfig = OPTIM,
+        rollback: RollbackConfig | None = None,
+    ) -> FakeRun:
+        run = FakeRun(
+            algorithm,
+            tmp_path,
+            local,
+            lanes=lanes,
+            founders=len(names),
+            total_steps=total_steps,
+            journal_rounds=journal_rounds,
+            codec=CODECS[codec],
+            flush_every=flush_every,
+            model=model,
+            optim=optim,
+            rollback=rollback,
+        )
+        for name in names:
+            run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))
+        run.together(**{name: run[name].outer.found for name in names})
+        return run
+
+    return start
+
+
+def make_noise(seed: int, scale: float = 0.1) -> Tensor:
+    """(22,) float32, another one for each seed."""
+    return scale * torch.randn(22, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def noise() -> Callable[..., Tensor]:
+    return make_noise

@@ -1,0 +1,179 @@
+"""`bench/fuzz_port.py` at the port of one guardian in this process: each kind of message is sent, and an honest node
+is answered after all of them. The runs of three nodes that the tool makes take minutes, by hand."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.fuzz_port import FRAME, MAGIC, Call, Target, kinds, opened_by
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from zeroband.elastic.guardian.process import Door, GuardianOrder, stand_guard
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.engine import Engine
+from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
+from zeroband.elastic.transport.handshake import Purpose
+from zeroband.elastic.transport.links import Links
+from zeroband.errors import HandshakeFailed
+from zeroband.node.board import NodeBoard
+
+KEY, RUN, MEMBER = RunKey(b"k" * 32), "run", "a#1"
+TIMES = 5
+"""So often is each kind of message sent."""
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A state to be asked for."""
+
+    round: int = 7
+    sections: dict[str, Tensor] = field(default_factory=lambda: {"outer": torch.arange(1000.0)})
+    payload: dict[str, Any] = field(default_factory=dict)
+    state: str = "digest"
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    links = Links(Engine(1), KEY, is_sealed=True)
+    yield links
+    links.engine.close()
+
+
+@pytest.fixture
+def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
+    """A node's port: its guardian in a thread, and what a trainer answers with."""
+    with ExitStack() as stack:
+        board = NodeBoard(tmp_path / "board", create=True)
+        stack.callback(board.close)
+        server = StateServer(Copy, lambda round: None, current_round=lambda: 7)
+        stack.callback(server.close)
+
+        def take_state(connection: Any, what: HandedOver) -> None:
+            server.take(connection, what.keys)
+
+        inbox = Inbox({Purpose.DATA: links.accept, Purpose.STATE: take_state})
+        stack.callback(inbox.close)
+        calls, ours = channel()
+        inbox.attach(ours)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = free.getsockname()
+        order = GuardianOrder(
+            store_url=redis_url,
+            run_id=RUN,
+            member_id=MEMBER,
+            node_id="a",
+            door=Door(address[0], bind_port=address[1], run_key=KEY.secret.hex()),
+            board=str(board.path),
+            shm_dir=str(tmp_path / "shm"),
+            rank_pids=(os.getpid(),),
+            launcher_pid=os.getpid(),
+            lease_s=1000.0,
+            renew_s=1.0,
+            hung_s=1000.0,
+            is_first=True,
+        )
+        (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
+
+        def guard() -> None:
+            with os.fdopen(trainer_read, "rb", buffering=0) as pipe, os.fdopen(say, "wb") as words:
+                stand_guard(order, pipe, words, calls)
+            calls.close()
+
+        thread = threading.Thread(target=guard)
+        thread.start()
+        with os.fdopen(output, "rb", buffering=0) as words:
+            assert words.readline() == b"holding\n"
+            yield Target(MEMBER, address, ("b#1",), KEY, RUN, None)
+            os.write(trainer, b"leave\n")
+            os.close(trainer)
+            thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.02)
+
+
+def test_there_is_a_kind_of_message_for_each_purpose() -> None:
+    assert all(f"{purpose.value}: speak" in kinds() for purpose in Purpose)
+
+
+@pytest.mark.parametrize("spoilt", ["", "header", "seal"])
+def test_frames_of_somebody_of_the_run_are_read_and_only_spoilt_ones_cost_the_link(
+    target: Target, links: Links, spoilt: str
+) -> None:
+    """So what the tool says on a stream gets as far as that."""
+    run = int.from_bytes(hashlib.sha256(RUN.encode()).digest()[:8], "big")
+    header = FRAME.pack(0 if spoilt == "header" else MAGIC, 1, 1, 0, run, 5 << 16, 1, 1, 0, 0, 4)
+    call = Call(target, random.Random(1))
+    keys = call.shake_hands(Purpose.DATA)
+    until(lambda: links.state("stranger#0").is_up, "a link")
+    frame = call.frame(keys, header, b"data")
+    call.say(frame if spoilt != "seal" else frame[:60] + bytes([frame[60] ^ 1]) + frame[61:])
+    if spoilt:
+        until(lambda: not links.state("stranger#0").is_up, "the end of the link")
+    else:
+        call.say(call.frame(keys, header, b"data"))
+        assert links.state("stranger#0").is_up
+    call.socket.close()
+
+
+def test_requests_of_somebody_of_the_run_are_answered(target: Target) -> None:
+    call = Call(target, random.Random(1))
+    keys = call.shake_hands(Purpose.STATE)
+    assert keys.open is not None
+    call.say(call.record(keys, b"GET /state/8 HTTP/1.1\r\n\r\n"))
+    answer = call.socket.recv(1 << 16)
+    said = AESGCM(keys.open).decrypt(
+        (1).to_bytes(12, "big"), answer[4 : 4 + int.from_bytes(answer[:4], "big")], answer[:4]
+    )
+    assert said.startswith(b"HTTP/1.1 404")
+    call.socket.close()
+
+
+@pytest.mark.slow
+def test_honest_node_is_answered_after_every_kind_of_message(
+    target: Target, open_store: Callable[..., Store], caplog: pytest.LogCaptureFixture
+) -> None:
+    chance, said, calls = random.Random(1), Counter[str](), list[Call]()
+    before = opened_by(os.getpid())
+    known = kinds()
+    for name in [*sorted(known) * TIMES, *["introduce_nonsense"] * 60]:  # which has most ways to go wrong
+        calls.append(Call(target, chance))
+        try:
+            known[name](calls[-1])
+        except (OSError, EOFError, HandshakeFailed):
+            continue
+        said[name] += 1
+    assert {name: said[name] for name in known if said[name] == 0} == {}
+    for purpose in Purpose:
+        honest = Call(target, chance)
+        assert honest.shake_hands(purpose).seal is not None
+        calls.append(honest)
+    for call in calls:
+        call.socket.close()
+    until(lambda: opened_by(os.getpid())[0] <= before[0] + 2, f"{before} and {opened_by(os.getpid())} are open")
+    assert MEMBER in open_store(RUN).view(0).alive
+    gc.collect()  # asyncio complains of a task that failed when it is collected
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

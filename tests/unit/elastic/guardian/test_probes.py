@@ -1,0 +1,335 @@
+"""Links over loopback: who answers, who does not, and who is gone."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from zeroband.elastic.guardian import probes as links
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
+
+HOST = "127.0.0.1"
+KEY = RunKey(b"k" * 32)
+A, B, C = "a#1", "b#1", "c#1"
+DETECT_S = 0.1
+OpenMonitor = Callable[..., LinkMonitor]
+
+
+class Clock:
+    """Stands in for the module's `time`: runs as the real one does, and jumps where a test says so."""
+
+    def __init__(self) -> None:
+        self.jumped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.jumped_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def gone() -> queue.SimpleQueue[str]:
+    """Members whose guardian has ended, as the monitors say it."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def open_monitor(gone: queue.SimpleQueue[str]) -> Iterator[OpenMonitor]:
+    monitors: list[LinkMonitor] = []
+
+    def open_one(member: str = A, *, detect_s: float = DETECT_S) -> LinkMonitor:
+        monitors.append(LinkMonitor(HOST, identity=Identity(member, KEY), detect_s=detect_s, on_gone=gone.put))
+        return monitors[-1]
+
+    yield open_one
+    for monitor in monitors:
+        monitor.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Accepts and never answers, as a stopped machine does."""
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(10)
+        yield listener
+
+
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    return HOST, listener.getsockname()[1]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    pause, end_s = threading.Event(), time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s, "not within 10 s"
+        pause.wait(0.005)
+
+
+def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:
+    link = monitor._links.get(member)
+    return link is not None and link.answered_at_s > after_s
+
+
+def probe(port: int, *, of: str = A, by: str = B, key: RunKey = KEY) -> socket.socket:
+    """A connection for probes, after its handshake."""
+    connection = socket.create_connection((HOST, port), timeout=10)
+    caller = Caller(key, Identity(by, key).introduction(of, Purpose.PROBE))
+    connection.sendall(caller.hello)
+    connection.sendall(caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))[0])
+    return connection
+
+
+def ask(connection: socket.socket) -> bytes:
+    connection.sendall(b"12345678")
+    return connection.recv(8, socket.MSG_WAITALL)
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def accept_probes(listener: socket.socket) -> socket.socket:
+    """As a guardian does: the next connection for probes, after its handshake."""
+    connection, _ = listener.accept()
+    connection.settimeout(10)
+    callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    assert callee.introduction.purpose == Purpose.PROBE
+    connection.sendall(callee.answer)
+    callee.take(connection.recv(PROOF_BYTES, socket.MSG_WAITALL))
+    return connection
+
+
+def test_monitor_listens_when_it_is_made(open_monitor: OpenMonitor) -> None:
+    with probe(open_monitor().port) as connection:
+        assert ask(connection) == b"12345678"
+
+
+@pytest.mark.parametrize("said", [b"", b"zbp112345678"], ids=["nothing", "a probe without a handshake"])
+def test_crowd_of_strangers_at_two_nodes_keeps_no_third_one_out(open_monitor: OpenMonitor, said: bytes) -> None:
+    """They hold their connections for as long as they are let, many more than any node has peers."""
+    monitors, idle = {member: open_monitor(member, detect_s=1.0) for member in (A, B)}, list[socket.socket]()
+    for monitor in monitors.values():
+        for _ in range(300):
+            idle.append(socket.create_connection((HOST, monitor.port), timeout=10))
+            idle[-1].sendall(said)
+    monitors[C] = open_monitor(C, detect_s=1.0)
+    from_s = time.monotonic()
+    for member, monitor in monitors.items():
+        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+    pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
+    until(lambda: all(has_answered(monitor, other, from_s) for monitor, other in pairs))
+    for connection in idle:
+        connection.close()
+
+
+def test_strangers_push_out_no_probe_that_is_answered(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor(detect_s=10.0)
+    with probe(monitor.port) as connection:
+        idle = [socket.create_connection((HOST, monitor.port), timeout=10) for _ in range(300)]
+        until(lambda: len(monitor._door._strangers) == 64)
+        assert ask(connection) == b"12345678"
+        for stranger in idle:
+            stranger.close()
+
+
+def test_probes_that_stop_are_hung_up_on(open_monitor: OpenMonitor) -> None:
+    with probe(open_monitor().port) as connection:
+        assert ask(connection) == b"12345678"
+        assert is_hung_up(connection)
+
+
+def test_member_that_calls_again_is_answered_on_its_newest_connection(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor(detect_s=10.0)
+    with probe(monitor.port) as old, probe(monitor.port, by=C) as other, probe(monitor.port) as new:
+        assert ask(new) == ask(other) == b"12345678"
+        assert is_hung_up(old) and sorted(monitor._askers) == [B, C]
+
+
+def test_dialling_pauses_where_connections_are_taken_and_closed_at_once(
+    open_monitor: OpenMonitor, silent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guardian cannot answer. Before, it was dialled again without a pause, as fast as it hung up."""
+    pauses, sleep = list[float](), links.asyncio.sleep
+
+    async def note(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(pause_s)
+
+    monitor = open_monitor(B)
+    monkeypatch.setattr(links.asyncio, "sleep", note)
+    monitor.watch({A: address_of(silent)})
+    accept_probes(silent).close()
+    accept_probes(silent).close()
+    assert monitor._probe_s in pauses
+
+
+def test_members_that_answer_are_not_cut_off(open_monitor: OpenMonitor) -> None:
+    monitors = {member: open_monitor(member) for member in (A, B, C)}
+    from_s = time.monotonic()
+    for member, monitor in monitors.items():
+        monitor.watch({other: (HOST, m.port) for other, m in monitors.items() if other != member})
+    pairs = [(monitor, other) for member, monitor in monitors.items() for other in monitors if other != member]
+    until(lambda: all(has_answered(monitor, other, from_s + 2 * DETECT_S) for monitor, other in pairs))
+    assert [monitor.cut_off() for monitor in monitors.values()] == [(), (), ()]
+
+
+def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor, other = open_monitor(A), open_monitor(C)
+    from_s = time.monotonic()
+    monitor.watch({B: address_of(silent), C: (HOST, other.port)})
+    until(lambda: monitor.cut_off() == (B,))
+    assert time.monotonic() - from_s > DETECT_S, "not sooner"
+
+
+def test_member_whose_machine_does_not_exist_is_cut_off(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor()
+    with socket.create_server((HOST, 0)) as listener:
+        address = address_of(listener)
+    monitor.watch({B: address})
+    until(lambda: monitor.cut_off() == (B,))
+
+
+def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
+    open_monitor: OpenMonitor, silent: socket.socket
+) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    connection = accept_probes(silent)
+    connection.sendall(connection.recv(8, socket.MSG_WAITALL))
+    until(lambda: monitor.cut_off() == (B,))
+    again = accept_probes(silent)
+    stop = threading.Event()
+
+    def echo() -> None:
+        while not stop.is_set() and (probe := again.recv(8)):
+            again.sendall(probe)
+
+    echoing = threading.Thread(target=echo, daemon=True)
+    echoing.start()
+    until(lambda: monitor.cut_off() == ())
+    stop.set()
+    echoing.join(timeout=10)
+    for end in (connection, again):
+        end.close()
+
+
+def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    """Another program may have got the port of a guardian that ended."""
+    monitor, stop = open_monitor(), threading.Event()
+    silent.settimeout(0.01)
+
+    def answer_wrongly() -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = silent.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                connection.sendall(b"no probe")
+
+    answering = threading.Thread(target=answer_wrongly, daemon=True)
+    answering.start()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    stop.set()
+    answering.join(timeout=10)
+
+
+def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
+    open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
+) -> None:
+    """Its machine closes the connection, and refuses another one."""
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    connection = accept_probes(silent)
+    silent.close()
+    connection.close()
+    assert gone.get(timeout=10) == B
+    until(lambda: monitor.cut_off() == (B,))
+    assert gone.empty()
+
+
+def test_connection_that_breaks_says_nobody_gone_while_another_one_is_taken(
+    open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
+) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    for _ in range(3):
+        accept_probes(silent).close()
+    assert gone.empty()
+
+
+def test_member_that_was_never_reached_is_not_gone(open_monitor: OpenMonitor, gone: queue.SimpleQueue[str]) -> None:
+    """A firewall that refuses is no proof that a guardian ended."""
+    with socket.create_server((HOST, 0)) as listener:
+        address = address_of(listener)
+    monitor = open_monitor()
+    monitor.watch({B: address})
+    until(lambda: monitor.cut_off() == (B,))
+    assert gone.empty()
+
+
+def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent: socket.socket, clock: Clock) -> None:
+    """It was stopped for a minute, and everybody's answers are a minute old."""
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: B in monitor._links)
+    monitor.cut_off()
+    clock.jumped_s = 60.0
+    assert monitor.cut_off() == ()
+    until(lambda: monitor.cut_off() == (B,))
+
+
+def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    monitor.watch({})
+    until(lambda: monitor.cut_off() == ())
+
+
+def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor, other = open_monitor(A), open_monitor(B)
+    monitor.watch({B: address_of(silent)})
+    until(lambda: monitor.cut_off() == (B,))
+    monitor.watch({B: (HOST, other.port)})
+    until(lambda: monitor.cut_off() == ())
+    from_s = time.monotonic()
+    until(lambda: has_answered(monitor, B, from_s))
+
+
+def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMonitor) -> None:
+    monitor = open_monitor()
+    monitor.close()
+    monitor.watch({B: (HOST, 1)})
+    monitor.close()
+    assert monitor._thread.is_alive() is False
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, monitor.port), timeout=10)
+
+
+def test_closed_monitor_hangs_up_in_silence(open_monitor: OpenMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks it must learn at once that it has ended, and the user must see no error of a loop that was stopped."""
+    monitor = open_monitor()
+    with probe(monitor.port) as connection:
+        assert ask(connection) == b"12345678"
+        monitor.close()
+        connection.settimeout(1)
+        assert connection.recv(8) == b""
+    assert caplog.records == []

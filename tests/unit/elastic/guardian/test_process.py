@@ -1,0 +1,427 @@
+"""The guardian's judgement on fake time, and its life in a thread; real processes are in tests/faults."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.guardian.process import (
+    Door,
+    GuardianOrder,
+    Vigil,
+    last_word,
+    process_state,
+    remove_when_abandoned,
+    speaks,
+    stand_guard,
+)
+from zeroband.elastic.guardian.rate import answer_rate
+from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.handover import HandedOver, channel
+from zeroband.elastic.transport.handshake import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    Callee,
+    Caller,
+    Introduction,
+    Purpose,
+    RunKey,
+    StreamKeys,
+)
+from zeroband.node.board import NodeBoard
+
+MEMBER, OTHER = "a#1", "b#1"
+WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
+
+
+# -- what deserves a lease --------------------------------------------------------------------------------------------
+
+
+def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=100.0)
+    verdicts = [vigil.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
+    assert verdicts == [True, True, False]
+
+
+def test_any_progress_starts_the_time_again() -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    assert vigil.deserves_lease(9.0, progress=1, states="R")
+    assert vigil.deserves_lease(19.0, progress=1, states="R")
+    assert not vigil.deserves_lease(19.1, progress=1, states="R")
+    assert vigil.deserves_lease(19.2, progress=2, states="R"), "it moves again"
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "I"])
+def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -> None:
+    assert Vigil(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
+
+
+@pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
+def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
+    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    assert not vigil.deserves_lease(1.0, progress=1, states=["S", state])
+    assert vigil.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
+
+
+# -- states of processes ----------------------------------------------------------------------------------------------
+
+
+def test_state_of_a_living_process() -> None:
+    assert process_state(os.getpid()) in "RS"
+
+
+@pytest.fixture
+def ended() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended and that nobody has waited for yet."""
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process
+    process.communicate()
+
+
+def test_state_of_an_ended_process_is_z_until_it_is_waited_for(ended: subprocess.Popen[bytes]) -> None:
+    assert process_state(ended.pid) == "Z"
+    ended.wait()
+    assert process_state(ended.pid) == "X"
+
+
+def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> None:
+    program = tmp_path / "odd ) R name"
+    program.symlink_to(sys.executable)
+    process = subprocess.Popen([program, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process_state(process.pid) in "RSD"
+    finally:
+        process.communicate(b"\n")
+
+
+# -- its pipes --------------------------------------------------------------------------------------------------------
+
+
+def test_pipe_is_listened_to_whatever_its_number() -> None:
+    """A trainer of many files has descriptors above those that `select` takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    low, writer = os.pipe()
+    try:
+        with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
+            assert not speaks(reader, 0)
+            os.write(writer, b"holding\n")
+            assert speaks(reader, 10)
+    finally:
+        os.close(low)
+        os.close(writer)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- the guardian's life ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Guarded:
+    """A guardian that runs in a thread, and the trainer's ends of its pipes."""
+
+    store: Store
+    board: NodeBoard
+    order: GuardianOrder
+    thread: threading.Thread
+    trainer: int
+    output: int
+    inbox: socket.socket
+    """Gets what others ask of the trainer."""
+
+    def leave(self, *, cleanly: bool) -> None:
+        if cleanly:
+            os.write(self.trainer, b"leave\n")
+        os.close(self.trainer)
+        self.trainer = -1
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+    def is_alive(self) -> bool:
+        return self.order.member_id in self.store.view(0).alive
+
+    def said(self) -> Peer:
+        """What the guardian wrote at its last renewal."""
+        return self.store.view(0).peers[self.order.member_id]
+
+    def close(self) -> None:
+        if self.trainer >= 0:
+            self.leave(cleanly=True)
+        os.close(self.output)
+        self.inbox.close()
+        self.board.close()
+
+
+StartGuard = Callable[..., Guarded]
+
+
+@pytest.fixture
+def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> GuardianOrder:
+    """Of a trainer that is this process, whose launcher is dead."""
+    shm_dir = tmp_path / "shm"
+    shm_dir.mkdir()
+    (shm_dir / "lock").touch()  # the dead trainer held it
+    return GuardianOrder(
+        store_url=redis_url,
+        run_id="run",
+        member_id=MEMBER,
+        node_id="a",
+        door=Door("127.0.0.1"),
+        board=str(tmp_path / "board"),
+        shm_dir=str(shm_dir),
+        rank_pids=(os.getpid(),),
+        launcher_pid=ended.pid,
+        lease_s=1000.0,
+        renew_s=0.005,
+        hung_s=1000.0,
+        is_first=True,
+    )
+
+
+@pytest.fixture
+def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
+    started: list[Guarded] = []
+    stores: list[Store] = []
+
+    def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
+        changed = replace(order, **changes)  # type: ignore[arg-type]
+        key = RunKey(bytes.fromhex(changed.door.run_key)) if changed.door.run_key else None
+        seen = Store(changed.store_url, "run", key=key, patience_s=5.0)
+        stores.append(seen)
+        board = NodeBoard(Path(order.board), create=True)
+        (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
+        calls, inbox = channel()
+
+        def run() -> None:
+            with os.fdopen(trainer_read, "rb", buffering=0) as trainer_end, os.fdopen(say, "wb") as say_end:
+                stand_guard(changed, trainer_end, say_end, calls)
+            calls.close()
+
+        guarded = Guarded(seen, board, changed, threading.Thread(target=run), trainer, output, inbox)
+        started.append(guarded)
+        guarded.thread.start()
+        with os.fdopen(os.dup(output), "rb", buffering=0) as speech:
+            while (said := speech.readline()) == b"waiting\n":
+                on_wait()
+        assert said == b"holding\n"
+        return guarded
+
+    yield start
+    for guarded in started:
+        guarded.close()
+    for store in stores:
+        store.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    pause, tries = threading.Event(), 0
+    while not condition():
+        assert tries < 2000, "not within 10 s"
+        tries += 1
+        pause.wait(0.005)
+
+
+def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> None:
+    assert start_guard().is_alive()
+
+
+def test_guardian_waits_for_a_store_that_lets_nobody_do_anything_by_now(
+    start_guard: StartGuard, redis_url: str, redis_client: redis.Redis
+) -> None:
+    """The trainer was let in there, so what the store refuses now it may allow later."""
+    waited: list[str] = []
+
+    def allow() -> None:
+        waited.append("")
+        admin.execute_command("ACL", "SETUSER", "default", "+@all")
+
+    redis_client.execute_command("ACL", "SETUSER", "admin", "on", ">s3cret", "~*", "+@all")
+    with redis.Redis.from_url(redis_url, username="admin", password="s3cret") as admin:
+        admin.execute_command("ACL", "SETUSER", "default", "-@all")
+        try:
+            guarded = start_guard(allow, lease_s=2.0)
+        finally:
+            allow()
+            redis_client.execute_command("ACL", "DELUSER", "admin")
+        assert len(waited) > 1 and guarded.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("said", "store_s", "holds"),
+    [
+        (b"holding\n", 0.0, True),
+        (b"waiting\nwaiting\nholding\n", 1000.0, True),
+        (b"waiting\nholding\n", -1.0, False),
+        (b"waiting\n", 1000.0, False),
+        (b"", 1000.0, False),
+    ],
+)
+def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: float, holds: bool) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, said)
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as output:
+        assert (last_word(output, store_s=store_s) == b"holding\n") == holds
+
+
+def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
+    guarded = start_guard()
+    guarded.board.set_serves_state(True)
+    _until(lambda: guarded.said().serves_state)
+    said = guarded.said()
+    assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
+
+
+@pytest.fixture
+def other(redis_url: str) -> Iterator[socket.socket]:
+    """Where another member's guardian listens, which answers nothing; its lease is long."""
+    store = Store(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
+        yield listener
+    store.close()
+
+
+def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, redis_url: str) -> None:
+    """Each of two that meet measures the way to the other."""
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(renew_s=0.02, door=Door("127.0.0.1", run_key=key.secret.hex()))
+
+    async def take(connection: socket.socket, what: HandedOver) -> None:
+        await answer_rate(connection)
+
+    met = LinkMonitor("127.0.0.1", identity=Identity(OTHER, key), detect_s=5.0, on_gone=print, take=take)
+    store = Store(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
+    try:
+        store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
+        _until(lambda: guarded.said().links.get(OTHER, 0) > 0)
+        assert guarded.said().rtt_ms > 0
+    finally:
+        met.close()
+        store.close()
+
+
+@pytest.mark.slow
+def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
+    start_guard: StartGuard, other: socket.socket
+) -> None:
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0, door=Door("127.0.0.1", run_key=(b"k" * 32).hex()))
+    assert guarded.said().cut_off == ()
+    _until(lambda: guarded.said().cut_off == (OTHER,))
+
+
+def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
+    start_guard: StartGuard, other: socket.socket
+) -> None:
+    """Much sooner than it would run out."""
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
+    connection, _ = other.accept()
+    callee = Callee(key, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
+    connection.sendall(callee.answer)
+    assert len(connection.recv(PROOF_BYTES + 8, socket.MSG_WAITALL)) == PROOF_BYTES + 8  # and the first probe
+    other.close()
+    connection.close()
+    _until(lambda: OTHER not in guarded.store.view(0).alive)
+    assert OTHER in guarded.store.view(0).peers, "it may take its lease again if it is alive after all"
+
+
+@pytest.mark.parametrize("purpose", [Purpose.DATA, Purpose.STATE])
+def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
+    """Not who calls it by another name, and nobody without a handshake."""
+    key = RunKey(b"k" * 32)
+    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
+    address = ("127.0.0.1", guarded.said().port)
+    for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(key, Introduction(OTHER, "a#0", "", True, purpose)).hello):
+        with socket.create_connection(address, timeout=10) as stranger:
+            stranger.sendall(said)
+            with suppress(ConnectionResetError):  # what was sent had not been read
+                assert stranger.recv(1) == b""
+    caller = Caller(key, Introduction(OTHER, MEMBER, "", True, purpose))
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(caller.hello)
+        proof, keys = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
+        connection.sendall(proof)
+        guarded.inbox.settimeout(10)
+        message, descriptors, _, _ = socket.recv_fds(guarded.inbox, 4096, 1)
+        os.close(descriptors[0])
+        what = HandedOver.of(message)
+        assert (what.kind, what.caller, what.keys) == (purpose, OTHER, StreamKeys(keys.open, keys.seal))
+
+
+def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
+    guarded = start_guard(lease_s=0.05, hung_s=0.02)
+    _until(lambda: not guarded.is_alive())
+    guarded.board.advance()
+    _until(guarded.is_alive)
+
+
+def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
+    start_guard: StartGuard, ended: subprocess.Popen[bytes]
+) -> None:
+    guarded = start_guard(lease_s=0.05, rank_pids=(os.getpid(), ended.pid))
+    _until(lambda: not guarded.is_alive())
+
+
+def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
+    guarded = start_guard(renew_s=0.02)
+    guarded.store.propose_opening(WITHOUT_US, current=None)
+    guarded.store.expire_lease(MEMBER)
+    _until(lambda: guarded.board.is_fenced)
+    assert not guarded.is_alive()
+
+
+def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: Store) -> None:
+    store.propose_opening(WITHOUT_US, current=None)
+    guarded = start_guard(is_first=False)
+    assert guarded.board.is_fenced and not guarded.is_alive()
+
+
+@pytest.mark.parametrize("cleanly", [True, False])
+@pytest.mark.defect(2)
+def test_lease_ends_with_the_pipe_to_the_trainer(start_guard: StartGuard, cleanly: bool) -> None:
+    guarded = start_guard(rank_pids=())
+    guarded.leave(cleanly=cleanly)
+    assert not guarded.is_alive()
+
+
+@pytest.mark.parametrize(("cleanly", "is_removed"), [(True, False), (False, True)])
+def test_shared_memory_of_a_killed_trainer_is_removed(start_guard: StartGuard, cleanly: bool, is_removed: bool) -> None:
+    """A trainer that leaves cleanly removes it by itself."""
+    guarded = start_guard(rank_pids=())
+    guarded.leave(cleanly=cleanly)
+    assert Path(guarded.order.shm_dir).exists() != is_removed
+
+
+@pytest.mark.parametrize("living", ["rank", "launcher"])
+def test_shared_memory_stays_while_a_rank_or_the_launcher_lives(order: GuardianOrder, living: str) -> None:
+    pids = {"rank_pids": (os.getpid(),)} if living == "rank" else {"rank_pids": (), "launcher_pid": os.getpid()}
+    remove_when_abandoned(replace(order, **pids), deadline_s=0.01)  # type: ignore[arg-type]
+    assert Path(order.shm_dir).exists()
+
+
+def test_guardian_takes_the_lease_again_from_a_store_that_lost_everything(
+    start_guard: StartGuard, redis_client: redis.Redis
+) -> None:
+    guarded = start_guard()
+    redis_client.flushall()
+    _until(guarded.is_alive)

@@ -1,0 +1,580 @@
+"""The rules of membership, branch by branch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.membership.epoch import (
+    FOUNDING_ROUND,
+    Opening,
+    Patience,
+    Peer,
+    Ready,
+    Rules,
+    Verdict,
+    View,
+    Wait,
+    has_quorum,
+    must_leave,
+    next_opening,
+    next_verdict,
+    to_json,
+    to_record,
+)
+from zeroband.elastic.membership.records import opening_from, peer_from, ready_from, verdict_from
+
+A, B, C, D = "a#1", "b#1", "c#1", "d#1"
+PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
+
+
+def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
+    tens = tuple(10 for _ in members)
+    usual: dict[str, Any] = {"weights": tens, "steps": tuple(4 for _ in members), "wants": tuple(6 for _ in members)}
+    usual["losses"] = tuple(2.5 for _ in members)
+    return Opening(version, epoch, round, members, **{**usual, **fields})
+
+
+def a_verdict(*members: str, round: int = 2, version: int = 4, **fields: Any) -> Verdict:
+    return Verdict(an_opening(*members, version=version, round=round, **fields), "digest")
+
+
+def a_view(**fields: Any) -> View:
+    empty: dict[str, Any] = {
+        "opening": None,
+        "committed": None,
+        "alive": frozenset(),
+        "ready": {},
+        "votes": {},
+        "failed": None,
+    }
+    return View(**{**empty, **fields})
+
+
+def ready(*members: str, round: int = 3, weight: int = 10, state: str = "s", wants: int = 6) -> dict[str, Ready]:
+    return {member: Ready(round, weight, state, 4, wants, loss=2.5) for member in members}
+
+
+def cut(**from_to: str) -> dict[str, Peer]:
+    """Peers of which some do not reach others: `cut(a="bc")`."""
+    names = {**dict.fromkeys("abcd", ""), **from_to}
+    return {
+        f"{name}#1": Peer(name, "host", 1, False, tuple(f"{other}#1" for other in others))
+        for name, others in names.items()
+    }
+
+
+def boundary(*members: str, **fields: Any) -> View:
+    """Round 2 is committed and all its members stand before round 3."""
+    usual: dict[str, Any] = {
+        "opening": an_opening(*members, version=4, round=2),
+        "committed": a_verdict(*members),
+        "alive": frozenset(members),
+        "ready": ready(*members),
+    }
+    return a_view(**{**usual, **fields})
+
+
+def decide(view: View, round: int = 3, patience: Patience = PATIENT, **rules: Any) -> Opening | Wait:
+    return next_opening(view, round, Rules(**rules), patience)
+
+
+def members_of(decision: Opening | Wait) -> tuple[str, ...]:
+    assert isinstance(decision, Opening), decision
+    return decision.members
+
+
+# -- next_opening -----------------------------------------------------------------------------------------------------
+
+
+def test_next_opening_keeps_the_current_one_while_it_can_be_finished() -> None:
+    current = an_opening(A, B)
+    assert decide(boundary(A, B, opening=current)) is current
+
+
+def test_next_opening_keeps_one_whose_lost_member_has_voted() -> None:
+    current = an_opening(A, B)
+    view = boundary(A, B, opening=current, alive=frozenset({A}), votes={B: "digest"})
+    assert decide(view) is current
+
+
+def test_next_opening_replaces_one_whose_member_was_lost_before_its_vote() -> None:
+    view = boundary(A, B, opening=an_opening(A, B), alive=frozenset({A}))
+    assert decide(view) == an_opening(A, version=6, epoch=3)
+
+
+def test_next_opening_replaces_one_whose_members_all_voted_and_died() -> None:
+    """Nobody is left who would write its verdict; a late member or a joiner would wait for it for ever."""
+    view = boundary(A, B, C, opening=an_opening(A, B, late=(C,)), alive=frozenset({C}), votes={A: "d", B: "d"})
+    assert decide(view) == an_opening(C, version=6, epoch=3)
+
+
+def test_next_opening_replaces_a_failed_one_with_new_groups_even_for_the_same_members() -> None:
+    view = boundary(A, B, opening=an_opening(A, B), failed="a lane broke")
+    assert decide(view) == an_opening(A, B, version=6, epoch=3)
+
+
+def test_next_opening_keeps_epoch_and_groups_when_nobody_came_or_went() -> None:
+    assert decide(boundary(A, B)) == an_opening(A, B, version=5, epoch=2)
+
+
+@pytest.mark.parametrize("members", [(A,), (A, B, C)])
+def test_next_opening_starts_an_epoch_when_somebody_came_or_went(members: tuple[str, ...]) -> None:
+    view = boundary(A, B, alive=frozenset(members), ready=ready(*members))
+    assert decide(view) == an_opening(*members, version=5, epoch=3)
+
+
+def test_next_opening_waits_for_living_members_and_names_them() -> None:
+    view = boundary(A, B, C, ready=ready(A))
+    assert decide(view) == Wait("2 of 3 members have not reached round 3", (B, C))
+
+
+@pytest.mark.defect(7)
+def test_next_opening_waits_for_nobody_who_only_joins() -> None:
+    view = boundary(A, B, alive=frozenset({A, B, C}))
+    assert decide(view) == an_opening(A, B)
+
+
+@pytest.mark.defect(1)
+def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
+    """Predecessors compared integer ranks with string ids here, and evicted nobody."""
+    assert members_of(decide(boundary(A, B, C, alive=frozenset({A, C})))) == (A, C)
+
+
+def test_next_opening_takes_the_words_in_the_order_of_members() -> None:
+    view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5, loss=3.5), A: Ready(3, 0, "s", 1, 0)})
+    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), wants=(0, 5), losses=(None, 3.5))
+
+
+def test_next_opening_goes_with_the_state_of_most_members() -> None:
+    states = {**ready(A, state="odd"), **ready(B, C)}
+    assert decide(boundary(A, B, C, ready=states)) == an_opening(B, C, epoch=3)
+
+
+def test_next_opening_never_outvotes_members_by_joiners() -> None:
+    joiners = ("x#1", "y#1")
+    view = boundary(B, alive=frozenset({B, *joiners}), ready={**ready(B), **ready(*joiners, state="odd")})
+    assert decide(view) == an_opening(B)
+
+
+def test_next_opening_breaks_a_tie_of_states_by_the_lowest_id() -> None:
+    view = boundary(A, B, ready={**ready(A, state="z"), **ready(B, state="a")})
+    assert decide(view) == an_opening(A, epoch=3)
+
+
+def test_next_opening_waits_while_fewer_than_min_nodes_are_alive() -> None:
+    decision = decide(boundary(A, B, alive=frozenset({A})), min_nodes=2)
+    assert decision == Wait("1 of at least 2 nodes can take part (elastic.min_nodes)")
+
+
+def test_next_opening_waits_while_the_newest_verdict_is_lost() -> None:
+    """A joiner that looks just then must not open a round of its own."""
+    decision = decide(a_view(alive=frozenset({A, C}), ready=ready(C), opening=an_opening(A, B)))
+    assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
+
+
+def test_nobody_founds_a_run_whose_members_live() -> None:
+    view = a_view(alive=frozenset({A, C}), ready=ready(C, round=0), opening=an_opening(A, B))
+    decision = decide(view, FOUNDING_ROUND)
+    assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
+
+
+def test_opening_belongs_to_the_session_of_the_newest_verdict() -> None:
+    committed = Verdict(an_opening(A, B), "d", {"session": "s"})
+    decision = decide(replace(boundary(A, B), committed=committed))
+    assert isinstance(decision, Opening) and decision.sessions == ("s",)
+
+
+def test_next_opening_waits_when_nobody_is_there() -> None:
+    assert decide(a_view(), FOUNDING_ROUND) == Wait("0 of 1 nodes are here (elastic.start_nodes)")
+
+
+def test_next_opening_waits_while_the_store_gets_its_record_back() -> None:
+    """Also where the current opening could be finished: a newer one may not be there again yet."""
+    current = an_opening(A, B)
+    decision = decide(boundary(A, B, opening=current, is_settling=True))
+    assert isinstance(decision, Wait) and "lost its record" in decision.reason
+
+
+def founders(*members: str, state: str = "s") -> View:
+    return a_view(alive=frozenset(members), ready=ready(*members, round=FOUNDING_ROUND, weight=0, state=state))
+
+
+def test_founding_waits_for_start_nodes() -> None:
+    decision = decide(founders(A), FOUNDING_ROUND, start_nodes=2)
+    assert decision == Wait("1 of 2 nodes are here (elastic.start_nodes)")
+
+
+def test_founding_opens_with_all_who_are_there() -> None:
+    decision = decide(founders(A, B, C), FOUNDING_ROUND, start_nodes=2)
+    assert decision == an_opening(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0))
+
+
+def test_founding_goes_on_with_fewer_after_its_time_out() -> None:
+    decision = decide(founders(A), FOUNDING_ROUND, Patience(start_is_over=True), start_nodes=2)
+    assert members_of(decision) == (A,)
+
+
+def test_founding_needs_min_nodes_even_after_its_time_out() -> None:
+    decision = decide(founders(A), FOUNDING_ROUND, Patience(start_is_over=True), start_nodes=3, min_nodes=2)
+    assert isinstance(decision, Wait)
+
+
+def test_start_nodes_is_of_no_concern_after_the_founding() -> None:
+    assert isinstance(decide(boundary(A), start_nodes=9), Opening)
+
+
+@pytest.mark.parametrize("order", [(A, B, C), (C, A, B)])
+def test_any_member_makes_the_same_proposal(order: tuple[str, ...]) -> None:
+    """A predecessor's run ended with its leader; here nobody's death stops a proposal, and all propose the same."""
+    view = boundary(A, B, C, alive=frozenset(order), ready=ready(*order))
+    assert decide(view) == an_opening(A, B, C)
+
+
+# -- members that are late --------------------------------------------------------------------------------------------
+
+
+def test_late_member_is_left_behind_and_named() -> None:
+    assert decide(boundary(A, B, C, ready=ready(A, B)), patience=LATE) == an_opening(A, B, epoch=3, late=(C,))
+
+
+def test_member_that_stays_late_is_named_again() -> None:
+    """It is no member of the round that went without it, but its samples still wait for it."""
+    view = boundary(A, B, committed=a_verdict(A, B, late=(C,)), alive=frozenset({A, B, C}))
+    assert decide(view) == an_opening(A, B, late=(C,))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"alive": frozenset({A, B})}, {"alive": frozenset({A, B, C}), "ready": ready(A, B, C)}],
+    ids=["died", "came back"],
+)
+def test_late_member_that_died_or_came_back_is_late_no_more(fields: dict[str, Any]) -> None:
+    decision = decide(boundary(A, B, committed=a_verdict(A, B, late=(C,)), **fields))
+    assert isinstance(decision, Opening) and decision.late == ()
+
+
+def test_members_that_all_leave_wait_for_those_who_are_late() -> None:
+    """Who is late keeps its samples for the next round, and there is none."""
+    view = boundary(A, B, ready=ready(A, wants=0))
+    assert decide(view, patience=LATE) == Wait("1 of 2 members have not reached round 3", (B,))
+
+
+def test_one_that_goes_on_is_enough_to_leave_the_late_behind() -> None:
+    view = boundary(A, B, C, ready={**ready(A, wants=0), **ready(B)})
+    assert members_of(decide(view, patience=LATE)) == (A, B)
+
+
+@pytest.mark.parametrize(
+    ("at_boundary", "alive", "expected"),
+    [("a", "abcd", False), ("ab", "abcd", True), ("a", "abc", False), ("a", "ab", True), ("", "ab", False)],
+)
+def test_quorum_is_half_of_the_living_members(at_boundary: str, alive: str, expected: bool) -> None:
+    living = frozenset(f"{name}#1" for name in alive)
+    view = boundary(A, B, C, D, alive=living, ready=ready(*(f"{name}#1" for name in at_boundary)))
+    assert has_quorum(view) is expected
+
+
+def test_quorum_counts_no_joiner_and_is_never_there_before_the_founding() -> None:
+    assert not has_quorum(boundary(A, B, C, alive=frozenset({A, B, C, D}), ready=ready(D)))
+    assert not has_quorum(founders(A, B))
+
+
+# -- links that are cut -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peers", [cut(a="b"), cut(b="a"), cut(a="b", b="a")], ids=["one way", "other way", "both"])
+def test_link_is_cut_when_one_end_says_so(peers: Mapping[str, Peer]) -> None:
+    view = a_view(peers=peers)
+    assert view.are_cut(A, B) and view.are_cut(B, A) and not view.are_cut(A, C)
+
+
+def test_opening_is_lost_when_two_of_its_members_do_not_reach_each_other() -> None:
+    view = a_view(alive=frozenset({A, B, C}), opening=an_opening(A, B, C), peers=cut(a="b"))
+    assert view.lost(an_opening(A, B, C)) == (A, B) and not view.can_finish(an_opening(A, B, C))
+
+
+def test_opening_is_not_lost_when_those_who_are_cut_off_have_voted_or_are_not_in_it() -> None:
+    voted = a_view(alive=frozenset({A, B}), votes={A: "d", B: "d"}, peers=cut(a="b"))
+    assert voted.lost(an_opening(A, B)) == ()
+    assert a_view(alive=frozenset({A, B}), peers=cut(a="c")).lost(an_opening(A, B)) == ()
+
+
+def test_opening_is_lost_while_one_of_two_that_are_cut_off_has_not_voted() -> None:
+    view = a_view(alive=frozenset({A, B}), votes={A: "d"}, peers=cut(a="b"))
+    assert view.lost(an_opening(A, B)) == (B,)
+
+
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        (cut(c="abd"), (A, B, D)),
+        (cut(a="c", b="c", d="c"), (A, B, D)),
+        (cut(a="b"), (A, C, D)),
+        (cut(a="b", c="d"), (A, C)),
+        (cut(b="cd", c="b"), (A, C, D)),
+    ],
+    ids=["reaches nobody", "reached by nobody", "the later id of a pair", "two pairs", "most cuts"],
+)
+def test_next_opening_drops_those_who_are_cut_off_most(peers: Mapping[str, Peer], expected: tuple[str, ...]) -> None:
+    assert members_of(decide(boundary(A, B, C, D, peers=peers))) == expected
+
+
+def test_next_opening_drops_a_joiner_before_a_member() -> None:
+    everybody = {"alive": frozenset({A, B, C, D}), "ready": ready(A, B, C, D)}
+    assert members_of(decide(boundary(B, C, D, peers=cut(a="bc", b="d"), **everybody))) == (B, C)
+
+
+def test_next_opening_drops_of_two_the_one_with_less_to_lose() -> None:
+    """Its tokens go back to the run and are trained again."""
+    words = {**ready(A, weight=20), **ready(B, weight=10)}
+    view = boundary(A, B, ready=words, peers=cut(a="b"))
+    assert members_of(decide(view)) == (A,)
+    assert members_of(decide(boundary(A, B, ready={**words, **ready(B, weight=30)}, peers=cut(a="b")))) == (B,)
+
+
+def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
+    """The other one would have nobody left to take the state from, and the run would end."""
+    words = {**ready(A, weight=20, wants=0), **ready(B, weight=10)}
+    assert members_of(decide(boundary(A, B, ready=words, peers=cut(a="b")))) == (B,)
+
+
+# -- results that differ ----------------------------------------------------------------------------------------------
+
+
+def disputed(votes: Mapping[str, str], disputes: int) -> View:
+    current = an_opening(*votes, disputes=disputes)
+    return boundary(*votes, opening=current, votes=votes, failed="the members hold different results")
+
+
+def test_round_whose_results_differed_is_tried_again_with_all() -> None:
+    decision = decide(disputed({A: "d", B: "d", C: "odd"}, disputes=0))
+    assert decision == an_opening(A, B, C, version=6, epoch=3, disputes=1)
+
+
+def test_round_whose_results_differ_twice_goes_on_without_the_minority() -> None:
+    decision = decide(disputed({A: "odd", B: "d", C: "d"}, disputes=1))
+    assert decision == an_opening(B, C, version=6, epoch=3, disputes=2)
+
+
+def test_of_two_that_differ_twice_the_first_goes_on() -> None:
+    assert members_of(decide(disputed({A: "z", B: "a"}, disputes=1))) == (A,)
+
+
+def test_of_two_that_differ_twice_the_one_that_stays_goes_on() -> None:
+    """The other one would have nobody left to take the state from, and the run would end."""
+    view = replace(disputed({A: "z", B: "a"}, disputes=1), ready={**ready(A, wants=0), **ready(B)})
+    assert members_of(decide(view)) == (B,)
+
+
+def test_dispute_counts_in_its_own_round_only() -> None:
+    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, disputes=1), votes={A: "d", B: "odd"})
+    assert decide(view) == an_opening(A, B)
+
+
+def test_round_that_fails_otherwise_keeps_its_count_of_disputes() -> None:
+    view = boundary(A, B, opening=an_opening(A, B, disputes=1), failed="a lane broke")
+    assert decide(view) == an_opening(A, B, version=6, epoch=3, disputes=1)
+
+
+def test_votes_that_are_missing_make_no_dispute() -> None:
+    view = boundary(A, B, opening=an_opening(A, B, disputes=1), votes={A: "d"}, failed="a lane broke")
+    assert members_of(decide(view)) == (A, B)
+
+
+# -- next_verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_next_verdict_waits_for_votes_and_names_the_missing() -> None:
+    decision = next_verdict(a_view(votes={A: "d"}), an_opening(A, B), {})
+    assert decision == Wait("1 of 2 members have not voted on round 3", (B,))
+
+
+def test_next_verdict_commits_equal_digests_with_the_payload() -> None:
+    opening = an_opening(A, B, weights=(3, 4))
+    decision = next_verdict(a_view(votes={A: "d", B: "d"}), opening, {"norm": 1.5})
+    assert decision == Verdict(opening, "d", {"norm": 1.5})
+
+
+def test_next_verdict_is_none_when_results_differ() -> None:
+    assert next_verdict(a_view(votes={A: "d", B: "e"}), an_opening(A, B), {}) is None
+
+
+def test_next_verdict_waits_while_the_store_gets_its_record_back() -> None:
+    decision = next_verdict(a_view(votes={A: "d"}, is_settling=True), an_opening(A), {})
+    assert isinstance(decision, Wait) and "lost its record" in decision.reason
+
+
+def test_next_verdict_counts_no_vote_of_a_stranger() -> None:
+    decision = next_verdict(a_view(votes={A: "d", C: "e"}), an_opening(A), {})
+    assert isinstance(decision, Verdict) and decision.digest == "d"
+
+
+# -- must_leave -------------------------------------------------------------------------------------------------------
+
+
+def test_member_stays_at_the_boundary_after_the_committed_round() -> None:
+    assert must_leave(boundary(A, B), A, 3) is None
+
+
+def test_member_stays_before_the_founding() -> None:
+    assert must_leave(founders(A), A, FOUNDING_ROUND) is None
+
+
+@pytest.mark.parametrize("members", [(A, B), (B,)])
+@pytest.mark.parametrize("committed_round", [3, 4])
+def test_member_leaves_when_the_round_before_it_was_committed(members: tuple[str, ...], committed_round: int) -> None:
+    """Also when it is one of those who committed it: it dropped the result, and can only come back by the join path."""
+    excluded = must_leave(boundary(A, B, committed=a_verdict(*members, round=committed_round)), A, 3)
+    assert excluded is not None and f"round {committed_round} was committed" in excluded.reason
+
+
+def test_member_leaves_when_its_round_was_opened_without_it() -> None:
+    excluded = must_leave(boundary(A, B, opening=an_opening(B)), A, 3)
+    assert excluded is not None and "opened without a#1" in excluded.reason
+
+
+@pytest.mark.parametrize("committed_round", [3, 4])
+def test_member_that_was_only_late_stays(committed_round: int) -> None:
+    """It catches up by the journal, and contributes later."""
+    assert must_leave(boundary(A, B, committed=a_verdict(B, round=committed_round, late=(A,))), A, 3) is None
+
+
+def test_member_that_is_late_in_the_current_opening_stays() -> None:
+    assert must_leave(boundary(A, B, opening=an_opening(B, late=(A,))), A, 3) is None
+
+
+def test_member_that_arrives_late_stays_when_the_round_after_is_not_opened_yet() -> None:
+    """It is no member of the last round, and stands before the next one like a joiner."""
+    assert must_leave(boundary(A, B, committed=a_verdict(B, late=(A,))), A, 3) is None
+
+
+def test_member_stays_when_an_older_round_was_opened_without_it() -> None:
+    assert must_leave(boundary(A, B, opening=an_opening(B, round=2)), A, 3) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"committed": a_verdict(B)}, {"alive": frozenset({B})}, {"ready": ready(B)}, {"committed": None}],
+    ids=["joiner", "lease ran out", "not ready yet", "founder"],
+)
+def test_an_opening_without_it_sends_away_only_living_ready_members(fields: dict[str, Any]) -> None:
+    assert must_leave(boundary(A, B, opening=an_opening(B), **fields), A, 3) is None
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_share_is_the_weight_in_the_mean() -> None:
+    opening = an_opening(A, B, C, weights=(30, 10, 0), steps=(3, 1, 5), wants=(2, 0, 7))
+    assert [opening.share(m) for m in opening.members] == [0.75, 0.25, 0.0]
+    assert opening.contributors() == {A: 3, B: 1} and opening.total_weight == 40
+    assert opening.wanted() == {A: 2, B: 0, C: 7}
+
+
+def test_share_is_zero_when_nobody_contributes() -> None:
+    assert an_opening(A, B, weights=(0, 0)).share(A) == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"members": (A, C)}, {"version": 6}, {"weights": (1, 2)}, {"late": (C,)}, {"disputes": 1}, {"wants": (0, 6)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_opening_that_differs_in_anything_has_another_id(change: dict[str, Any]) -> None:
+    """A store that came back with old data gives a version twice; votes for one must not count for the other."""
+    opening = an_opening(A, B)
+    assert replace(opening, **change).id != opening.id
+    assert replace(opening).id == opening.id and opening.id.startswith("5-")
+
+
+def test_records_survive_json() -> None:
+    opening = an_opening(A, B, late=(C,), disputes=1)
+    verdict = Verdict(opening, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
+    word = Ready(3, 10, "s", 4, 6)
+    peer = Peer("a", "host", 1, False, (B,))
+    assert opening_from(json.loads(to_json(opening))) == opening
+    assert verdict_from(json.loads(json.dumps(to_record(verdict)))) == verdict
+    assert ready_from(json.loads(to_json(word))) == word
+    assert peer_from(json.loads(to_json(peer))) == peer
+
+
+def test_equal_records_have_equal_text() -> None:
+    """The store compares openings by it, and one that was read back must be equal to the one that was written."""
+    opening = an_opening(A, B, late=(C,))
+    assert to_json(opening_from(json.loads(to_json(opening)))) == to_json(opening)
+
+
+def opening_of(weights: Sequence[int], norms: Sequence[float] = (), trained: Sequence[float] = ()) -> Opening:
+    members = tuple(f"m{i}" for i in range(len(weights)))
+    return Opening(1, 1, 1, members, tuple(weights), norms=tuple(norms), trained=tuple(trained))
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+def test_shares_are_in_proportion_to_the_weights(weights: list[int]) -> None:
+    shares = opening_of(weights).shares
+    assert sum(shares) == pytest.approx(1.0 if any(weights) else 0.0)
+    assert list(shares) == pytest.approx([weight / max(sum(weights), 1) for weight in weights])
+    assert [share == 0 for share in shares] == [weight == 0 for weight in weights]
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.01, 1e6)), min_size=3, max_size=9))
+def test_no_contribution_counts_for_more_than_the_median_one(contributions: list[tuple[int, float]]) -> None:
+    weights, norms = [w for w, _ in contributions], [n for _, n in contributions]
+    clipped, plain = opening_of(weights, norms).shares, opening_of(weights).shares
+    counted = sorted(norm for weight, norm in contributions if weight)
+    if len(counted) < 3:
+        assert clipped == plain
+        return
+    median = counted[(len(counted) - 1) // 2]
+    for share, whole, norm in zip(clipped, plain, norms, strict=True):
+        assert share * norm == pytest.approx(whole * min(norm, median))
+
+
+@pytest.mark.parametrize(
+    ("weights", "trained", "went_on"),
+    [
+        ((10, 10), (1.0, 0.5), 1.0),
+        ((10, 10), (0.25, 0.75), 0.75),  # nobody has a whole turn behind it
+        ((10, 10), (1.0, 1.5), 1.0),
+        ((30, 10, 0), (1.0, 0.25, 0.5), 1.0),
+    ],
+)
+def test_mean_of_contributions_is_as_long_as_a_turn_whatever_a_member_has_trained(
+    weights: tuple[int, ...], trained: tuple[float, ...], went_on: float
+) -> None:
+    shares = opening_of(weights, trained=trained).shares
+    assert sum(share * part for share, part in zip(shares, trained, strict=True)) == pytest.approx(went_on)
+    counted = [weight / sum(weights) for weight in weights]
+    assert [share / sum(shares) for share in shares] == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("trained", [(), (0.0, 0.0), (0.5, 0.5, 0.5)], ids=str)
+def test_members_that_trained_alike_have_shares_that_add_up_to_one(trained: tuple[float, ...]) -> None:
+    shares = opening_of((1,) * (len(trained) or 2), trained=trained).shares
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_clipping_is_of_what_was_trained() -> None:
+    opening = opening_of((1, 1, 1), (1.0, 1.0, 4.0), (1.0, 1.0, 0.5))
+    assert opening.shares == pytest.approx((0.4, 0.4, 0.1))
+    assert [opening.clip(member) for member in opening.members] == pytest.approx([1.0, 1.0, 0.25])
+
+
+def test_opening_says_what_members_trained_only_where_it_differs() -> None:
+    words = {A: Ready(3, 5, "s", trained=0.5), B: Ready(3, 5, "s", trained=0.5), C: Ready(3, 0, "s")}
+    opening = next_opening(boundary(A, B, C, ready=words), 3, Rules())
+    assert isinstance(opening, Opening) and opening.trained == ()
+    opening = next_opening(boundary(A, B, C, ready=words | {B: Ready(3, 5, "s")}), 3, Rules())
+    assert isinstance(opening, Opening) and opening.trained == (0.5, 1.0, 1.0)
+
+
+def test_members_say_norms_only_where_the_run_asks_for_them() -> None:
+    assert opening_of([1, 1, 1], [1.0, 1.0, 4.0]).shares == pytest.approx((1 / 3, 1 / 3, 1 / 12))
+    assert opening_of([1, 1], [1.0, 4.0]).shares == (0.5, 0.5)

@@ -1,0 +1,149 @@
+"""Progress: what a committed round does to steps, tokens and samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from zeroband.data.ledger import Ledger
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.progress import Progress, RunShape
+
+SHAPE = RunShape(total_steps=10, batch_size=5)
+A, B, C = "a#1", "b#1", "c#1"
+
+
+def an_opening(late: tuple[str, ...] = (), **words: tuple[int, int, int]) -> Opening:
+    """`a=(weight, steps, wants)` for each member."""
+    members = tuple(f"{node}#1" for node in words)
+    weights, steps, wants = zip(*words.values(), strict=True)
+    return Opening(1, 1, 1, members, weights, steps, wants, late)
+
+
+@pytest.fixture
+def founded() -> Progress:
+    return Progress.at_start().begin(an_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE, after_round=None)
+
+
+def test_founding_hands_out_work_and_counts_no_step(founded: Progress) -> None:
+    opening = an_opening(a=(0, 0, 4), b=(0, 0, 4))
+    assert founded == Progress(0, 0, Ledger(40), {A: ((0, 20),), B: ((20, 40),)}, founding=opening.id)
+
+
+def test_round_counts_its_steps_once_and_the_tokens_of_all(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4)), SHAPE)
+    assert (after.inner_step, after.tokens) == (4, 160)
+    assert after.assigned == {A: ((40, 60),), B: ((60, 80),)}
+
+
+def test_round_counts_the_steps_of_the_member_that_made_most(founded: Progress) -> None:
+    assert founded.after(an_opening(a=(30, 1, 4), b=(90, 3, 4)), SHAPE).inner_step == 3
+
+
+def test_members_get_what_they_ask_for(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(100, 4, 1), b=(100, 4, 3)), SHAPE)
+    assert after.assigned == {A: ((40, 45),), B: ((45, 60),)}
+
+
+def test_samples_that_a_member_did_not_come_to_go_to_the_next_round(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(25, 1, 4), b=(100, 4, 4)), SHAPE)
+    assert after.assigned == {A: ((5, 20), (40, 45)), B: ((45, 65),)}
+
+
+def test_lost_member_gives_its_samples_back_to_the_next_round(founded: Progress) -> None:
+    after = founded.after(an_opening(b=(60, 4, 4)), SHAPE)
+    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((0, 20),)})
+
+
+def test_late_member_keeps_its_samples_until_it_contributes(founded: Progress) -> None:
+    while_late = founded.after(an_opening(late=(A,), b=(100, 4, 2)), SHAPE)
+    assert while_late.assigned == {A: ((0, 20),), B: ((40, 50),)}
+    after = while_late.after(an_opening(a=(100, 4, 1), b=(50, 2, 1)), SHAPE)
+    assert after.assigned == {A: ((50, 55),), B: ((55, 60),)}
+    assert after.ledger == Ledger(60)
+
+
+def test_late_member_that_is_lost_gives_its_samples_back(founded: Progress) -> None:
+    while_late = founded.after(an_opening(late=(A,), b=(100, 4, 2)), SHAPE)
+    assert while_late.after(an_opening(b=(50, 2, 2)), SHAPE).assigned == {B: ((0, 10),)}
+
+
+def test_member_without_weight_gives_its_samples_back_and_gets_others(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(0, 4, 4), b=(60, 4, 4)), SHAPE)
+    assert after.assigned == {A: ((0, 20),), B: ((40, 60),)}
+
+
+def test_contribution_of_a_member_without_samples_uses_none_of_the_others(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4), c=(25, 1, 2)), SHAPE)
+    assert (after.ledger, after.tokens) == (Ledger(90), 185)
+    assert after.assigned == {A: ((40, 60),), B: ((60, 80),), C: ((80, 90),)}
+
+
+def test_joiner_without_an_assignment_gets_one(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4), c=(0, 0, 2)), SHAPE)
+    assert after.assigned[C] == ((80, 90),)
+
+
+def test_member_that_leaves_contributes_and_gets_nothing(founded: Progress) -> None:
+    after = founded.after(an_opening(a=(50, 2, 0), b=(100, 4, 2)), SHAPE)
+    assert (after.inner_step, after.tokens) == (4, 150)
+    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((10, 20),)})
+
+
+def test_last_round_is_as_short_as_what_is_left(founded: Progress) -> None:
+    work = an_opening(a=(1, 4, 4), b=(1, 4, 4))
+    assert founded.after(work, SHAPE).after(work, SHAPE).assigned == {A: ((80, 90),), B: ((90, 100),)}
+
+
+def test_complete_run_hands_out_no_more(founded: Progress) -> None:
+    progress = founded
+    for steps in (4, 4, 2):
+        assert not progress.is_complete
+        progress = progress.after(an_opening(a=(1, steps, 4), b=(1, steps, 4)), SHAPE)
+    done = replace(founded, inner_step=10, tokens=6, ledger=Ledger(100), assigned={}, is_complete=True, outer_step=3)
+    assert progress == done
+
+
+def test_run_that_ends_takes_back_what_a_late_member_holds(founded: Progress) -> None:
+    """There is no round any more in which it could contribute."""
+    progress = founded
+    for steps in (4, 4, 2):
+        progress = progress.after(an_opening(late=(A,), b=(1, steps, 4)), SHAPE)
+    assert progress.is_complete and progress.assigned == {} and progress.ledger == Ledger(70, ((0, 20),))
+
+
+def test_line_that_begins_again_deals_out_anew_what_its_nodes_had(founded: Progress) -> None:
+    before = founded.after(an_opening(a=(100, 4, 4), b=(60, 2, 4)), SHAPE)
+    again = before.begin(an_opening(c=(0, 0, 3)), SHAPE, after_round=7)
+    assert (again.inner_step, again.tokens, again.outer_step) == (4, 160, 1)
+    assert again.assigned == {C: ((30, 45),)} and again.ledger == Ledger(70, ((45, 70),))
+    assert again.follows == (founded.founding, 7) and again.founding != founded.founding
+
+
+def test_same_nodes_that_begin_again_get_the_same_samples(founded: Progress) -> None:
+    work = an_opening(a=(100, 4, 4), b=(60, 2, 4))
+    before = founded.after(work, SHAPE)
+    assert before.begin(replace(work, weights=(0, 0)), SHAPE, after_round=1).assigned == before.assigned
+
+
+def test_contributions_of_an_opening_that_begins_a_line_do_not_count(founded: Progress) -> None:
+    back = founded.begin(an_opening(a=(100, 4, 4), b=(60, 4, 4)), SHAPE, after_round=0)
+    assert (back.inner_step, back.tokens, back.assigned) == (0, 0, founded.assigned)
+
+
+def test_line_that_begins_at_the_end_of_the_run_is_complete(founded: Progress) -> None:
+    at_end = replace(founded, inner_step=10)
+    assert at_end.begin(an_opening(a=(0, 0, 4)), SHAPE, after_round=3).is_complete
+
+
+def test_record_survives_json(founded: Progress) -> None:
+    progress = founded.after(an_opening(b=(60, 4, 4)), SHAPE).begin(an_opening(a=(0, 0, 1)), SHAPE, after_round=1)
+    assert Progress.from_record(json.loads(json.dumps(progress.to_record()))) == progress
+
+
+def test_all_members_come_to_the_same_progress_from_the_record(founded: Progress) -> None:
+    opening = an_opening(a=(3, 2, 4), b=(0, 4, 0), c=(0, 0, 2))
+    copied = Progress.from_record(founded.to_record())
+    assert copied.after(opening, SHAPE).to_record() == founded.after(opening, SHAPE).to_record()

@@ -1,0 +1,139 @@
+"""How nodes come into a run that may be dead, in any view that the store can show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.membership.epoch import Opening, Ready, Rules, Verdict, View, Wait, next_opening
+from zeroband.elastic.membership.resume_rules import (
+    Beginning,
+    beginning_after,
+    beginning_from,
+    begins_with,
+    is_abandoned,
+    pending,
+    way_in,
+)
+
+A, B, C = "a#1", "b#1", "c#1"
+ALIVE = st.frozensets(st.sampled_from([A, B, C]))
+
+
+def an_opening(*members: str, round: int = 4, late: tuple[str, ...] = ()) -> Opening:
+    zeros = tuple(0 for _ in members)
+    return Opening(round + 1, 1, round, members, zeros, zeros, zeros, late)
+
+
+def a_view(
+    *members: str,
+    alive: frozenset[str] = frozenset(),
+    opening: Opening | None = None,
+    beginning: Beginning | None = None,
+    late: tuple[str, ...] = (),
+    **fields: object,
+) -> View:
+    """A run whose members committed round 4; without members, no run."""
+    committed = Verdict(an_opening(*members, late=late), "d") if members else None
+    current = opening or (committed.opening if committed else None)
+    return View(current, committed, alive, {}, {}, None, beginning=beginning, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def a_beginning(round: int = 5, member: str = C) -> Beginning:
+    return Beginning(round, 40, "s", member)
+
+
+def test_first_nodes_found_a_new_run_or_begin_on_what_there_is() -> None:
+    assert way_in(a_view(), resumes=False) == "found"
+    assert way_in(a_view(), resumes=True) == "begin"
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_nobody_founds_a_run_anew_whose_newest_verdict_is_lost_while_a_member_lives(resumes: bool) -> None:
+    assert way_in(a_view(opening=an_opening(A, B), alive=frozenset({A})), resumes=resumes) == "wait"
+    assert way_in(a_view(opening=an_opening(A, B)), resumes=resumes) == ("begin" if resumes else "found")
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("living", [A, B])
+def test_run_with_a_living_member_is_joined(resumes: bool, living: str) -> None:
+    assert way_in(a_view(A, B, alive=frozenset({living, C})), resumes=resumes) == "join"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        a_view(A, late=(B,), alive=frozenset({B})),
+        a_view(A, opening=an_opening(A, B, round=5), alive=frozenset({B})),
+        a_view(A, opening=an_opening(A, round=5, late=(B,)), alive=frozenset({B})),
+    ],
+)
+def test_run_with_a_living_late_member_or_joiner_is_not_abandoned(view: View) -> None:
+    assert not is_abandoned(view) and way_in(view, resumes=True) == "join"
+
+
+def test_dead_run_begins_again_only_where_that_is_asked_for() -> None:
+    view = a_view(A, B, alive=frozenset({C}))
+    assert way_in(view, resumes=True) == "begin"
+    assert way_in(view, resumes=False) == "join"
+
+
+def test_agreement_is_followed_while_its_proposer_lives() -> None:
+    agreed = a_beginning()
+    assert way_in(a_view(A, alive=frozenset({C}), beginning=agreed), resumes=True) == agreed
+    assert way_in(a_view(A, alive=frozenset({C}), beginning=agreed), resumes=False) == "join"
+    assert way_in(a_view(A, alive=frozenset({B}), beginning=agreed), resumes=True) == "begin"
+
+
+def test_agreement_is_spent_with_its_round() -> None:
+    assert pending(a_view(A, beginning=a_beginning(round=5))) is not None
+    assert pending(a_view(A, beginning=a_beginning(round=4))) is None
+    assert way_in(a_view(A, alive=frozenset({A, C}), beginning=a_beginning(round=4)), resumes=True) == "join"
+
+
+def test_store_that_settles_is_asked_again() -> None:
+    assert way_in(a_view(A, is_settling=True), resumes=True) == "wait"
+
+
+@given(st.none() | st.integers(0, 9), st.integers(0, 9), ALIVE, ALIVE, st.booleans())
+def test_two_nodes_that_look_at_once_never_take_part_in_different_runs(
+    begun: int | None, saved: int, members: frozenset[str], alive: frozenset[str], others_resume: bool
+) -> None:
+    """Of what one node begins with, another makes the same, joins it, or looks again."""
+    beginning = None if begun is None else a_beginning(round=begun)
+    view = a_view(*sorted(members), alive=alive, beginning=beginning)
+    mine, theirs = way_in(view, resumes=True), way_in(view, resumes=others_resume)
+    if isinstance(mine, Beginning):
+        assert theirs in (mine, "join")
+        assert begins_with(view, mine.round)
+    if mine == "join":
+        assert theirs == "join"
+    if mine == "begin":
+        proposed = beginning_after(view, round=saved, step=40, state="s", member=C)
+        assert proposed.round > saved and (view.committed is None or proposed.round > view.committed.round)
+        after = a_view(*sorted(members), alive=alive | {C}, beginning=proposed)
+        assert pending(after) == proposed
+
+
+def test_founders_of_a_beginning_wait_for_one_another() -> None:
+    ready = {A: Ready(5, 0, "s", 0, 3)}
+    rules = Rules(start_nodes=2)
+    view = View(None, Verdict(an_opening(C), "d"), frozenset({A}), ready, {}, None, beginning=a_beginning())
+    assert isinstance(next_opening(view, 5, rules), Wait)
+    both = View(None, view.committed, frozenset({A, B}), {**ready, B: ready[A]}, {}, None, beginning=a_beginning())
+    decision = next_opening(both, 5, rules)
+    assert isinstance(decision, Opening) and decision.members == (A, B)
+
+
+def test_member_of_the_dead_run_that_comes_back_is_preferred_to_the_checkpoint() -> None:
+    ready = {A: Ready(5, 9, "live", 3, 3), B: Ready(5, 0, "s", 0, 3), C: Ready(5, 0, "s", 0, 3)}
+    view = View(None, Verdict(an_opening(A), "d"), frozenset({A, B, C}), ready, {}, None, beginning=a_beginning())
+    decision = next_opening(view, 5, Rules())
+    assert isinstance(decision, Opening) and decision.members == (A,)
+
+
+def test_beginning_comes_back_from_its_record() -> None:
+    assert beginning_from(json.loads(a_beginning().to_json())) == a_beginning()

@@ -1,0 +1,120 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from zeroband.elastic.recovery.chunks import Chunk, Manifest, bytes_of, chunk_hash, parse_manifest
+from zeroband.errors import RecoveryFailed
+
+LENGTHS = {"params": 10, "momentum": 8}
+MANIFEST = Manifest(
+    round=3,
+    state="digest",
+    payload={"progress": {"b": 1, "a": [2.5, None]}},
+    chunk_bytes=4,
+    lengths=LENGTHS,
+    hashes={"params": ("p0", "p1", "p2"), "momentum": ("m0", "m1")},
+)
+
+
+def altered(**changes: Any) -> bytes:
+    return json.dumps(json.loads(MANIFEST.to_json()) | changes).encode()
+
+
+def test_manifest_crosses_the_wire_unchanged() -> None:
+    parsed = parse_manifest(MANIFEST.to_json(), LENGTHS)
+    assert parsed == MANIFEST
+    assert (parsed.claim, parsed.total_bytes) == (MANIFEST.claim, 18)
+
+
+def test_claims_are_equal_whatever_the_order_and_kind_of_the_payloads_keys() -> None:
+    one = replace(MANIFEST, payload={"x": {1: 2, 10: 3}, "y": (1, 2)})
+    other = replace(MANIFEST, payload={"y": [1, 2], "x": {"10": 3, "1": 2}})
+    assert one.claim == other.claim
+    assert one.difference(other) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"round": 4}, "its round is 4, the others' is 3"),
+        ({"state": "mine"}, "its state is 'mine', the others' is 'digest'"),
+        ({"chunk_bytes": 5}, "its chunk_bytes is 5"),
+        ({"lengths": {"params": 10, "momentum": 7}}, "its lengths is {'params': 10, 'momentum': 7}"),
+        ({"hashes": {"params": ("p0", "XX", "p2"), "momentum": ("m0", "m1")}}, "its chunk 1 of params has hash XX"),
+        ({"payload": {"progress": {}}}, "its payload is {'progress': {}}"),
+    ],
+)
+def test_difference_names_the_value_and_makes_another_claim(changes: dict[str, Any], difference: str) -> None:
+    other = replace(MANIFEST, **changes)
+    assert other.claim != MANIFEST.claim
+    assert MANIFEST.difference(other).startswith(difference)
+
+
+def test_chunks_cover_the_sections_and_the_last_one_is_cut() -> None:
+    data = memoryview(bytes(range(10)))
+    parts = [MANIFEST.part(chunk, data) for chunk in MANIFEST.chunks() if chunk.section == "params"]
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert b"".join(parts) == data
+    assert [chunk for chunk in MANIFEST.chunks() if chunk.section == "momentum"] == [
+        Chunk("momentum", 0),
+        Chunk("momentum", 1),
+    ]
+
+
+def test_bytes_of_a_tensor_are_its_own_memory() -> None:
+    tensor = torch.zeros(2)
+    bytes_of(tensor)[4:] = torch.ones(1).numpy().tobytes()
+    assert tensor.tolist() == [0.0, 1.0]
+
+
+def test_hash_depends_on_every_bit() -> None:
+    assert len({chunk_hash(bytes([1 << bit, 0])) for bit in range(8)} | {chunk_hash(b"\0\1"), chunk_hash(b"")}) == 10
+
+
+HASHES = {"bytes": 10, "hashes": ["a", "b", "c"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "nonsense"),
+        (b"null", "nonsense"),
+        (b"[]", "nonsense"),
+        (b"{}", "nonsense"),
+        (b"\xff\xfe", "nonsense"),
+        (b"[" * 100_000, "nonsense"),
+        (b'{"round": ' + b"9" * 5000 + b"}", "nonsense"),
+        (altered(round=-1), "-1 is no whole number"),
+        (altered(round=True), "True is no whole number"),
+        (altered(round="3"), "'3' is no whole number"),
+        (altered(state=None), "None is no text"),
+        (altered(state="x" * 10_000), "is no text of at most"),
+        (altered(payload=[]), r"\[\] is no mapping"),
+        (altered(chunk_bytes=0), "0 is no whole number from 1"),
+        (altered(chunk_bytes=-4), "-4 is no whole number from 1"),
+        (altered(chunk_bytes=1 << 40), "is no whole number from 1"),
+        (altered(chunk_bytes=4.0), "4.0 is no whole number"),
+        (altered(sections=[]), r"\[\] is no mapping"),
+        (altered(sections={"params": HASHES}), "this node needs"),
+        (altered(sections={"params": HASHES, "momentum": {"bytes": 9, "hashes": ["a", "b", "c"]}}), "this node needs"),
+        (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": ["a"]}}), "lists 1 chunks of 'mom"),
+        (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": [1, 2]}}), "1 is no text"),
+        (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": 2}}), "nonsense"),
+        (altered(chunk_bytes=1), "lists 2 chunks of 'momentum', 8 bytes are 8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_manifest_that_does_not_fit_is_refused_in_few_words(data: bytes, why: str) -> None:
+    with pytest.raises(RecoveryFailed, match=why) as e:
+        parse_manifest(data, LENGTHS)
+    assert len(str(e.value)) < 400
+
+
+def test_sections_of_any_length_are_taken_where_none_is_given() -> None:
+    assert parse_manifest(MANIFEST.to_json(), None) == MANIFEST
+    endless = altered(sections={"result": {"bytes": 1 << 60, "hashes": []}})
+    with pytest.raises(RecoveryFailed, match="is no whole number"):
+        parse_manifest(endless, None)

@@ -1,0 +1,226 @@
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.elastic.recovery import copies as copies_module
+from zeroband.elastic.recovery.chunks import parse_manifest
+from zeroband.elastic.recovery.copies import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
+
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Copy:
+    round: int
+    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(5.0)})
+    payload: dict[str, Any] = field(default_factory=dict)
+    state: str = "digest"
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+
+
+class Trainer:
+    """A donor's training, as the copies see it."""
+
+    def __init__(self) -> None:
+        self.round = 3
+        self.copied: list[int] = []
+
+    def copy_state(self) -> Copy:
+        self.copied.append(self.round)
+        return Copy(self.round)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(copies_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def hasher() -> Iterator[Hasher]:
+    hasher = Hasher(chunk_bytes=8)
+    yield hasher
+    hasher.close()
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    return Trainer()
+
+
+@pytest.fixture
+def copies(clock: Clock, hasher: Hasher, trainer: Trainer) -> Copies:
+    return Copies(trainer.copy_state, hasher, lambda: trainer.round)
+
+
+def kept(promise: Promise | None) -> Promise:
+    assert promise is not None
+    assert promise.await_json(PATIENCE_S) is not None
+    return promise
+
+
+def is_held(copies: Copies, round: int) -> bool:
+    with copies.sending(round) as copy:
+        return copy is not None
+
+
+def test_one_copy_of_a_round_serves_all_who_ask_at_once(copies: Copies, trainer: Trainer) -> None:
+    asked = [threading.Thread(target=ask) for ask in (copies.newest, lambda: copies.at(3)) for _ in range(4)]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join(PATIENCE_S)
+    assert trainer.copied == [3]
+
+
+@pytest.mark.defect(9)
+def test_newest_copy_follows_the_rounds(copies: Copies, trainer: Trainer) -> None:
+    assert kept(copies.newest()).round == 3
+    trainer.round = 4
+    assert kept(copies.newest()).round == 4
+    assert trainer.copied == [3, 4]
+    assert is_held(copies, 3)
+
+
+def test_at_most_two_copies_are_kept_and_the_one_unused_for_longest_goes(
+    copies: Copies, trainer: Trainer, clock: Clock
+) -> None:
+    for trainer.round in (3, 4):
+        kept(copies.newest())
+        clock.now_s += IDLE_S + 1
+    kept(copies.at(3))
+    clock.now_s += IDLE_S + 1
+    trainer.round = 5
+    kept(copies.newest())
+    assert [round for round in range(10) if is_held(copies, round)] == [3, 5]
+
+
+def test_copies_in_use_are_not_given_up_for_a_third(copies: Copies, trainer: Trainer, clock: Clock) -> None:
+    for trainer.round in (3, 4):
+        kept(copies.newest())
+    trainer.round = 5
+    assert copies.newest().round == 4
+    with copies.sending(3), copies.sending(4):
+        clock.now_s += 10 * COPY_LIFE_S
+        copies.drop_unused()
+        assert copies.newest().round == 4
+    clock.now_s += IDLE_S + 1
+    assert copies.newest().round == 5
+    assert trainer.copied == [3, 4, 5]
+
+
+def test_older_round_is_served_while_a_newer_copy_is_made(hasher: Hasher) -> None:
+    is_copying, go_on = threading.Event(), threading.Event()
+    rounds = iter((3, 4))
+
+    def copy_state() -> Copy:
+        copy = Copy(next(rounds))
+        if copy.round == 4:
+            is_copying.set()
+            go_on.wait(PATIENCE_S)
+        return copy
+
+    copies = Copies(copy_state, hasher)
+    kept(copies.newest())
+    thread = threading.Thread(target=copies.newest)
+    thread.start()
+    assert is_copying.wait(PATIENCE_S)
+    assert is_held(copies, 3)
+    assert kept(copies.at(3)).round == 3
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert is_held(copies, 4)
+
+
+def test_copy_that_nobody_asks_for_is_dropped(copies: Copies, clock: Clock) -> None:
+    kept(copies.newest())
+    clock.now_s += COPY_LIFE_S
+    copies.drop_unused()
+    assert is_held(copies, 3)
+    clock.now_s += COPY_LIFE_S + 1
+    copies.drop_unused()
+    assert not is_held(copies, 3)
+
+
+@pytest.mark.parametrize("round", [2, 5])
+def test_round_that_passed_or_is_far_ahead_is_refused_at_once_and_without_a_copy(
+    copies: Copies, trainer: Trainer, clock: Clock, round: int
+) -> None:
+    asked_at_s = clock.now_s
+    assert copies.at(round) is None
+    assert clock.now_s == asked_at_s
+    assert trainer.copied == []
+
+
+def test_round_that_does_not_come_is_awaited_for_a_moment_only(copies: Copies, trainer: Trainer, clock: Clock) -> None:
+    asked_at_s = clock.now_s
+    assert copies.at(4) is None
+    assert 1 < clock.now_s - asked_at_s < 5
+    assert trainer.copied == []
+
+
+def test_round_that_is_about_to_come_is_awaited(
+    copies: Copies, trainer: Trainer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "sleep", lambda pause_s: setattr(trainer, "round", 4))
+    assert kept(copies.at(4)).round == 4
+
+
+def test_round_is_found_out_by_a_copy_where_nothing_tells_it(hasher: Hasher, trainer: Trainer) -> None:
+    copies = Copies(trainer.copy_state, hasher)
+    assert copies.at(2) is None
+    assert kept(copies.at(3)).round == 3
+    assert trainer.copied == [3]
+
+
+def test_manifest_is_of_the_copy(copies: Copies) -> None:
+    data = copies.newest().await_json(PATIENCE_S)
+    assert data is not None
+    manifest = parse_manifest(data, {"params": 20})
+    assert (manifest.round, manifest.state, manifest.chunk_bytes) == (3, "digest", 8)
+    assert len(manifest.hashes["params"]) == 3
+
+
+def entry_of(round: int) -> Any:
+    return (
+        None if round > 5 else type("Entry", (), {"round": round, "update": torch.ones(2), "payload": {}, "state": "s"})
+    )
+
+
+def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Hasher) -> None:
+    journal: Callable[[int], Any] = entry_of
+    entries = Entries(lambda round: journal(round), hasher)
+    assert kept(entries.at(5)) is entries.at(5)
+    assert entries.at(6) is None
+    journal = lambda round: None  # noqa: E731
+    assert entries.at(5) is None
+    assert entries.sections(5) == {}
+
+
+def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher) -> None:
+    with hasher._turn:
+        promise = hasher.start(Copy(3), Copy(3).sections)
+        assert not promise.is_kept
+        assert promise.await_json(0.02) is None
+    kept(promise)
+
+
+def test_closed_hasher_promises_nothing_more() -> None:
+    hasher = Hasher(chunk_bytes=8)
+    hasher.close()
+    assert hasher.start(Copy(3), Copy(3).sections).await_json(0.02) is None

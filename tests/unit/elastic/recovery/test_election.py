@@ -1,0 +1,83 @@
+import threading
+from dataclasses import replace
+
+import pytest
+
+from zeroband.elastic.recovery.chunks import Manifest
+from zeroband.elastic.recovery.donors import Donor, Refusal
+from zeroband.elastic.recovery.election import ask_all, elect
+
+A, B, C, D = (Donor(name, "127.0.0.1", port) for port, name in enumerate("abcd", start=1))
+HONEST = Manifest(3, "honest", {}, 4, {"params": 4}, {"params": ("p0",)})
+LIE = replace(HONEST, state="lie")
+
+
+def test_claim_of_most_donors_is_believed_whoever_comes_first() -> None:
+    believed = elect({A: LIE, B: HONEST, C: HONEST})
+    assert believed.manifest == HONEST
+    assert believed.supporters == (B, C)
+    assert believed.dropped == {"a": "its state is 'lie', the others' is 'honest'"}
+    assert believed.spare([A, B, C, D]) == [D]
+
+
+def test_donor_that_comes_first_decides_between_equal_groups() -> None:
+    assert elect({A: LIE, B: HONEST}).manifest == LIE
+    assert elect({A: HONEST, B: LIE}).manifest == HONEST
+
+
+def test_liars_with_different_lies_do_not_add_up() -> None:
+    believed = elect({A: LIE, B: replace(LIE, state="another lie"), C: HONEST, D: HONEST})
+    assert believed.manifest == HONEST
+    assert set(believed.dropped) == {"a", "b"}
+
+
+def test_donor_that_refuses_is_replaced_by_the_next() -> None:
+    asked: list[Donor] = []
+
+    def ask(donor: Donor) -> Manifest | Refusal:
+        asked.append(donor)
+        return Refusal("gone") if donor in (A, B) else HONEST
+
+    poll = ask_all([A, B, C, D], 1, ask)
+    assert poll.claims == {C: HONEST}
+    assert set(poll.refusals) == {A, B}
+    assert asked == [A, B, C]
+
+
+def test_claims_are_in_the_order_of_the_donors_not_of_their_answers() -> None:
+    answered = threading.Event()
+
+    def ask(donor: Donor) -> Manifest:
+        if donor == A:
+            assert answered.wait(5)
+            return LIE
+        answered.set()
+        return HONEST
+
+    assert list(ask_all([A, B], 2, ask).claims) == [A, B]
+
+
+def test_donor_whose_answer_changes_nothing_is_not_waited_for() -> None:
+    go_on = threading.Event()
+
+    def ask(donor: Donor) -> Manifest:
+        if donor == A:
+            go_on.wait(5)
+        return HONEST
+
+    assert set(ask_all([A, B, C], 3, ask).claims) == {B, C}
+    go_on.set()
+
+
+def test_fault_of_this_node_while_it_asks_is_a_refusal_not_a_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
+
+    def ask(donor: Donor) -> Manifest:
+        raise AssertionError("a fault")
+
+    assert ask_all([A], 3, ask).refusals == {A: Refusal("this node failed to ask it")}
+
+
+def test_nobody_to_ask_is_no_answer() -> None:
+    poll = ask_all([], 3, lambda donor: HONEST)
+    assert (poll.claims, poll.refusals) == ({}, {})

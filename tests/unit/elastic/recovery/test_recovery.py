@@ -1,0 +1,801 @@
+"""A joiner and its donors over loopback, and what stands before a donor that is not to be trusted."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.elastic.recovery.door import DIALLER, OpenServer, ask, shaken
+from torch import Tensor
+
+from zeroband.elastic.recovery import transfer
+from zeroband.elastic.recovery.chunks import chunk_hash
+from zeroband.elastic.recovery.donors import DonorConnection, Patience
+from zeroband.elastic.recovery.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
+from zeroband.elastic.transport.sealed import sealed_by
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+
+N = 1003
+CHUNK_BYTES = 512
+CHUNKS = 2 * -(-4 * N // CHUNK_BYTES)
+
+
+def values(seed: int, n: int = N) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Copy:
+    round: int = 7
+    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": values(1), "momentum": values(2)})
+    payload: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
+    state: str = "digest of 7"
+
+
+@dataclass(frozen=True)
+class Entry:
+    round: int
+    update: Tensor
+    payload: dict[str, Any]
+    state: str
+
+
+def update_of(round: int) -> Tensor:
+    return values(round).view(torch.uint8)
+
+
+def room(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def entry_of(round: int) -> Entry | None:
+    return Entry(round, update_of(round), {"weight": round}, f"digest of {round}") if 3 <= round <= 7 else None
+
+
+class Relay:
+    """Stands before a member under a name of its own: counts what is asked for and alters what is answered.
+
+    `alter(path, body)` gives another body, `length(path, altered)` what is said of its length. With `is_cut` the
+    length of the original is said, and a shorter body is followed by a hang-up.
+    """
+
+    def __init__(self, member_id: str, behind: Donor) -> None:
+        self.alter: Callable[[str, bytes], bytes] = lambda path, body: body
+        self.length: Callable[[str, bytes], int | None] = lambda path, altered: len(altered)
+        self.is_cut = False
+        self.sent: list[str] = []
+        """Paths that are answered by 200 and to their end."""
+        self._behind = behind
+        self._open: set[socket.socket] = set()
+        relay = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                super().setup()
+                relay._open.add(self.connection)
+
+            def do_GET(self) -> None:
+                relay._answer(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    sealed: Any = sealed_by(request, shaken(request, member_id))
+                except (OSError, EOFError, HandshakeFailed):
+                    return self.shutdown_request(request)
+                super().process_request_thread(sealed, client_address)
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.donor = Donor(member_id, "127.0.0.1", self._server.server_address[1])
+        serve = {"poll_interval": 0.01}
+        threading.Thread(target=self._server.serve_forever, kwargs=serve, daemon=True).start()
+
+    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+        status, body = ask(self._behind, handler.path)
+        altered = self.alter(handler.path, body)
+        length = len(body) if self.is_cut else self.length(handler.path, altered)
+        handler.close_connection = length != len(altered)
+        if status == 200 and length == len(altered):
+            self.sent.append(handler.path)  # before it is: the joiner may be done before this thread goes on
+        handler.send_response(status)
+        if length is not None:
+            handler.send_header("Content-Length", str(length))
+        handler.end_headers()
+        handler.wfile.write(altered)
+
+    def chunks_sent(self) -> list[str]:
+        return [path for path in self.sent if path.count("/") == 4]
+
+    def die(self) -> None:
+        """Stop listening, and hang up on all who are connected."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in list(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+Serve = Callable[..., Donor]
+Interpose = Callable[..., Relay]
+
+
+@pytest.fixture
+def serve(stack: ExitStack) -> Serve:
+    """Start a member that serves a state and a journal."""
+
+    def start(
+        member_id: str = "honest",
+        copy: Copy | None = None,
+        journal: Callable[[int], Any] = entry_of,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Donor:
+        copy = copy or Copy()
+        server = OpenServer(member_id, lambda: copy, journal, current_round=lambda: copy.round, chunk_bytes=chunk_bytes)
+        stack.callback(server.close)
+        return server.donor
+
+    return start
+
+
+@pytest.fixture
+def interpose(stack: ExitStack, serve: Serve) -> Interpose:
+    """Start a member whose answers pass through a relay; `changes` are attributes of the relay."""
+
+    def start(member_id: str = "liar", behind: Donor | None = None, **changes: Any) -> Relay:
+        relay = Relay(member_id, behind or serve())
+        stack.callback(relay.die)
+        for name, value in changes.items():
+            setattr(relay, name, value)
+        return relay
+
+    return start
+
+
+@pytest.fixture
+def free_port() -> int:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return int(server.server_address[1])
+
+
+def only(prefix: str, alter: Callable[[str, bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    """Alter the answers to one path, or to all paths that begin with one that ends in a slash."""
+    return lambda path, body: (
+        alter(path, body) if path == prefix or (prefix.endswith("/") and path.startswith(prefix)) else body
+    )
+
+
+def flip(path: str, body: bytes) -> bytes:
+    return body[:-1] + bytes([body[-1] ^ 1])
+
+
+def changed(**values: Any) -> Callable[[str, bytes], bytes]:
+    """Alter the values of a manifest."""
+    return lambda path, body: json.dumps(json.loads(body) | values).encode()
+
+
+LIMITS = FetchLimits(connections=2, patience=Patience(backoff_s=0.001, silent_s=5.0), straggler_s=0.02)
+ONE_BY_ONE = replace(LIMITS, connections=1)
+"""One connection to each donor, so that a donor is asked for one chunk after the other."""
+
+CHUNKS_OF_7 = "/state/7/"
+STATE_BYTES = 2 * 4 * N
+DEADLINE_S = 10.0
+
+
+def zeros() -> dict[str, Tensor]:
+    return {"params": torch.zeros(N), "momentum": torch.zeros(N)}
+
+
+def fetch(*donors: Donor, limits: FetchLimits = LIMITS, **options: Any) -> tuple[FetchedState, dict[str, Tensor]]:
+    sections = zeros()
+    return StateFetch(DIALLER, sections, limits=limits).fetch(donors, **options), sections
+
+
+def require_honest(fetched: FetchedState, sections: dict[str, Tensor]) -> None:
+    assert (fetched.round, fetched.state, fetched.payload) == (7, "digest of 7", Copy().payload)
+    assert torch.equal(sections["params"], values(1))
+    assert torch.equal(sections["momentum"], values(2))
+
+
+def no_straggler(limits: FetchLimits) -> FetchLimits:
+    return replace(limits, straggler_s=1000.0)
+
+
+# -- a state from donors that are well -----------------------------------------------------------------------------
+
+
+@pytest.mark.defect(7)
+def test_fetched_state_is_the_donors_to_the_last_bit_with_what_belongs_to_it(serve: Serve) -> None:
+    chunks: list[tuple[int, int]] = []
+    sections = zeros()
+    fetched = StateFetch(DIALLER, sections, limits=no_straggler(LIMITS)).fetch(
+        [serve()], lambda *sizes: chunks.append(sizes)
+    )
+    require_honest(fetched, sections)
+    assert fetched.received_bytes == {"honest": STATE_BYTES}
+    assert fetched.dropped == {}
+    assert fetched.took_s > 0
+    assert sum(sent for sent, _ in chunks) == STATE_BYTES
+    assert {total for _, total in chunks} == {STATE_BYTES}
+    assert len(chunks) == CHUNKS
+
+
+def test_chunks_come_from_all_donors_at_once_and_each_from_one(interpose: Interpose, serve: Serve) -> None:
+    member = serve()
+    all_asked = threading.Barrier(3)
+
+    def await_others(relay: Relay) -> Callable[[str, bytes], bytes]:
+        first = threading.Lock()
+
+        def alter(path: str, body: bytes) -> bytes:
+            if first.acquire(blocking=False):
+                all_asked.wait(DEADLINE_S)
+            return body
+
+        return only(CHUNKS_OF_7, alter)
+
+    relays = [interpose(name, member) for name in "abc"]
+    for relay in relays:
+        relay.alter = await_others(relay)
+    fetched, sections = fetch(*(relay.donor for relay in relays), limits=no_straggler(LIMITS))
+    require_honest(fetched, sections)
+    assert set(fetched.received_bytes) == set("abc")
+    assert sum(fetched.received_bytes.values()) == STATE_BYTES
+    sent = Counter(path for relay in relays for path in relay.chunks_sent())
+    assert set(sent.values()) == {1} and len(sent) == CHUNKS
+
+
+def test_no_more_donors_are_asked_than_the_limit_says(interpose: Interpose, serve: Serve) -> None:
+    member = serve()
+    relays = [interpose(name, member) for name in "abc"]
+    fetch(*(relay.donor for relay in relays), limits=replace(LIMITS, donors_at_once=2))
+    assert relays[2].sent == []
+
+
+def test_one_copy_serves_all_joiners_of_a_round(stack: ExitStack) -> None:
+    copied: list[int] = []
+
+    def copy_state() -> Copy:
+        copied.append(7)
+        return Copy()
+
+    server = OpenServer("honest", copy_state, entry_of, current_round=lambda: 7, chunk_bytes=CHUNK_BYTES)
+    stack.callback(server.close)
+    donor = server.donor
+    joiners = [threading.Thread(target=fetch, args=(donor,)) for _ in range(4)]
+    for joiner in joiners:
+        joiner.start()
+    for joiner in joiners:
+        joiner.join(DEADLINE_S)
+    require_honest(*fetch(donor))
+    assert copied == [7]
+
+
+def test_chunks_are_of_the_round_of_the_manifest_while_rounds_go_on(stack: ExitStack) -> None:
+    now = [7]
+
+    def copy_state() -> Copy:
+        round = now[0]
+        return Copy(round, {"params": values(10 * round), "momentum": values(10 * round + 1)}, {}, f"digest of {round}")
+
+    server = OpenServer("honest", copy_state, entry_of, current_round=lambda: now[0], chunk_bytes=CHUNK_BYTES)
+    stack.callback(server.close)
+    donor = server.donor
+    others: list[FetchedState] = []
+
+    def go_on(chunk_bytes: int, total_bytes: int) -> None:
+        if now[0] < 10:
+            now[0] += 1
+            others.append(fetch(donor)[0])  # another joiner, in the middle of this one
+
+    sections = zeros()
+    fetched = StateFetch(DIALLER, sections, limits=LIMITS).fetch([donor], go_on)
+    assert fetched.round == 7
+    assert others[0].round == 8
+    assert torch.equal(sections["params"], values(70))
+    assert torch.equal(sections["momentum"], values(71))
+
+
+def test_state_without_values_is_fetched(serve: Serve) -> None:
+    copy = Copy(sections={"params": torch.zeros(0)})
+    assert StateFetch(DIALLER, {"params": torch.zeros(0)}, limits=LIMITS).fetch([serve(copy=copy)]).round == 7
+
+
+# -- donors that leave, stall or come back --------------------------------------------------------------------------
+
+
+def dying(relay: Relay, after: int) -> Callable[[str, bytes], bytes]:
+    """Let a relay answer so many chunks and then die."""
+
+    def alter(path: str, body: bytes) -> bytes:
+        if len(relay.chunks_sent()) < after:
+            return body
+        relay.die()
+        return b""
+
+    return only(CHUNKS_OF_7, alter)
+
+
+def test_donor_that_dies_in_the_middle_is_replaced_and_nothing_is_fetched_twice(
+    interpose: Interpose, serve: Serve
+) -> None:
+    member = serve()
+    weak, honest, late = (interpose(name, member) for name in ("weak", "honest", "late"))
+    weak.alter, weak.is_cut = dying(weak, after=5), True
+    donors = [relay.donor for relay in (weak, honest, late)]
+    fetched, sections = fetch(*donors, limits=no_straggler(replace(ONE_BY_ONE, donors_at_once=1)))
+    require_honest(fetched, sections)
+    assert fetched.received_bytes == {"weak": 5 * CHUNK_BYTES, "honest": STATE_BYTES - 5 * CHUNK_BYTES}
+    assert list(fetched.dropped) == ["weak"]
+    assert set(Counter(weak.chunks_sent() + honest.chunks_sent()).values()) == {1}
+    assert late.sent == []
+
+
+def test_fetch_goes_on_where_it_was_once_a_donor_returns(interpose: Interpose, serve: Serve) -> None:
+    member = serve()
+    weak, back = interpose("weak", member), interpose("back", member)
+    weak.alter, weak.is_cut = dying(weak, after=5), True
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=no_straggler(ONE_BY_ONE))
+    for _ in range(2):
+        with pytest.raises(RecoveryFailed, match="weak at "):
+            state.fetch([weak.donor])
+    with pytest.raises(RecoveryFailed, match="no member is alive"):
+        state.fetch([])
+    chunks: list[tuple[int, int]] = []
+    fetched = state.fetch([back.donor], lambda *sizes: chunks.append(sizes))
+    require_honest(fetched, sections)
+    assert set(Counter(weak.chunks_sent() + back.chunks_sent()).values()) == {1}
+    assert fetched.received_bytes == {"weak": 5 * CHUNK_BYTES, "back": STATE_BYTES - 5 * CHUNK_BYTES}
+    assert {total for _, total in chunks} == {STATE_BYTES - 5 * CHUNK_BYTES}
+    assert sum(sent for sent, _ in chunks) == STATE_BYTES - 5 * CHUNK_BYTES
+
+
+def test_fetch_goes_on_with_its_round_though_the_donor_is_at_another(stack: ExitStack, interpose: Interpose) -> None:
+    now = [7]
+    server = OpenServer(
+        "honest", lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+    )
+    stack.callback(server.close)
+    member = server.donor
+    weak, back = interpose("weak", member), interpose("back", member)
+    weak.alter, weak.is_cut = dying(weak, after=5), True
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=no_straggler(ONE_BY_ONE))
+    with pytest.raises(RecoveryFailed):
+        state.fetch([weak.donor])
+    now[0] = 8
+    require_honest(state.fetch([back.donor]), sections)
+    assert len(back.chunks_sent()) == CHUNKS - 5
+
+
+def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpose, serve: Serve) -> None:
+    weak = interpose("weak", serve())
+    weak.alter, weak.is_cut = dying(weak, after=5), True
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
+    with pytest.raises(RecoveryFailed):
+        state.fetch([weak.donor])
+    fetched = state.fetch([serve("newer", Copy(9, {"params": values(3), "momentum": values(4)}, {}, "digest of 9"))])
+    assert (fetched.round, fetched.received_bytes) == (9, {"newer": STATE_BYTES})
+    assert torch.equal(sections["params"], values(3))
+    assert torch.equal(sections["momentum"], values(4))
+
+
+def test_fetch_after_a_complete_one_is_of_the_newest_state(stack: ExitStack) -> None:
+    now = [7]
+    server = OpenServer(
+        "honest", lambda: replace(Copy(), round=now[0]), entry_of, current_round=lambda: now[0], chunk_bytes=512
+    )
+    stack.callback(server.close)
+    donor = server.donor
+    state = StateFetch(DIALLER, zeros(), limits=no_straggler(LIMITS))
+    assert state.fetch([donor]).round == 7
+    now[0] = 8
+    again = state.fetch([donor])
+    assert (again.round, again.received_bytes) == (8, {"honest": STATE_BYTES})
+
+
+def test_slow_donor_does_not_hold_up_the_fetch(interpose: Interpose, serve: Serve) -> None:
+    member = serve()
+    slow, fast = interpose("slow", member), interpose("fast", member)
+    is_fetched, is_asked = threading.Event(), threading.Event()
+
+    def stall(path: str, body: bytes) -> bytes:
+        is_asked.set()
+        is_fetched.wait(DEADLINE_S)
+        return body
+
+    def follow(path: str, body: bytes) -> bytes:
+        is_asked.wait(DEADLINE_S)
+        return body
+
+    slow.alter, fast.alter = only(CHUNKS_OF_7, stall), only(CHUNKS_OF_7, follow)
+    before = set(threading.enumerate())
+    fetched, sections = fetch(slow.donor, fast.donor)
+    require_honest(fetched, sections)
+    assert [thread for thread in set(threading.enumerate()) - before if thread.name == "recovery"] == []
+    assert not is_fetched.is_set()
+    is_fetched.set()
+    assert fetched.received_bytes == {"fast": STATE_BYTES}
+    assert len(fast.chunks_sent()) == CHUNKS
+
+
+def test_connection_that_breaks_now_and_then_is_tried_again(interpose: Interpose) -> None:
+    asked: Counter[str] = Counter()
+
+    def cut_once(path: str, body: bytes) -> bytes:
+        asked[path] += 1
+        return body[:-1] if asked[path] == 1 else body
+
+    shaky = interpose("shaky")
+    shaky.alter, shaky.is_cut = only(CHUNKS_OF_7, cut_once), True
+    fetched, sections = fetch(shaky.donor, limits=no_straggler(LIMITS))
+    require_honest(fetched, sections)
+    assert fetched.dropped == {}
+    assert set(asked.values()) == {2}
+
+
+def test_answer_that_breaks_off_every_time_costs_the_donor_its_place(interpose: Interpose, serve: Serve) -> None:
+    weak = interpose("weak")
+    weak.alter, weak.is_cut = only(CHUNKS_OF_7, lambda path, body: body[:-1]), True
+    with pytest.raises(RecoveryFailed, match=r"weak at .*/state/7/\w+/\d: IncompleteRead"):
+        fetch(weak.donor)
+    require_honest(*fetch(weak.donor, serve()))
+
+
+def test_donor_that_is_silent_is_passed_over(interpose: Interpose, serve: Serve) -> None:
+    go_on = threading.Event()
+
+    def say_nothing(path: str, body: bytes) -> bytes:
+        go_on.wait(DEADLINE_S)
+        return body
+
+    silent = interpose("silent", alter=only(CHUNKS_OF_7, say_nothing))
+    impatient = replace(LIMITS, patience=Patience(silent_s=0.02, retries=1, backoff_s=0.001))
+    with pytest.raises(RecoveryFailed, match=r"silent at .*timed out"):
+        fetch(silent.donor, limits=impatient)
+    require_honest(*fetch(silent.donor, serve(), limits=impatient))
+    go_on.set()
+
+
+def test_donor_that_is_gone_is_passed_over(serve: Serve, free_port: int) -> None:
+    require_honest(*fetch(Donor("gone", "127.0.0.1", free_port), serve()))
+
+
+def test_donor_that_dropped_its_copy_is_dropped_itself(interpose: Interpose, serve: Serve) -> None:
+    forgetful = interpose("forgetful", alter=only("/state/7", changed(round=8)))
+    with pytest.raises(RecoveryFailed, match="it answers with round 8 where round 7 was asked for"):
+        fetch(forgetful.donor)
+    require_honest(*fetch(forgetful.donor, serve()))
+
+
+def test_donor_that_cannot_make_a_copy_is_passed_over(stack: ExitStack, serve: Serve) -> None:
+    def copy_state() -> Copy:
+        raise RecoveryFailed("no step ended")
+
+    server = OpenServer("busy", copy_state, entry_of)
+    stack.callback(server.close)
+    busy = server.donor
+    with pytest.raises(RecoveryFailed, match=r"busy at .*/state answered 503"):
+        fetch(busy)
+    require_honest(*fetch(busy, serve()))
+
+
+def test_failure_names_every_donor_and_what_is_wrong_with_it(serve: Serve, free_port: int) -> None:
+    small = serve("small", replace(Copy(), sections={"params": values(1, 5)}))
+    with pytest.raises(RecoveryFailed) as e:
+        fetch(Donor("gone", "127.0.0.1", free_port), small)
+    assert f"gone at 127.0.0.1:{free_port}: [Errno" in str(e.value)
+    assert f"small at 127.0.0.1:{small.port}: it serves sections of {{'params': 20}} bytes" in str(e.value)
+
+
+# -- donors that lie ------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bit_costs_the_donor_its_place_at_once(interpose: Interpose, serve: Serve) -> None:
+    member = serve()
+    liar, honest = interpose("liar", member), interpose("honest", member)
+    is_asked = threading.Event()
+
+    def lie(path: str, body: bytes) -> bytes:
+        is_asked.set()
+        return flip(path, body)
+
+    def follow(path: str, body: bytes) -> bytes:
+        is_asked.wait(DEADLINE_S)
+        return body
+
+    liar.alter, honest.alter = only(CHUNKS_OF_7, lie), only(CHUNKS_OF_7, follow)
+    fetched, sections = fetch(liar.donor, honest.donor, limits=no_straggler(ONE_BY_ONE))
+    require_honest(fetched, sections)
+    assert len(liar.chunks_sent()) == 1
+    assert fetched.dropped == {"liar": f"{liar.chunks_sent()[0]} does not match its hash"}
+    assert fetched.received_bytes == {"honest": STATE_BYTES}
+
+
+def test_all_connections_to_a_donor_that_lied_are_cut(interpose: Interpose, serve: Serve) -> None:
+    first, is_over = threading.Lock(), threading.Event()
+
+    def lie_once_and_stall(path: str, body: bytes) -> bytes:
+        if not first.acquire(blocking=False):
+            is_over.wait(DEADLINE_S)
+        return flip(path, body)
+
+    liar = interpose(alter=only(CHUNKS_OF_7, lie_once_and_stall))
+    fetched, sections = fetch(liar.donor, serve(), limits=no_straggler(replace(LIMITS, donors_at_once=1)))
+    require_honest(fetched, sections)
+    assert not is_over.is_set()
+    assert fetched.took_s < LIMITS.patience.silent_s
+    is_over.set()
+
+
+@pytest.mark.defect(9)
+def test_nothing_is_written_that_does_not_match_its_hash(interpose: Interpose) -> None:
+    liar = interpose(alter=only(CHUNKS_OF_7, flip))
+    sections = zeros()
+    with pytest.raises(RecoveryFailed, match=r"liar at .* does not match its hash"):
+        StateFetch(DIALLER, sections, limits=LIMITS).fetch([liar.donor])
+    assert all(not section.any() for section in sections.values())
+
+
+def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ended, is_hashing, hashed = threading.Event(), threading.Event(), threading.Event()
+    first = threading.Lock()
+
+    def hash_late(data: memoryview) -> str:
+        if first.acquire(blocking=False):
+            is_hashing.set()
+            has_ended.wait(DEADLINE_S)
+            hashed.set()
+        else:
+            is_hashing.wait(DEADLINE_S)
+        return chunk_hash(data)
+
+    def interrupt(chunk_bytes: int, total_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfer, "chunk_hash", hash_late)
+    monkeypatch.setattr(transfer, "_STOP_S", 0.01)
+    sections = zeros()
+    with pytest.raises(KeyboardInterrupt):
+        StateFetch(DIALLER, sections, limits=no_straggler(LIMITS)).fetch([serve()], interrupt)
+    for section in sections.values():
+        section.zero_()
+    threads = [thread for thread in threading.enumerate() if thread.name == "recovery"]
+    has_ended.set()
+    assert hashed.wait(DEADLINE_S)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert all(not section.any() for section in sections.values())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ({"state": "digest of a lie"}, "its state is 'digest of a lie', the others' is 'digest of 7'"),
+        ({}, "its chunk 0 of "),
+        ({"round": 9, "state": "digest of 9"}, None),
+        ({"sections": Copy().sections, "payload": {"weight": 31}}, "its payload is {'weight': 31}"),
+    ],
+    ids=["state", "values", "round", "payload"],
+)
+def test_consistent_lie_is_outvoted_by_two_honest_donors(
+    serve: Serve, interpose: Interpose, lie: dict[str, Any], why: str | None, place: int
+) -> None:
+    own = replace(Copy(), **{"sections": {"params": values(3), "momentum": values(4)}, **lie})
+    liar = interpose("liar", serve(copy=own))
+    donors = [serve("a"), serve("b")]
+    donors.insert(place, liar.donor)
+    fetched, sections = fetch(*donors)
+    require_honest(fetched, sections)
+    assert liar.chunks_sent() == []
+    if why is not None and "liar" in fetched.dropped:  # two honest ones may decide before it has answered
+        assert fetched.dropped["liar"].startswith(why)
+    assert set(fetched.dropped) <= {"liar"}
+
+
+def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serve) -> None:
+    lie = Copy(7, {"params": values(3), "momentum": values(4)}, {}, "digest of a lie")
+    donors = [serve("liar", lie), serve("its friend", lie), serve("honest")]
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
+    assert state.fetch(donors).state == "digest of a lie"
+    state.distrust()
+    require_honest(state.fetch(donors), sections)
+
+
+def test_donors_whose_state_was_not_what_they_claimed_are_not_asked_again(serve: Serve, interpose: Interpose) -> None:
+    liar = interpose("liar", serve(copy=replace(Copy(), sections={"params": values(3), "momentum": values(4)})))
+    donors, sections = [liar.donor, serve()], zeros()
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
+    assert "liar" in state.fetch(donors).received_bytes
+    state.distrust()
+    liar.sent.clear()
+    require_honest(state.fetch(donors), sections)
+    assert liar.sent == []
+
+
+def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serve) -> None:
+    sections = zeros()
+    state = StateFetch(DIALLER, sections, limits=LIMITS)
+    donor = serve()
+    state.fetch([donor])
+    state.distrust()
+    require_honest(state.fetch([donor]), sections)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        ({"sections": {"params": {"bytes": 4, "hashes": ["h"]}}}, "this node needs"),
+        ({"chunk_bytes": 0}, "0 is no whole number"),
+        ({"chunk_bytes": 256}, "it lists 8 chunks"),
+        ({"chunk_bytes": 1 << 50}, "is no whole number"),
+        ({"state": None}, "None is no text"),
+        ({"payload": 3}, "3 is no mapping"),
+    ],
+    ids=str,
+)
+def test_manifest_that_makes_no_sense_is_refused_and_the_next_donor_taken(
+    serve: Serve, interpose: Interpose, manifest: dict[str, Any], why: str
+) -> None:
+    liar = interpose(alter=only("/state/7", changed(**manifest)))
+    with pytest.raises(RecoveryFailed, match=f"liar at .*{why}"):
+        fetch(liar.donor)
+    require_honest(*fetch(liar.donor, serve()))
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{}", b"<html>", b"\xff\xfe", b"[" * 100_000])
+def test_donor_that_talks_nonsense_is_passed_over(serve: Serve, interpose: Interpose, body: bytes) -> None:
+    liar = interpose(alter=lambda path, _: body)
+    with pytest.raises(RecoveryFailed, match="liar at "):
+        fetch(liar.donor)
+    require_honest(*fetch(liar.donor, serve()))
+    assert fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).state == "digest of 5"
+
+
+@pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/", "/state/7/momentum/"])
+@pytest.mark.parametrize("length", [1 << 40, None], ids=["huge", "unknown"])
+def test_answer_of_a_length_that_was_not_agreed_on_is_not_read(
+    serve: Serve, interpose: Interpose, path: str, length: int | None
+) -> None:
+    def say_length(asked: str, altered: bytes) -> int | None:
+        return length if asked == path or (path.endswith("/") and asked.startswith(path)) else len(altered)
+
+    liar = interpose(length=say_length)
+    with pytest.raises(RecoveryFailed, match=r"liar at .* has (an unknown number of|1099511627776) bytes, "):
+        fetch(liar.donor)
+    require_honest(*fetch(liar.donor, serve()))
+
+
+@pytest.mark.parametrize("alter", [lambda b: b[:-4], lambda b: b + b"more", lambda b: b""], ids=["short", "long", "no"])
+def test_chunk_of_another_length_costs_the_donor_its_place(
+    serve: Serve, interpose: Interpose, alter: Callable[[bytes], bytes]
+) -> None:
+    liar = interpose(alter=only(CHUNKS_OF_7, lambda path, body: alter(body)))
+    with pytest.raises(RecoveryFailed, match=r"liar at .*/state/7/\w+/\d has \d+ bytes, not 512"):
+        fetch(liar.donor)
+    require_honest(*fetch(liar.donor, serve()))
+
+
+def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+
+        def drip() -> None:
+            raw = stack.enter_context(listener.accept()[0])
+            joiner = sealed_by(raw, shaken(raw, "liar"))
+            with suppress(OSError):
+                while True:
+                    joiner.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.005)
+
+        threading.Thread(target=drip, daemon=True).start()
+        donor = Donor("liar", *listener.getsockname())
+        connection = DonorConnection(donor, DIALLER, Patience(answer_s=0.05))
+        with pytest.raises((OSError, http.client.HTTPException)):
+            connection.get("/state", 1000)
+        connection.close()
+
+
+# -- entries of the journal -----------------------------------------------------------------------------------------
+
+
+def test_fetched_entry_is_the_donors(serve: Serve) -> None:
+    arrived: list[tuple[int, int]] = []
+    entry = fetch_entry([serve()], DIALLER, 5, room, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
+    assert (entry.round, entry.payload, entry.state) == (5, {"weight": 5}, "digest of 5")
+    assert torch.equal(entry.update, update_of(5))
+    assert sum(sent for sent, _ in arrived) == 4 * N
+
+
+def test_entry_is_written_into_the_callers_room(serve: Serve) -> None:
+    out = torch.zeros(N)
+    assert fetch_entry([serve()], DIALLER, 5, lambda nbytes: out.view(torch.uint8)[:nbytes], limits=LIMITS).round == 5
+    assert torch.equal(out, values(5))
+
+
+def test_entry_that_the_caller_has_no_room_for_is_not_fetched(serve: Serve) -> None:
+    def no_room(nbytes: int) -> Tensor:
+        raise RecoveryFailed(f"no room for {nbytes}")
+
+    with pytest.raises(RecoveryFailed, match=f"no room for {4 * N}"):
+        fetch_entry([serve()], DIALLER, 5, no_room, limits=LIMITS)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "lie",
+    [{"state": "another"}, {"update": update_of(9)}, {"payload": {"weight": 9}}],
+    ids=["state", "update", "payload"],
+)
+def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], place: int) -> None:
+    honest = entry_of(5)
+    assert honest is not None
+    donors = [serve("a"), serve("b")]
+    donors.insert(place, serve("liar", journal=lambda round: replace(honest, **lie)))
+    entry = fetch_entry(donors, DIALLER, 5, room, limits=LIMITS)
+    assert (entry.payload, entry.state) == ({"weight": 5}, "digest of 5")
+    assert torch.equal(entry.update, update_of(5))
+
+
+def test_entry_of_another_round_is_refused_and_the_next_donor_taken(serve: Serve) -> None:
+    liar = serve("liar", journal=lambda round: entry_of(round - 1))
+    with pytest.raises(RecoveryFailed, match="round 4 where round 5 was asked for"):
+        fetch_entry([liar], DIALLER, 5, room, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar, serve()], DIALLER, 5, room, limits=LIMITS).update, update_of(5))
+
+
+def test_flipped_bit_of_an_entry_is_noticed_and_the_next_donor_taken(serve: Serve, interpose: Interpose) -> None:
+    liar = interpose(alter=only("/journal/5/update/", flip))
+    with pytest.raises(RecoveryFailed, match=r"liar at .*/journal/5/update/\d does not match its hash"):
+        fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
+    assert torch.equal(fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).update, update_of(5))
+
+
+def test_entry_of_other_sections_is_refused(interpose: Interpose) -> None:
+    other = {"bytes": 4, "hashes": ["h"]}
+    liar = interpose(alter=only("/journal/5", changed(sections={"result": other})))
+    with pytest.raises(RecoveryFailed, match=r"the journal of round 5 has sections {'result': 4}"):
+        fetch_entry([liar.donor], DIALLER, 5, room, limits=LIMITS)
+
+
+def test_entry_that_a_donor_no_longer_keeps_is_fetched_from_the_next(serve: Serve) -> None:
+    forgetful = serve("forgetful", journal=lambda round: None)
+    assert fetch_entry([forgetful, serve()], DIALLER, 5, room, limits=LIMITS).round == 5
+    with pytest.raises(RecoveryFailed, match=r"forgetful at .*/journal/5 answered 404"):
+        fetch_entry([forgetful], DIALLER, 5, room, limits=LIMITS)
+
+
+def test_failure_without_donors_says_that_nobody_is_alive() -> None:
+    with pytest.raises(RecoveryFailed, match="no member is alive"):
+        fetch_entry([], DIALLER, 1, room)
+    with pytest.raises(RecoveryFailed, match="no member is alive"):
+        fetch()

@@ -1,0 +1,205 @@
+import hmac
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.elastic.recovery.door import DIALLER, WRONG_TOKEN, OpenServer, ask
+from torch import Tensor
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.recovery import serving
+from zeroband.elastic.recovery.chunks import chunk_hash, parse_manifest
+from zeroband.elastic.recovery.recovery import StateFetch, fetch_entry
+from zeroband.elastic.transport.handshake import HELLO_BYTES, OPEN, Callee
+from zeroband.errors import HandshakeFailed, RecoveryFailed
+
+DATA = torch.arange(1000.0).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Copy:
+    round: int = 7
+    sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(1000.0)})
+    payload: dict[str, Any] = field(default_factory=dict)
+    state: str = "digest"
+
+
+@dataclass(frozen=True)
+class Entry:
+    round: int = 4
+    update: Tensor = field(default_factory=lambda: torch.arange(1000.0).view(torch.uint8))
+    payload: dict[str, Any] = field(default_factory=dict)
+    state: str = "digest"
+
+
+@pytest.fixture
+def server() -> Iterator[OpenServer]:
+    server = OpenServer(
+        "honest",
+        Copy,
+        lambda round: Entry() if round == 4 else None,
+        current_round=lambda: 7,
+        chunk_bytes=1024,
+    )
+    yield server
+    server.close()
+
+
+def get(server: OpenServer, path: str) -> tuple[int, bytes]:
+    return ask(server.donor, path)
+
+
+STRANGERS = {
+    "another token": WRONG_TOKEN,
+    "for another member": DIALLER,
+    "in the clear": replace(DIALLER, is_sealed=False),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.defect(11)
+def test_nothing_is_served_to_who_cannot_shake_hands(server: OpenServer, stranger: str) -> None:
+    member_id = "another" if stranger == "for another member" else "honest"
+    donor = replace(server.donor, member_id=member_id)
+    with pytest.raises(HandshakeFailed, match=r"run\.token and comm\.encryption"):
+        ask(donor, "/state", STRANGERS[stranger])
+    assert get(server, "/state")[0] == 200
+
+
+@pytest.mark.defect(11)
+def test_nothing_is_served_without_a_handshake(server: OpenServer) -> None:
+    with socket.create_connection((server.donor.host, server.donor.port), timeout=5) as stranger:
+        stranger.sendall(b"GET /state HTTP/1.1\r\n\r\n".ljust(1000))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+def test_joiner_with_the_wrong_token_is_refused_everywhere(server: OpenServer) -> None:
+    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
+        StateFetch(WRONG_TOKEN, {"params": torch.zeros(1000)}).fetch([server.donor])
+    with pytest.raises(RecoveryFailed, match=r"honest at .*: it hung up on the handshake"):
+        fetch_entry([server.donor], WRONG_TOKEN, 4, torch.empty)
+
+
+def test_donor_that_does_not_know_the_token_gets_no_request() -> None:
+    """Whoever redirects a joiner to a machine of its own learns only that it wanted to join."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def pretend() -> bytes:
+            with listener.accept()[0] as joiner:
+                hello = joiner.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                joiner.sendall(Callee(RunKey(b"o" * 32), re_proven(hello)).answer)
+                return joiner.recv(1)
+
+        heard = threads.submit(pretend)
+        with pytest.raises(HandshakeFailed, match="does not know the run's token"):
+            DIALLER.dial("honest", listener.getsockname(), 5.0)
+        assert heard.result() == b""
+
+
+def re_proven(hello: bytes) -> bytes:
+    """The call with the proof of somebody who knows another token."""
+    return hello[:-32] + hmac.digest(b"o" * 32, hello[:-32], "sha256")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/nothing",
+        "/../../etc/passwd",
+        "/state/6",
+        "/state/" + "9" * 5000,
+        "/state/7/params",
+        "/state/7/params/4",
+        "/state/7/params/-1",
+        "/state/7/other/0",
+        "/state/8/params/0",
+        "/state/x/params/0",
+        "/journal/1",
+        "/journal/x",
+        "/journal/1/update/0",
+        "/journal/4/other/0",
+        "/journal/4/update/4",
+    ],
+)
+def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
+    get(server, "/state")
+    assert get(server, path) == (404, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "section", "round"), [("/state", "params", 7), ("/state/7", "params", 7), ("/journal/4", "update", 4)]
+)
+def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, section: str, round: int) -> None:
+    status, body = get(server, path)
+    manifest = parse_manifest(body, {section: len(DATA)})
+    assert (status, manifest.round, manifest.state) == (200, round, "digest")
+    for index, listed in enumerate(manifest.hashes[section]):
+        status, data = get(server, f"/{path.split('/')[1]}/{round}/{section}/{index}")
+        assert (status, data) == (200, DATA[index * 1024 : (index + 1) * 1024])
+        assert listed == chunk_hash(data)
+
+
+def test_copy_is_made_when_it_is_asked_for_and_not_before(server: OpenServer) -> None:
+    assert get(server, "/state/7/params/0")[0] == 404
+    get(server, "/state")
+    assert get(server, "/state/7/params/0")[0] == 200
+
+
+def test_round_is_told_while_the_hashes_are_computed(server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "HASHES_AWAITED_S", 0.01)
+    with server._hasher._turn:
+        status, body = get(server, "/state")
+        assert (status, json.loads(body)) == (202, {"round": 7})
+        assert get(server, "/state/7")[0] == 202
+    monkeypatch.setattr(serving, "HASHES_AWAITED_S", 5.0)
+    assert get(server, "/state/7")[0] == 200
+
+
+def test_donor_that_cannot_make_a_copy_says_that_it_is_unavailable() -> None:
+    def copy_state() -> Copy:
+        raise RecoveryFailed("no step ended")
+
+    server = OpenServer("honest", copy_state, lambda round: None)
+    assert get(server, "/state") == (503, b"")
+    server.close()
+
+
+def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
+    server: OpenServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for sent in (b"GET /state HTTP/1.1\r\n\r\n" * 200, b"GET /sta"):
+        joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+        joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
+        joiner.sendall(sent)
+        joiner.close()
+    assert get(server, "/state")[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_closed_server_hangs_up_on_whoever_is_handed_over(server: OpenServer) -> None:
+    server.close()
+    ours, theirs = socket.socketpair()
+    with ours:
+        server.take(theirs, OPEN)
+        assert ours.recv(1) == b""
+
+
+def test_closed_server_hangs_up_on_those_who_are_connected(server: OpenServer) -> None:
+    joiner = DIALLER.dial("honest", (server.donor.host, server.donor.port), 5.0)
+    joiner.settimeout(5)
+    joiner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    answers = joiner.makefile("rb")
+    assert answers.read(1)
+    server.close()
+    with suppress(ConnectionAbortedError):
+        while answers.read(1 << 16):
+            pass
+    joiner.close()

@@ -1,0 +1,98 @@
+"""Two members with one node.id, on a real Redis: an earlier life of this node, or another machine that lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import redis
+
+from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.rounds.duplicate_ids import outlive_namesakes
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import ConfigError
+
+OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
+LEASE_MS = 5000
+Pass = Callable[[int], None]
+Outlive = Callable[..., None]
+
+
+@pytest.fixture
+def renew(store: Store) -> Callable[..., None]:
+    def renew_all(*members: str, first: bool = False) -> None:
+        for member in members:
+            peer = Peer(member.partition("#")[0], f"host of {member}", 7070, True)
+            assert store.renew_lease(member, peer, first=first) is not None
+
+    return renew_all
+
+
+@pytest.fixture
+def let_pass(store: Store, redis_client: redis.Redis) -> Pass:
+    """Have the store's clock go on without waiting for it."""
+
+    def pass_by(ms: int) -> None:
+        for member in (OTHER, SAME, OURS, LATER):
+            redis_client.zincrby(store.keys.leases, -ms, member)
+        redis_client.hincrby(store.keys.clock, "pulse", -ms)
+
+    return pass_by
+
+
+@pytest.fixture
+def outlive(store: Store, monkeypatch: pytest.MonkeyPatch) -> Outlive:
+    """outlive(act, act): what happens between the looks; one look more is an error."""
+
+    def run(*acts: Callable[[], object]) -> None:
+        left = list(acts)
+        monkeypatch.setattr(
+            "zeroband.elastic.rounds.duplicate_ids.time", SimpleNamespace(sleep=lambda seconds: left.pop(0)())
+        )
+        outlive_namesakes(store, OURS, "a", look_s=0.5)
+        assert not left
+
+    return run
+
+
+def test_node_that_is_the_only_one_of_its_name_waits_for_nothing(renew: Callable[..., None], outlive: Outlive) -> None:
+    renew(OTHER, OURS, first=True)
+    outlive()
+
+
+def test_node_that_was_killed_waits_until_its_old_lease_runs_out(
+    renew: Callable[..., None], let_pass: Pass, outlive: Outlive
+) -> None:
+    renew(OTHER, SAME, OURS, first=True)
+    outlive(*3 * [lambda: (let_pass(LEASE_MS // 3 + 1), renew(OTHER, OURS))])
+
+
+def test_machine_with_the_name_of_one_that_lives_is_refused(renew: Callable[..., None], outlive: Outlive) -> None:
+    renew(OTHER, SAME, OURS, first=True)
+    with pytest.raises(ConfigError, match=r"node\.id='a' is in this run already, at host of a#1:7070; give .* another"):
+        outlive(*100 * [lambda: renew(OTHER, SAME, OURS)])
+
+
+def test_of_two_new_machines_of_one_name_the_first_by_its_id_waits_until_the_other_is_gone(
+    renew: Callable[..., None], let_pass: Pass, outlive: Outlive
+) -> None:
+    renew(OURS, LATER, first=True)
+    outlive(*3 * [lambda: renew(OURS, LATER)], *3 * [lambda: (let_pass(LEASE_MS // 3 + 1), renew(OURS))])
+
+
+def test_machine_that_is_in_the_run_stays_whatever_the_ids(
+    store: Store, renew: Callable[..., None], outlive: Outlive
+) -> None:
+    renew(OURS, LATER, first=True)
+    assert store.propose_opening(Opening(1, 1, 1, (LATER,), (1,)), current=None)
+    with pytest.raises(ConfigError, match="is in this run already, at host of a#3:7070"):
+        outlive(*100 * [lambda: renew(OURS, LATER)])
+
+
+def test_old_lease_that_the_store_prolongs_after_a_silence_is_no_life(
+    renew: Callable[..., None], let_pass: Pass, outlive: Outlive
+) -> None:
+    renew(OTHER, SAME, OURS, first=True)
+    let_pass(LEASE_MS // 2 + 1)
+    outlive(lambda: renew(OURS), *3 * [lambda: (let_pass(LEASE_MS // 3 + 1), renew(OURS))])

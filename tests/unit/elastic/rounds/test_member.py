@@ -1,0 +1,498 @@
+"""A membership on a real Redis, its waiting included; only the guardian's process is taken out."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from zeroband.config.time_outs import TimeOuts
+from zeroband.elastic.guardian.process import Door, GuardianOrder
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict
+from zeroband.elastic.membership.orders import drain, go_on, pause
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.handover import Inbox
+from zeroband.errors import Fenced, Leaving, PeerLost
+from zeroband.node.board import NodeBoard
+from zeroband.tools.plan.forecast import STORE_TRIPS
+
+RULES = Rules()
+TIME_OUTS = TimeOuts(0.5, 0.5, renew_s=0.1, watch_s=0.05, hung_s=300.0, transfer_s=600.0, store_s=3600.0)
+NEVER_S = float("inf")
+SHARED = {"model.d_model": "256"}
+MakeMember = Callable[..., Member]
+
+
+class StubGuardian:
+    """Takes the lease and lives until it is told otherwise."""
+
+    store: Store
+    orders: list[GuardianOrder]
+
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
+        self.orders.append(order)
+        self.store.renew_lease(order.member_id, Peer(order.node_id, order.door.host, 1, False), first=order.is_first)
+        self.is_dead = False
+        self.pid = 1
+        self._member_id = order.member_id
+
+    def is_running(self) -> bool:
+        return not self.is_dead
+
+    def close(self) -> None:
+        self.store.release_lease(self._member_id)
+
+
+@pytest.fixture
+def guardians(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[GuardianOrder]:
+    """The orders of all guardians that were started."""
+    orders: list[GuardianOrder] = []
+    stub = type("Guardian", (StubGuardian,), {"store": store, "orders": orders})
+    monkeypatch.setattr("zeroband.elastic.rounds.member.Guardian", stub)
+    return orders
+
+
+@pytest.fixture
+def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) -> Iterator[MakeMember]:
+    members: list[Member] = []
+    boards: list[NodeBoard] = []
+
+    def make(node_id: str, departure: Departure | None = None, **more: Any) -> Member:
+        boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
+        identity = NodeIdentity(node_id, Door("host"), (), 0, tmp_path)
+        run = RunAccess(store, "unused", "run", store.found_or_match(SHARED), **more)
+        members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
+        return members[-1]
+
+    yield make
+    for member in members:
+        member.close()
+    for board in boards:
+        board.close()
+
+
+def board_of(tmp_path: Path, node_id: str) -> NodeBoard:
+    return NodeBoard(tmp_path / f"board-{node_id}", create=False)
+
+
+def found(*members: Member) -> Opening:
+    """Open round 0 to these members."""
+    for member in members:
+        member.announce_ready(Ready(0, 0, "s"))
+    openings = [turn_of(member, 0, Rules(start_nodes=len(members))) for member in members]
+    assert all(isinstance(o, Opening) and set(o.members) == {m.member_id for m in members} for o in openings)
+    assert len(set(openings)) == 1 and isinstance(openings[0], Opening)
+    return openings[0]
+
+
+def turn_of(member: Member, round: int, rules: Rules = RULES, *, is_member: bool = True) -> Opening | Verdict:
+    return member.await_turn(round, rules, is_member=is_member, start_deadline_s=NEVER_S)
+
+
+def commit(opening: Opening | Verdict, *members: Member) -> list[Verdict]:
+    assert isinstance(opening, Opening)
+    for member in members:
+        member.vote(opening, "d")
+    return [member.await_verdict(opening, {"n": 1}) for member in members]
+
+
+def expire(member: Member) -> None:
+    member.store.expire_lease(member.member_id)
+
+
+def renew(member: Member, *cut_off: Member) -> bool:
+    peer = Peer("node", "host", 1, False, tuple(other.member_id for other in cut_off))
+    return member.store.renew_lease(member.member_id, peer) is not None
+
+
+def settle(client: redis.Redis, member: Member) -> None:
+    """End the time that members get to bring a lost record back, without waiting for it."""
+    client.hset(member.store.keys.clock, "settled", 0)
+
+
+def test_every_membership_of_a_node_has_an_id_of_its_own() -> None:
+    first, second = new_member_id("node"), new_member_id("node")
+    assert first != second and first.startswith("node#")
+
+
+def test_members_open_and_commit_a_round(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    assert commit(opening, a, b) == [Verdict(opening, "d", {"n": 1})] * 2
+
+
+def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
+    make_member: MakeMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a long way to the store, each of them is a round trip for which per-step methods stand still."""
+    a, b = make_member("a"), make_member("b")
+    commit(found(a, b), a, b)
+    a.announce_ready(Ready(1, 5, "s"))
+    trips: list[bool] = []
+    call = Store._call
+
+    def counted(*asked: Any) -> Any:
+        trips.append(threading.current_thread() is threading.main_thread())  # and not a watcher
+        return call(*asked)
+
+    def last(*acts: Callable[[], Any]) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_call", counted)
+            return [act() for act in acts][-1]
+
+    opening = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
+    assert turn_of(a, 1) == opening
+    a.vote(opening, "d")
+    verdict = last(lambda: b.vote(opening, "d"), lambda: b.await_verdict(opening, {}))
+    assert a.await_verdict(opening, {}) == verdict
+    assert trips.count(True) == STORE_TRIPS
+
+
+@pytest.mark.parametrize("proposer", ["a", "b", "c"])
+@pytest.mark.defect(3)
+def test_any_member_opens_and_commits_when_the_others_are_silent(make_member: MakeMember, proposer: str) -> None:
+    """A predecessor's followers polled for ever when their leader died: here one alone brings a round to its end."""
+    members = {name: make_member(name) for name in "abc"}
+    for member in members.values():
+        member.announce_ready(Ready(0, 0, "s"))
+    opening = turn_of(members[proposer], 0, Rules(start_nodes=3))
+    assert isinstance(opening, Opening)
+    for member in members.values():
+        member.vote(opening, "d")
+    assert members[proposer].await_verdict(opening, {}).members == opening.members
+
+
+@pytest.mark.parametrize("dead", range(3))
+@pytest.mark.defect(1)
+def test_members_go_on_without_any_one_that_died(make_member: MakeMember, dead: int) -> None:
+    """A predecessor compared integer ranks with string ids: nobody was ever evicted."""
+    members = [make_member(name) for name in "abc"]
+    found(*members)
+    expire(members[dead])
+    left = [member for member in members if member is not members[dead]]
+    for member in left:
+        assert turn_of(member, 0).members == tuple(sorted(m.member_id for m in left))
+
+
+def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -> None:
+    """The lost one comes back and votes: nobody may commit any more what one of them has dropped."""
+    a, b, c = (make_member(name) for name in "abc")
+    opening = found(a, b, c)
+    a.vote(opening, "d")
+    c.vote(opening, "d")
+    expire(b)
+    with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
+        a.await_verdict(opening, {})
+    assert renew(b)
+    b.vote(opening, "d")
+    with pytest.raises(PeerLost, match=f"{b.member_id} lost"):
+        c.await_verdict(opening, {})
+    again = [turn_of(member, 0) for member in (a, b, c)]
+    assert again == [replace(opening, version=2, epoch=2)] * 3
+
+
+def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.vote(opening, "d")
+    expire(b)
+    outdated = a.store.view(0)
+    assert renew(b)
+    b.vote(opening, "d")
+    verdict = b.await_verdict(opening, {})
+    looks = iter([outdated])
+    fresh = Store.view
+    monkeypatch.setattr(Store, "view", lambda *looked_at: next(looks, None) or fresh(*looked_at))
+    assert a.await_verdict(opening, {}) == verdict
+
+
+def test_different_results_open_the_round_again(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.vote(opening, "d")
+    b.vote(opening, "damaged")
+    for member in (a, b):
+        with pytest.raises(PeerLost, match="hold different results"):
+            member.await_verdict(opening, {})
+    again = turn_of(a, 0)
+    assert isinstance(again, Opening) and (again.version, again.disputes, again.members) == (2, 1, opening.members)
+
+
+def test_who_differs_twice_is_left_out(make_member: MakeMember) -> None:
+    """A machine that computes wrongly must not stop the run, nor write into it."""
+    a, b, c = (make_member(name) for name in "abc")
+    opening: Opening | Verdict = found(a, b, c)
+    for _ in range(2):
+        assert isinstance(opening, Opening)
+        for member, digest in ((a, "odd"), (b, "d"), (c, "d")):
+            member.vote(opening, digest)
+        with pytest.raises(PeerLost, match="hold different results"):
+            b.await_verdict(opening, {})
+        opening = turn_of(b, 0)
+    assert opening.members == (b.member_id, c.member_id)
+
+
+def test_failure_that_one_reports_reaches_all(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.report_failure(opening, "lane 1 broke")
+    b.vote(opening, "d")
+    with pytest.raises(PeerLost, match=f"{a.member_id}: lane 1 broke"):
+        b.await_verdict(opening, {})
+
+
+def test_member_is_fenced_by_a_round_that_was_committed_without_it(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.vote(opening, "d")
+    expire(b)
+    with pytest.raises(PeerLost):
+        a.await_verdict(opening, {})
+    commit(turn_of(a, 0), a)
+    with pytest.raises(Fenced, match="committed without b#"):
+        b.await_verdict(opening, {})
+    with pytest.raises(Fenced, match="round 0 was committed"):
+        turn_of(b, 0)
+
+
+def test_member_is_fenced_by_its_board(make_member: MakeMember, tmp_path: Path) -> None:
+    a = make_member("a")
+    board_of(tmp_path, "a").set_fenced(True)
+    with pytest.raises(Fenced, match="ran out and the run went on"):
+        turn_of(a, 0)
+
+
+def test_new_membership_is_not_fenced(make_member: MakeMember, tmp_path: Path) -> None:
+    NodeBoard(tmp_path / "board-a", create=True).set_fenced(True)
+    found(make_member("a"))
+
+
+def test_waiting_shows_the_guardian_that_the_trainer_moves(make_member: MakeMember, tmp_path: Path) -> None:
+    found(make_member("a"))
+    assert board_of(tmp_path, "a").progress > 0
+
+
+def test_joiner_learns_of_the_round_that_it_missed(make_member: MakeMember) -> None:
+    a, joiner = make_member("a"), make_member("j")
+    verdicts = commit(found(a), a)
+    assert turn_of(joiner, 0, is_member=False) == verdicts[0]
+
+
+def test_joiner_is_let_in_at_the_next_boundary(make_member: MakeMember) -> None:
+    a, joiner = make_member("a"), make_member("j")
+    commit(found(a), a)
+    joiner.announce_ready(Ready(1, 0, "s"))
+    a.announce_ready(Ready(1, 5, "s"))
+    admitted = turn_of(joiner, 1, is_member=False)
+    assert isinstance(admitted, Opening) and admitted.members == (a.member_id, joiner.member_id)
+    assert turn_of(a, 1) == admitted
+
+
+# -- members that are late --------------------------------------------------------------------------------------------
+
+
+def test_those_who_wait_leave_a_straggler_behind_after_the_deadline(make_member: MakeMember) -> None:
+    a, b, c = (make_member(name) for name in "abc")
+    commit(found(a, b, c), a, b, c)
+    for member in (a, b):
+        member.announce_ready(Ready(1, 5, "s", 4, 4))
+    opening = turn_of(a, 1, Rules(straggler_deadline_s=0.02))
+    assert isinstance(opening, Opening)
+    assert (opening.members, opening.late) == ((a.member_id, b.member_id), (c.member_id,))
+
+
+def test_straggler_learns_of_the_round_that_it_missed_and_takes_part_in_a_later_one(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    commit(found(a, b), a, b)
+    a.announce_ready(Ready(1, 5, "s", 4, 4))
+    missed = commit(turn_of(a, 1, Rules(straggler_deadline_s=0.0)), a)
+    b.announce_ready(Ready(1, 7, "s"))
+    assert turn_of(b, 1) == missed[0], "no fence: it was only late"
+    for member, weight in ((a, 5), (b, 7)):
+        member.announce_ready(Ready(2, weight, "s"))
+    both = turn_of(b, 2)
+    assert isinstance(both, Opening) and both.weights == (5, 7) and both.late == ()
+    assert turn_of(a, 2) == both
+
+
+def test_straggler_that_comes_in_time_is_waited_for(make_member: MakeMember) -> None:
+    a, b = make_member("a"), make_member("b")
+    commit(found(a, b), a, b)
+    a.announce_ready(Ready(1, 5, "s", 4, 4))
+    arrival = threading.Timer(0.05, b.announce_ready, args=(Ready(1, 7, "s", 4, 4),))
+    arrival.start()
+    opening = turn_of(a, 1, Rules(straggler_deadline_s=1000.0))
+    arrival.join()
+    assert opening.members == (a.member_id, b.member_id)
+
+
+# -- members that are cut off from each other -------------------------------------------------------------------------
+
+
+def test_round_goes_on_without_a_member_that_another_one_does_not_reach(make_member: MakeMember) -> None:
+    a, b, c = (make_member(name) for name in "abc")
+    opening = found(a, b, c)
+    renew(a, c)
+    renew(b, c)
+    with pytest.raises(PeerLost, match="lost during round 0"):
+        a.await_verdict(opening, {})
+    assert turn_of(a, 0).members == (a.member_id, b.member_id)
+
+
+def test_member_that_others_do_not_reach_is_fenced(make_member: MakeMember) -> None:
+    a, b, c = (make_member(name) for name in "abc")
+    commit(found(a, b, c), a, b, c)
+    renew(a, c)
+    for member in (a, b, c):
+        member.announce_ready(Ready(1, 5, "s"))
+    assert turn_of(a, 1).members == (a.member_id, b.member_id)
+    with pytest.raises(Fenced, match="others do not reach it"):
+        turn_of(c, 1)
+
+
+# -- a node that leaves -----------------------------------------------------------------------------------------------
+
+
+def test_node_that_leaves_waits_no_longer_than_it_may(make_member: MakeMember) -> None:
+    departure = Departure(grace_s=0.0)
+    a, _ = make_member("a", departure), make_member("b")
+    a.announce_ready(Ready(0, 0, "s"))
+    departure.ask(0.0)
+    with pytest.raises(Leaving, match="did not come to round 0"):
+        turn_of(a, 0, Rules(start_nodes=2))
+
+
+# -- a store that lost its record -------------------------------------------------------------------------------------
+
+
+def test_members_bring_the_record_back_into_an_empty_store(make_member: MakeMember, redis_client: redis.Redis) -> None:
+    a, b = make_member("a"), make_member("b")
+    verdict = commit(found(a, b), a, b)[0]
+    for member in (a, b):
+        member.announce_ready(Ready(1, 5, "s"))
+    before = a.look(1)
+    redis_client.flushall()
+    assert renew(a) and renew(b)
+    b.look(1)
+    view = a.look(1)
+    assert view.is_settling and view.committed == verdict and view.ready == before.ready
+    assert b'"model.d_model": "256"' in (redis_client.get(a.store.keys.run) or b"")
+    settle(redis_client, a)
+    opening = turn_of(a, 1)
+    assert isinstance(opening, Opening) and opening.version == 2
+    assert [v.round for v in (*commit(turn_of(b, 1), a, b), verdict)] == [1, 1, 0]
+
+
+def test_member_brings_its_vote_back(make_member: MakeMember, redis_client: redis.Redis) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.vote(opening, "d")
+    redis_client.flushall()
+    assert renew(a) and renew(b)
+    b.vote(opening, "d")
+    b.look(0)
+    a.look(0)
+    settle(redis_client, a)
+    assert a.await_verdict(opening, {}).opening == opening
+
+
+def test_watcher_brings_the_record_back_while_the_trainer_is_busy(
+    make_member: MakeMember, redis_client: redis.Redis
+) -> None:
+    """Inner steps may take minutes, and a joiner must not found the run a second time meanwhile."""
+    a = make_member("a")
+    verdict = commit(found(a), a)[0]
+    redis_client.flushall()
+    _until(lambda: a.store.view(0).committed == verdict)
+
+
+# -- during a transfer ------------------------------------------------------------------------------------------------
+
+
+def test_watched_opening_is_aborted_on_the_board_when_a_member_is_lost(make_member: MakeMember, tmp_path: Path) -> None:
+    a, b = make_member("a"), make_member("b")
+    opening = found(a, b)
+    a.watch(opening)
+    expire(b)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+
+
+def test_watched_opening_is_aborted_when_the_time_to_leave_is_over(make_member: MakeMember, tmp_path: Path) -> None:
+    departure = Departure(grace_s=0.0)
+    a = make_member("a", departure)
+    opening = found(a)
+    a.watch(opening)
+    departure.ask(0.0)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+
+
+def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
+    make_member: MakeMember, guardians: list[GuardianOrder]
+) -> None:
+    a: Any = make_member("a")
+    a._guardian._guardian.is_dead = True
+    _until(lambda: len(guardians) == 2)
+    assert [order.is_first for order in guardians] == [True, False]
+    assert guardians[0].member_id == guardians[1].member_id
+
+
+def test_watcher_goes_on_while_no_guardian_can_be_started(
+    make_member: MakeMember, guardians: list[GuardianOrder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without memory for another process: transfers are aborted all the same, and later it starts."""
+    a, b = make_member("a"), make_member("b")
+    opening, kept = found(a, b), vars(a)["_guardian"]
+
+    def refuse(order: GuardianOrder, inbox: Inbox | None) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroband.elastic.rounds.member.Guardian", refuse)
+        kept._guardian.is_dead = True
+        a.watch(opening)
+        expire(b)
+        _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    _until(lambda: [order.is_first for order in guardians] == [True, True, False])
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    pause, tries = threading.Event(), 0
+    while not condition():
+        assert tries < 2000, "not within 10 s"
+        tries += 1
+        pause.wait(0.005)
+
+
+def test_members_wait_at_their_boundary_while_the_run_is_paused(make_member: MakeMember) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    a = make_member("a", on_event=lambda kind, **fields: told.append((kind, fields)))
+    commit(found(a), a)
+    a.store.give_orders(pause)
+    a.announce_ready(Ready(1, 1, "s"))
+    turns: list[Opening | Verdict] = []
+    waiting = threading.Thread(target=lambda: turns.append(turn_of(a, 1)))
+    waiting.start()
+    while not told:
+        waiting.join(0.001)
+    assert told == [("paused", {"round": 1})] and not turns
+    a.store.give_orders(go_on)
+    waiting.join(timeout=10)
+    assert [turn.round for turn in turns if isinstance(turn, Opening)] == [1]
+    assert [kind for kind, _ in told] == ["paused", "resumed"]
+
+
+def test_member_that_an_operator_drains_is_asked_to_leave_without_hurry(make_member: MakeMember) -> None:
+    departures = {node: Departure(grace_s=0.0) for node in "ab"}
+    a, b = (make_member(node, departure) for node, departure in departures.items())
+    a.store.give_orders(lambda given: drain(given, "a", {a.member_id: "a", b.member_id: "b"}))
+    a.look(0), b.look(0)
+    assert departures["a"].is_asked and not departures["a"].is_hurried and not departures["a"].is_overdue(1e9)
+    assert not departures["b"].is_asked

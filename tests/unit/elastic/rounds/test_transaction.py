@@ -1,0 +1,365 @@
+"""A round as a transaction, with real algorithms on it: what a lost, slow or wrong member may do to the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
+from zeroband.elastic.membership.epoch import Opening, Ready
+from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
+from zeroband.errors import Fenced, PeerLost
+from zeroband.state.flat import FlatLayout, digest_of
+
+DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
+DDP = DdpConfig(type="ddp")
+Algorithm = DilocoConfig | DdpConfig
+StartRun = Callable[..., Any]
+Noise = Callable[..., Tensor]
+ALGORITHMS = pytest.mark.parametrize("algorithm", [DILOCO, DDP], ids=["diloco", "ddp"])
+
+
+def contribution_of(algorithm: Algorithm, before: Tensor, update: Tensor) -> Tensor:
+    """What a node sends for an update of its parameters (DiLoCo) or a gradient (DDP)."""
+    return before - (before + update) if algorithm is DILOCO else update
+
+
+@ALGORITHMS
+def test_founding_is_a_round_of_all_founders_that_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    assert [(v.round, v.members, v.opening.weights) for v in run.store.verdicts] == [(0, ("a", "b"), (0, 0))]
+    assert run["a"].outer.round == run["b"].outer.round == 0
+    assert run["a"].outer.progress.assigned == {"a": ((0, 4),), "b": ((4, 8),)}
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("lanes", [1, 3, 4])
+@pytest.mark.defect(6)
+@pytest.mark.defect(11)
+def test_mean_is_weighted_and_complete_when_lanes_do_not_divide_the_state(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, lanes: int
+) -> None:
+    run = start_run(algorithm, "a", "b", lanes=lanes)
+    before, updates = run["a"].params, {"a": noise(1), "b": noise(2)}
+    run.together(a=lambda: run["a"].take_step(updates["a"], 30), b=lambda: run["b"].take_step(updates["b"], 10))
+    expected = sum(
+        contribution_of(algorithm, before, updates[name]) * share for name, share in (("a", 0.75), ("b", 0.25))
+    )
+    assert torch.equal(run["a"].buffers[RESULT], expected)
+    assert torch.equal(run["b"].buffers[RESULT], expected)
+    assert expected[-1] != 0
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("point", ["opened", "reduced"])
+@pytest.mark.defect(4)
+@pytest.mark.defect(11)
+def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, point: str
+) -> None:
+    run = start_run(algorithm, "a", "b", "c", inject={"c": [f"{point}@1=SIGKILL"]})
+    before, updates = run["a"].params, {"a": noise(1), "b": noise(2), "c": noise(3)}
+    reports = run.round(**updates)
+    assert reports.keys() == {"a", "b"}
+    expected = sum(contribution_of(algorithm, before, updates[name]) * 0.5 for name in ("a", "b"))
+    for name, report in reports.items():
+        assert (report.round, report.members, report.weights, report.retries) == (1, ("a", "b"), (10, 10), 1)
+        assert len(report.failures) == 1
+        assert torch.equal(run[name].buffers[CONTRIBUTION], contribution_of(algorithm, before, updates[name]))
+        assert torch.equal(run[name].buffers[RESULT], expected)
+    assert reports["a"].state == reports["b"].state
+    assert any("c" in reason for report in reports.values() for reason in report.failures)
+
+
+def fail_transfers(lanes: Any, until_version: int) -> None:
+    """Have all transfers up to this version of the opening break, and leave the same behind on every member."""
+    all_reduce = lanes.all_reduce
+
+    def fail(parts: Any, opening: Opening, on_progress: Any) -> None:
+        if opening.version > until_version:
+            return all_reduce(parts, opening, on_progress)
+        for _, part in parts:
+            part.zero_()
+        raise PeerLost("the transfer broke")
+
+    lanes.all_reduce = fail
+
+
+@pytest.mark.defect(4)
+@pytest.mark.defect(11)
+@ALGORITHMS
+def test_round_whose_transfers_fail_is_committed_by_none_of_them(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    """Nodes that failed together hold equal results, and one that has failed often still has its own update."""
+    run = start_run(algorithm, "a", "b")
+    before, updates, founding = run["a"].params, {"a": noise(1), "b": noise(2)}, run.store.openings[-1]
+    for name in ("a", "b"):
+        fail_transfers(run[name].lanes, until_version=founding.version + 5)
+    reports = run.round(**updates)
+    tried = [opening for opening in run.store.openings if opening.round == 1]
+    assert [opening.id in run.store.failed for opening in tried] == [True] * 5 + [False]
+    assert [verdict.opening for verdict in run.store.verdicts if verdict.round == 1] == tried[-1:]
+    contributions = {name: contribution_of(algorithm, before, updates[name]) for name in ("a", "b")}
+    for name, report in reports.items():
+        assert torch.equal(run[name].buffers[CONTRIBUTION], contributions[name])
+        assert torch.equal(run[name].buffers[RESULT], contributions["a"] * 0.5 + contributions["b"] * 0.5)
+        assert report.weights == (10, 10)
+    assert reports["a"].state == reports["b"].state
+    assert torch.equal(run["a"].params, run["b"].params)
+
+
+@ALGORITHMS
+def test_result_that_a_lost_transfer_may_write_to_is_renewed(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b", "c", inject={"c": ["opened@1=SIGKILL"]})
+    reports = run.round(a=noise(1), b=noise(2), c=noise(3))
+    for name in ("a", "b"):
+        node, kept = run[name], run[name].buffers[RESULT].clone()
+        assert node.lanes.abandoned
+        for part in node.lanes.abandoned:
+            part.fill_(float("nan"))
+        assert torch.equal(node.buffers[RESULT], kept)
+        assert torch.equal(node.entry(1).update.view(torch.float32), kept)
+        assert node.outer.state == reports[name].state
+    assert run.round(a=noise(4), b=noise(5))["a"].state == run["b"].outer.state
+
+
+@ALGORITHMS
+def test_round_that_loses_two_members_one_after_the_other_counts_two_failures(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    inject = {"b": ["reduced@1=SIGKILL"], "c": ["opened@1=SIGKILL"]}
+    run = start_run(algorithm, "a", "b", "c", inject=inject)
+    report = run.round(a=noise(1), b=noise(2), c=noise(3))["a"]
+    assert (report.members, report.retries) == (("a",), 2)
+    assert torch.equal(run["a"].buffers[RESULT], run["a"].buffers[CONTRIBUTION])
+
+
+@ALGORITHMS
+def test_member_that_dies_after_its_vote_does_not_stop_the_round(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b", inject={"b": ["committed@1=SIGKILL"]})
+    reports = run.round(a=noise(1), b=noise(2))
+    assert (reports["a"].members, reports["a"].retries) == (("a", "b"), 0)
+
+
+@ALGORITHMS
+@pytest.mark.defect(6)
+def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run, sound = start_run(algorithm, "a", "b"), [noise(1), noise(2)]
+    run["b"].lanes.damage = lambda part: part[0].add_(1e-3)
+    reports = run.round(a=sound[0], b=sound[1])
+    before = [opening for opening in run.store.openings if opening.round == 1]
+    assert len(before) == 2
+    assert run.store.failed[before[0].id] == "the members hold different results"
+    assert [v.opening for v in run.store.verdicts if v.round == 1] == [before[1]]
+    assert {(r.retries, r.state) for r in reports.values()} == {(1, run["a"].outer.state)}
+
+
+@ALGORITHMS
+def test_no_member_applies_before_the_verdict(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
+    run = start_run(algorithm, "a", "b", inject={"b": ["reduced@1=SIGKILL"]})
+    states: list[str] = []
+    node = run["a"]
+    lanes_reduce = node.lanes.all_reduce
+
+    def observe(parts, opening, on_progress) -> None:
+        states.append(digest_of(*(node.buffers[name] for name in node.outer.sections)))
+        lanes_reduce(parts, opening, on_progress)
+
+    node.lanes.all_reduce = observe
+    run.round(a=noise(1), b=noise(2))
+    assert len(states) == 2
+    assert states[0] == states[1]
+    assert states[1] != digest_of(*(node.buffers[name] for name in node.outer.sections))
+
+
+@ALGORITHMS
+def test_member_that_was_away_is_fenced_and_keeps_its_state(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    state, outer = run["b"].outer.state, [run["b"].buffers[name].clone() for name in run["b"].outer.sections]
+    run["b"].member.close()  # its lease ran out while it made its inner steps
+    run.round(a=noise(1))
+    outcome = run.together(b=lambda: run["b"].take_step(noise(2), 10))["b"]
+    assert isinstance(outcome, Fenced)
+    assert (run["b"].outer.round, run["b"].outer.state) == (0, state)
+    assert all(torch.equal(run["b"].buffers[n], kept) for n, kept in zip(run["b"].outer.sections, outer, strict=True))
+    assert run["b"].entry(1) is None
+
+
+@ALGORITHMS
+def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    before, update, bad = run["a"].params, noise(1), noise(2)
+    bad[21] = float("inf")
+    reports = run.round(a=update, b=bad)
+    assert reports["a"].weights == reports["b"].weights == (10, 0)
+    assert (reports["a"].is_left_out, reports["b"].is_left_out) == (False, True)
+    spoilt = [slot.name for slot in FlatLayout.of(run["b"].model).slots if slot.start <= 21 < slot.start + slot.numel]
+    said = [vars(record)["fields"] for record in caplog.records if "not finite" in record.message]
+    assert said == [{"round": 1, "parameters": 1, "first": spoilt[0]}]
+    assert torch.equal(run["b"].buffers[RESULT], contribution_of(algorithm, before, update))
+    assert reports["a"].state == reports["b"].state
+    assert torch.equal(run["a"].params, run["b"].params)
+    assert run["b"].params.isfinite().all()
+    assert run["a"].outer.progress.tokens == 10
+    assert run["a"].outer.progress.assigned == {"a": ((4, 8),), "b": ((8, 12),)}  # b's 4..8 are the first to be read
+
+
+@ALGORITHMS
+def test_node_recovers_from_an_update_that_was_not_finite(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    for pair in run["b"].inner.moments().values():
+        pair[0].fill_(float("nan") if algorithm is DILOCO else 0.0)  # what a gradient without a number leaves behind
+    run.round(a=noise(1), b=noise(2) * float("nan"))
+    assert all(moment.isfinite().all() for pair in run["b"].inner.moments().values() for moment in pair)
+    report = run.round(a=noise(3), b=noise(4))["b"]
+    assert (report.weights, report.is_left_out) == ((10, 10), False)
+
+
+@ALGORITHMS
+def test_round_in_which_nobody_has_weight_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a", "b")
+    run.round(a=noise(1), b=noise(2))
+    before, state = run["a"].params, run["a"].outer.state
+    reports = run.round(a=noise(3) * float("nan"), b=noise(4) * float("nan"))
+    for name, report in reports.items():
+        assert (report.round, report.weights, report.state) == (2, (0, 0), state)
+        assert torch.equal(run[name].params, before)
+    assert run["a"].outer.progress.tokens == 20
+
+
+@ALGORITHMS
+def test_tokens_count_from_one_committed_round_to_the_next(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    run.round(tokens=7, a=noise(1))
+    report = run.round(tokens=5, a=noise(2))["a"]
+    assert report.weights == (5,)
+    assert run["a"].outer.progress.tokens == 12
+
+
+@ALGORITHMS
+def test_report_says_what_crossed_the_network(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
+    run = start_run(algorithm, "a", "b")
+    report = run.round(a=noise(1), b=noise(2))["a"]
+    assert report.sent_bytes == report.received_bytes == 22 * 4  # 2 (M - 1) / M of the buffer
+    run["b"].member.close()
+    report = run.round(a=noise(3))["a"]
+    assert report.sent_bytes == report.received_bytes == 0
+
+
+# -- joining --------------------------------------------------------------------------------------------------------
+
+
+@ALGORITHMS
+@pytest.mark.defect(7)
+def test_node_that_receives_the_state_holds_what_its_members_hold(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    make_rounds(run, "a", noise)
+    joiner = run.add("b")
+    assert joiner.receive(run["a"]) == run["a"].outer.state == joiner.outer.state
+    assert (joiner.outer.round, joiner.outer.progress) == (run["a"].outer.round, run["a"].outer.progress)
+    assert torch.equal(joiner.params, run["a"].params)
+    assert joiner.inner.step_count == run["a"].inner.step_count
+
+
+def make_rounds(run: Any, name: str, noise: Noise) -> None:
+    """Make a few rounds."""
+    for seed in range(3):
+        run.round(**{name: noise(seed)})
+
+
+@ALGORITHMS
+def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    make_rounds(run, "a", noise)
+    joiner = run.add("b")
+    joiner.receive(run["a"])
+    before, update = run["a"].params, noise(20)
+    outcome = run.round_with_joiner("b", a=update)
+    assert outcome["a"].members == outcome["b"].members == ("a", "b")
+    assert outcome["a"].weights == (10, 0)
+    assert torch.equal(run["a"].buffers[RESULT], contribution_of(algorithm, before, update))
+    assert outcome["a"].state == outcome["b"].state
+    assert not outcome["b"].is_left_out
+    for seed in (30, 40):
+        reports = run.round(a=noise(seed), b=noise(seed + 1))
+        assert reports["a"].state == reports["b"].state
+        assert reports["a"].weights == (10, 10)
+    assert torch.equal(run["a"].params, joiner.params)
+
+
+@ALGORITHMS
+def test_journal_replayed_gives_the_state_of_those_who_were_there(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    make_rounds(run, "a", noise)
+    joiner, fetched = run.add("b"), run["a"].outer.round
+    joiner.receive(run["a"])
+    for seed in range(50, 54):
+        run.round(a=noise(seed, scale=3.0))  # large enough that gradients are clipped
+    for round in range(fetched + 1, run["a"].outer.round + 1):
+        entry = run["a"].entry(round)
+        assert joiner.replay(entry) == entry.state
+    assert joiner.outer.state == run["a"].outer.state
+    assert joiner.outer.progress == run["a"].outer.progress
+    assert joiner.inner.step_count == run["a"].inner.step_count
+    assert torch.equal(joiner.params, run["a"].params)
+
+
+@ALGORITHMS
+def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    make_rounds(run, "a", noise)
+    joiner = run.add("b")
+    joiner.receive(run["a"])
+    for update in (noise(1) * float("nan"), noise(2)):
+        run.round(a=update)
+        assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
+
+
+@ALGORITHMS
+def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(
+    start_run: StartRun, noise: Noise, algorithm: Algorithm
+) -> None:
+    run = start_run(algorithm, "a")
+    run.round(a=noise(1) * float("nan"))
+    make_rounds(run, "a", noise)
+    joiner = run.add("b")
+    joiner.receive(run["a"])
+    run.round(a=noise(3))
+    assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
+
+
+@ALGORITHMS
+def test_node_with_another_state_is_not_in_the_round(start_run: StartRun, noise: Noise, algorithm: Algorithm) -> None:
+    run = start_run(algorithm, "a")
+    stranger = run.add("b")
+    stranger.mesh.announce_ready(Ready(1, 5, "another state"))
+    assert run.round(a=noise(1))["a"].members == ("a",)

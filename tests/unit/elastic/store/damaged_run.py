@@ -1,0 +1,260 @@
+"""A run of a few members on a Redis in which somebody damages keys: the run under `test_damage`.
+
+Members, rules, store and the guardians' renewals are those of production; training and transfers are words. No clock:
+where a lease passes in production, `Run.let_a_lease_pass` does what happens in that time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import redis
+
+from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict, View, Wait
+from zeroband.elastic.membership.orders import Orders, go_on, pause
+from zeroband.elastic.rounds.member import Member, say_nothing
+from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.store.redis_store import Store
+from zeroband.errors import Fenced, PeerLost
+
+LEASE_S = 1000.0
+RUN_ID = "run"
+NODES = 3
+STEPS = 60
+"""More than a round takes with everything that a damage may cost."""
+MOMENTS = ("training", "waiting", "opened", "voted")
+"""Of a round: nobody has come to its boundary; all have; it is open; all but one have voted."""
+
+
+def hashed(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
+class StepMember(Member):
+    """A membership that hands out its decisions instead of waiting: no guardian, no watcher."""
+
+    def __init__(self, store: Store, member_id: str, shared: dict[str, str], board: Any) -> None:
+        self.member_id = member_id
+        self.store = store
+        self._board = board
+        self._departure: Any = SimpleNamespace(drain=lambda: None)
+        self._memory = Memory(member_id, shared)
+        self._on_event = say_nothing
+        self._first_look = None
+        board.session = getattr(store, "session", "")
+
+    def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
+        return decide(self.look(round))
+
+
+@dataclass
+class Node:
+    """A node with stores of its own, as its processes have them."""
+
+    name: str
+    store: Store
+    guardian: Store
+    shared: dict[str, str]
+    board: Any = field(default_factory=lambda: SimpleNamespace(session="", set_session=None))
+    member: StepMember = field(init=False)
+    phase: str = "training"
+    round: int = -1
+    state: str = "initial"
+    session: str = ""
+    is_joiner: bool = False
+    opening: Opening | None = None
+    lives: int = 0
+
+    def __post_init__(self) -> None:
+        self.board.set_session = lambda session: setattr(self.board, "session", session)
+        self.be_another_member()
+
+    def be_another_member(self) -> None:
+        self.lives += 1
+        member_id = f"{self.name}#{self.lives}{uuid.uuid4().hex[:4]}"
+        self.member = StepMember(self.store, member_id, self.shared, self.board)
+        self.renew(first=True)
+
+    def renew(self, *, first: bool = False) -> None:
+        """What its guardian does five times in a lease. Raises Fenced."""
+        self.guardian.session = self.board.session
+        peer = Peer(self.name, f"host-{self.name}", 7, True)
+        if self.guardian.renew_lease(self.member.member_id, peer, first=first) is None:
+            raise Fenced("the lease was refused")
+
+
+class Run:
+    """The nodes, the history that they applied, and how often one of them was fenced. Use as a context."""
+
+    def __init__(self, url: str, *, patience_s: float = 2.0) -> None:
+        self.client = redis.Redis.from_url(url)
+        self.stores: list[Store] = []
+
+        def open_store() -> Store:
+            self.stores.append(Store(url, RUN_ID, lease_s=LEASE_S, patience_s=patience_s))
+            return self.stores[-1]
+
+        self.shared = open_store().found_or_match({"model.d_model": "256"})
+        self.session = uuid.uuid4().hex
+        self.nodes = [Node(name, open_store(), open_store(), dict(self.shared)) for name in "abc"[:NODES]]
+        self.line: dict[int, tuple[str, str]] = {}
+        """Digest and state of the rounds that somebody applied."""
+        self.fences = 0
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        self.client.close()
+
+    @property
+    def newest(self) -> int:
+        return max(self.line, default=-1)
+
+    # -- one step of a node ---------------------------------------------------------------------------------------
+
+    def step(self, node: Node) -> None:
+        try:
+            getattr(self, f"_{node.phase}")(node)
+        except PeerLost:
+            node.phase = "training"
+        except Fenced:
+            self.fence(node)
+
+    def fence(self, node: Node) -> None:
+        """It comes back as another member, with what the others hold."""
+        self.fences += 1
+        with suppress(Fenced):
+            node.be_another_member()
+        node.phase, node.is_joiner = "joining", True
+
+    def _joining(self, node: Node) -> None:
+        """Take the state of one that has the newest round, once the store shows that round; announce itself."""
+        committed = node.store.view(0).committed
+        donor = max((n for n in self.nodes if n is not node), key=lambda n: n.round)
+        if committed is not None and committed.round <= donor.round:
+            node.round, node.state, node.session = donor.round, donor.state, donor.session
+            self._training(node)
+
+    def _training(self, node: Node) -> None:
+        weight = 0 if node.is_joiner or node.round < 0 else 5
+        node.member.announce_ready(Ready(node.round + 1, weight, node.state, 1, 1))
+        node.phase = "waiting"
+
+    def _waiting(self, node: Node) -> None:
+        is_member = node.round >= 0 and not node.is_joiner
+        rules = Rules(1, NODES)
+        turn = node.member.await_turn(node.round + 1, rules, is_member=is_member, start_deadline_s=float("inf"))
+        if isinstance(turn, Verdict):
+            node.phase = "joining"  # it catches up
+        elif not isinstance(turn, Wait):
+            node.opening, node.phase = turn, "opened"
+
+    def _opened(self, node: Node) -> None:
+        assert node.opening is not None
+        if not node.member.look(node.opening.round).can_finish(node.opening):
+            node.member.report_failure(node.opening, "it cannot be finished")
+            raise PeerLost("it cannot be finished")
+        node.member.vote(node.opening, hashed(node.opening.round, "result"))
+        node.phase = "voted"
+
+    def _voted(self, node: Node) -> None:
+        assert node.opening is not None
+        payload = {"session": node.session or self.session, "n": node.opening.round}
+        verdict = node.member.await_verdict(node.opening, payload)
+        if isinstance(verdict, Verdict):
+            node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
+            node.session, node.is_joiner, node.phase = verdict.payload["session"], False, "training"
+            applied = self.line.setdefault(verdict.round, (verdict.digest, node.state))
+            assert applied == (verdict.digest, node.state), f"round {verdict.round} has two results"
+
+    def steps_of(self, nodes: list[Node]) -> bool:
+        """One step of each; whether any of them came further by it."""
+        before = [(node.phase, node.round) for node in nodes]
+        for node in nodes:
+            self.step(node)
+        return [(node.phase, node.round) for node in nodes] != before
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def renew_all(self) -> None:
+        for node in self.nodes:
+            try:
+                node.renew()
+            except Fenced:
+                self.fence(node)
+
+    def let_a_lease_pass(self) -> None:
+        """All who live renew and look, as guardians and watchers do; then the time for bringing back is over."""
+        self.renew_all()
+        for node in self.nodes:
+            node.member.look(0)
+        clock = self.nodes[0].store.keys.clock
+        if self.client.type(clock) == b"hash":
+            self.client.hset(clock, "settled", 0)
+
+    def until(self, is_so: Callable[[], bool], what: str, steps: int = STEPS) -> None:
+        """Let all nodes act until something is so. A lease passes where none of them gets any further."""
+        for _ in range(steps):
+            if is_so():
+                return
+            if not self.steps_of(self.nodes):
+                self.let_a_lease_pass()
+        standing = [(n.name, n.phase, n.round) for n in self.nodes]
+        raise AssertionError(f"not within {steps} steps: {what}; {standing}, {self.fences} fences")
+
+    def bring_to(self, moment: str) -> None:
+        """The next round of all nodes together, at that moment of it; in the first one, some may be there already."""
+        for _ in range(STEPS):
+            behind = [n for n in self.nodes if n.round < self.newest or n.phase not in MOMENTS[:2]]
+            if not behind:
+                break
+            if not self.steps_of(behind):
+                self.let_a_lease_pass()
+        for phase in MOMENTS[: MOMENTS.index(moment)]:
+            for node in self.nodes[: -1 if phase == "opened" else None]:
+                for _ in range(STEPS):
+                    if node.phase == phase:
+                        self.step(node)
+            assert all(n.phase != phase for n in self.nodes[:-1]), (moment, [(n.name, n.phase) for n in self.nodes])
+
+    def commits_rounds(self, count: int = 2) -> None:
+        """All nodes together come to so many further rounds."""
+        begun = self.newest
+        self.until(
+            lambda: all(n.round >= begun + count and not n.is_joiner for n in self.nodes),
+            f"{count} more rounds",
+            count * STEPS,
+        )
+        committed = self.nodes[0].store.view(0).committed
+        assert committed is not None and committed.round <= self.newest, "a round that nobody has made"
+        assert set(committed.members) == {n.member.member_id for n in self.nodes}
+
+    def dump(self) -> dict[bytes, bytes]:
+        """All of the store, as it would lie on its disk."""
+        names = cast("list[bytes]", list(self.client.scan_iter(f"{self.nodes[0].store.keys.prefix}:*")))
+        return {name: self.client.dump(name) or b"" for name in names}
+
+    def give_orders(self) -> Orders:
+        """A pause that ends at once, so that there are orders to lose."""
+        store = self.nodes[0].store
+        store.give_orders(pause)
+        return store.give_orders(go_on)
+
+
+@contextmanager
+def a_run(url: str, **options: Any) -> Iterator[Run]:
+    """A run that has committed a few rounds, with orders."""
+    run = Run(url, **options)
+    try:
+        run.commits_rounds(2)
+        run.give_orders()
+        run.commits_rounds(1)
+        yield run
+    finally:
+        run.close()

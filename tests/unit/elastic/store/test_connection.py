@@ -1,0 +1,623 @@
+"""The way to Redis, against real servers: login, ACL, TLS, Sentinel, a long way, and which errors pass.
+
+The user of a run needs exactly `ACL_RULES`, which the tests below prove both ways:
+
+    ACL SETUSER NAME on >PASSWORD resetkeys ~zeroband:* -@all
+        +del +evalsha +exists +expire +get +hdel +hget +hgetall +hset +hsetnx +incrby +lpush +lrange
+        +ltrim +mget +ping +script|load +select +set +time +type +zadd +zrangebyscore +zrem +zscore
+
+(`+select` only where store.url names a database.) With Sentinel that asks for a login, its user needs
+`+sentinel|get-master-addr-by-name` and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from tests.certificates import write_certificate
+from tests.relay import Damage, Relay, Wound
+from tests.servers import SERVERS, Servers, until
+
+from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict
+from zeroband.elastic.store import connection, scripts
+from zeroband.elastic.store import redis_store as store
+from zeroband.elastic.store.connection import (
+    ACL_RULES,
+    COMMANDS,
+    GarbledAnswer,
+    StoreClient,
+    connect,
+    forget_connections,
+    is_refusal,
+    is_temporary,
+)
+from zeroband.elastic.store.redis_store import Recollection, Store
+from zeroband.errors import ConfigError
+
+DEADLINE_S = 20.0
+TIMEOUT_S = 5.0
+PASSWORD = "s3cret/@:"
+QUOTED = "s3cret%2F%40%3A"
+SERVICE = "main"
+
+Launch = Callable[..., int]
+Open = Callable[..., StoreClient]
+Script = Callable[[bytes], int]
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=SERVERS, ids=str)
+def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """`launch(*settings, file="")` runs a server on a free port until the end of the module; its port."""
+    servers = Servers(request.param.program, tmp_path_factory.mktemp("redis"))
+    yield servers.start
+    servers.close()
+
+
+@pytest.fixture(scope="module")
+def port(launch: Launch) -> int:
+    """Of a server that asks the default user for a password and has users of its own."""
+    port = launch("--requirepass", PASSWORD)
+    with redis.Redis(port=port, password=PASSWORD) as admin:
+        for user, rules in {"run": ACL_RULES, "reader": "~zeroband:* +get +evalsha +script|load"}.items():
+            admin.acl_setuser(user, enabled=True, passwords=[f"+{PASSWORD}"])
+            admin.execute_command("ACL", "SETUSER", user, "resetkeys", "-@all", *rules.split())
+    return port
+
+
+@pytest.fixture
+def admin(port: int) -> Iterator[redis.Redis]:
+    with redis.Redis(port=port, password=PASSWORD) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def relay(port: int) -> Iterator[Callable[..., Relay]]:
+    """`relay(target_port, **how)`: a way to the server of this module, or another one; closed at the end."""
+    relays: list[Relay] = []
+
+    def one(target_port: int = port, **how: object) -> Relay:
+        relays.append(Relay(target_port, **how))  # type: ignore[arg-type]
+        return relays[-1]
+
+    yield one
+    for opened in relays:
+        opened.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """`opened(url)`: a client, closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def one(url: str, *, timeout_s: float = TIMEOUT_S) -> StoreClient:
+            client = connect(url, timeout_s=timeout_s)
+            stack.callback(client.close)
+            return client
+
+        yield one
+
+
+def _error(client: redis.Redis) -> redis.RedisError:
+    with pytest.raises(redis.RedisError) as caught:
+        client.get("zeroband:a")
+    return caught.value
+
+
+def _refusal(client: redis.Redis) -> str:
+    error = _error(client)
+    message = is_refusal(error)
+    assert message is not None and not is_temporary(error)
+    assert "s3cret" not in message
+    return message
+
+
+# -- login ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "login", [f":{QUOTED}@127.0.0.1:PORT/2", f"default:{QUOTED}@127.0.0.1:PORT", f"run:{QUOTED}@127.0.0.1:PORT/2"]
+)
+def test_connect_logs_in_with_a_password_alone_and_as_a_user(port: int, opened: Open, login: str) -> None:
+    client = opened(f"redis://{login.replace('PORT', str(port))}")
+    client.set("zeroband:a", 1)
+    assert client.get("zeroband:a") == b"1"
+
+
+@pytest.mark.usefixtures("redis_client")
+def test_connect_reaches_a_server_through_its_unix_socket(redis_url: str, opened: Open) -> None:
+    client = opened(f"{redis_url}?db=3")
+    assert client.set("zeroband:a", 1) and client.client_info()["db"] == 3
+
+
+@pytest.mark.parametrize(
+    ("login", "why"),
+    [
+        ("", "Redis asks for a password"),
+        (":s3cret@", "Redis refused the login"),
+        (f"nobody:{QUOTED}@", "Redis refused the login"),
+        (f"run:{QUOTED}@", None),
+    ],
+)
+def test_wrong_login_is_refused_at_once(port: int, opened: Open, login: str, why: str | None) -> None:
+    client = opened(f"redis://{login}127.0.0.1:{port}")
+    if why is None:
+        assert client.set("zeroband:a", 1)
+    else:
+        assert _refusal(client).startswith(f"store.url: {why}")
+
+
+def test_database_that_the_server_lacks_is_refused(port: int, opened: Open) -> None:
+    assert "no database of that number" in _refusal(opened(f"redis://:{QUOTED}@127.0.0.1:{port}/999"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.set("zeroband:a", 1),
+        lambda client: client.get("another:a"),
+        lambda client: client.register_script("return redis.call('SET', KEYS[1], 1)")(keys=["zeroband:a"]),
+        lambda client: client.register_script("return redis.call('GET', ARGV[1])")(args=["another:a"]),
+        lambda client: client.pipeline().set("zeroband:a", 1).execute(),
+    ],
+    ids=["command", "key", "command of a script", "key of a script", "command of a transaction"],
+)
+def test_user_without_a_permission_is_refused_with_the_rules_it_needs(
+    port: int, opened: Open, call: Callable[[redis.Redis], object]
+) -> None:
+    with pytest.raises(redis.RedisError) as caught:
+        call(opened(f"redis://reader:{QUOTED}@127.0.0.1:{port}"))
+    message = is_refusal(caught.value)
+    assert message is not None and ACL_RULES in message and "s3cret" not in message
+
+
+def test_rules_of_the_docstring_are_those_of_the_code() -> None:
+    written = re.findall(r"\+[a-z|]+", (__doc__ or "").partition("(`")[0])
+    assert written == [f"+{command}" for command in COMMANDS]
+
+
+def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
+    """Read from the sources: a path that no test takes must not fail for want of a permission either."""
+    inside = set(re.findall(r"redis\.call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
+    outside = set(re.findall(r"_redis\.([a-z]+)\b", Path(store.__file__).read_text()))
+    spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
+    spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
+    assert spoken == set(COMMANDS)
+
+
+def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: redis.Redis) -> None:
+    admin.config_resetstat()
+    opening, key = Opening(1, 1, 0, ("a#1",), (1,)), "zeroband:{run}:group:k"
+    verdict, ready = Verdict(opening, "digest"), Ready(0, 1, "state")
+    with contextlib.closing(Store(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", patience_s=TIMEOUT_S)) as run:
+        run.reach(patience_s=TIMEOUT_S)
+        for _ in range(2):
+            shared = run.found_or_match({"train.batch_size": "64"})
+        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
+        run.announce_ready("a#1", ready)
+        assert run.propose_opening(opening, current=None)
+        run.vote(opening, "a#1", "digest")
+        assert run.propose_verdict(verdict) and not run.report_failure(opening, "too late")
+        assert run.history() == [verdict] and run.view(0).committed == verdict
+        run.group_set(key, b"1")
+        assert run.group_get([key]) == [b"1"] and run.group_delete(key) and run.group_add(key, 2) == 2
+        run.expire_lease("a#1")
+        assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False))
+        run.release_lease("a#1")
+        admin.flushall()
+        assert run.restore(Recollection("a#1", shared, opening, verdict, ready, (opening, "digest")))
+    spoken = {name.removeprefix("cmdstat_").partition("|")[0] for name in admin.info("commandstats")}
+    assert {command.partition("|")[0] for command in COMMANDS} <= spoken
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with NAME.pem and NAME.key of `server` (for 127.0.0.1, its own authority) and of `other`."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name in ("server", "other"):
+        write_certificate(folder, name)
+    return folder
+
+
+def _server_context(certificates: Path, *, asks_for: str | None = None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    if asks_for is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(certificates / f"{asks_for}.pem")
+    return context
+
+
+@pytest.fixture
+def tls_port(relay: Callable[..., Relay], certificates: Path) -> int:
+    return relay(tls=_server_context(certificates)).port
+
+
+@pytest.mark.parametrize(
+    ("host", "options"),
+    [
+        ("127.0.0.1", "ssl_ca_certs=FOLDER/server.pem"),
+        ("localhost", "ssl_ca_certs=FOLDER/server.pem&ssl_check_hostname=false"),
+        ("localhost", "ssl_cert_reqs=none"),
+    ],
+)
+def test_connect_speaks_tls(tls_port: int, certificates: Path, opened: Open, host: str, options: str) -> None:
+    options = options.replace("FOLDER", str(certificates))
+    client = opened(f"rediss://:{QUOTED}@{host}:{tls_port}?{options}")
+    assert client.set("zeroband:a", 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "why"),
+    [
+        ("127.0.0.1", "", "self-signed certificate"),
+        ("127.0.0.1", "?ssl_ca_certs=FOLDER/other.pem", "certificate"),
+        ("localhost", "?ssl_ca_certs=FOLDER/server.pem", "Hostname mismatch"),
+    ],
+)
+def test_server_without_a_trusted_certificate_is_refused(
+    tls_port: int, certificates: Path, opened: Open, host: str, options: str, why: str
+) -> None:
+    options = options.replace("FOLDER", str(certificates))
+    message = _refusal(opened(f"rediss://:{QUOTED}@{host}:{tls_port}{options}"))
+    assert "the certificate of Redis is not accepted" in message and why in message and "ssl_ca_certs" in message
+
+
+@pytest.mark.parametrize(("ours", "accepted"), [("other", True), ("server", False), (None, False)])
+def test_own_certificate_is_shown_to_a_server_that_asks(
+    relay: Callable[..., Relay], certificates: Path, opened: Open, ours: str | None, accepted: bool
+) -> None:
+    tls = relay(tls=_server_context(certificates, asks_for="other"))
+    url = f"rediss://:{QUOTED}@127.0.0.1:{tls.port}?ssl_ca_certs={certificates}/server.pem"
+    if ours is not None:
+        url += f"&ssl_certfile={certificates}/{ours}.pem&ssl_keyfile={certificates}/{ours}.key"
+    client = opened(url)
+    if accepted:
+        assert client.set("zeroband:a", 1)
+    else:
+        assert "does not accept our certificate" in _refusal(client)
+
+
+def test_tls_to_a_server_without_it_is_refused(opened: Open, script: Script) -> None:
+    message = _refusal(opened(f"rediss://127.0.0.1:{script(b'-ERR unknown command')}"))
+    assert "speaks no TLS" in message and "redis://" in message
+
+
+def test_plain_text_to_a_server_with_tls_is_temporary(tls_port: int, opened: Open) -> None:
+    """It hangs up without a word, as one does that is about to stop."""
+    assert is_temporary(_error(opened(f"redis://:{QUOTED}@127.0.0.1:{tls_port}")))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("ssl_ca_certs=FOLDER/none.pem", "ssl_ca_certs=FOLDER/none.pem cannot be read: No such file"),
+        ("ssl_ca_certs=FOLDER", "ssl_ca_certs=FOLDER cannot be read: Is a directory"),
+        ("ssl_ca_certs=FOLDER/server.key", "do not fit"),
+        ("ssl_certfile=FOLDER/server.pem&ssl_keyfile=FOLDER/other.key", "do not fit (KEY_VALUES_MISMATCH)"),
+    ],
+)
+def test_files_that_tls_cannot_use_are_errors_of_the_user(certificates: Path, options: str, why: str) -> None:
+    options, why = (text.replace("FOLDER", str(certificates)) for text in (options, why))
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        connect(f"rediss://h?{options}", timeout_s=1)
+
+
+def test_wrong_address_is_an_error_of_the_user() -> None:
+    with pytest.raises(ConfigError, match="no address of a Redis") as caught:
+        connect("redis://:s3cret@h:x", timeout_s=1)
+    assert caught.value.__cause__ is None and "s3cret" not in str(caught.value)
+
+
+# -- the line ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_view_of_a_store_far_away_takes_one_round_trip(relay: Callable[..., Relay]) -> None:
+    way = relay(delay_s=0.05)
+    with contextlib.closing(Store(f"redis://run:{QUOTED}@127.0.0.1:{way.port}", "run", patience_s=TIMEOUT_S)) as far:
+        far.view(0)
+        for _ in range(2):
+            before = way.requests
+            far.view(0)
+            assert way.requests == before + 1
+
+
+def test_new_connection_takes_a_round_trip_for_the_login_only(relay: Callable[..., Relay], opened: Open) -> None:
+    way = relay()
+    opened(f"redis://run:{QUOTED}@127.0.0.1:{way.port}").get("zeroband:a")
+    assert way.requests == 2
+
+
+def test_connection_is_kept_alive(port: int, opened: Open) -> None:
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
+    line = client.connection_pool.get_connection()
+    assert line._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    client.connection_pool.release(line)
+
+
+def test_call_after_a_cut_goes_over_a_new_connection(relay: Callable[..., Relay], opened: Open) -> None:
+    way = relay()
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{way.port}")
+    client.set("zeroband:a", 1)
+    way.cut()
+    with contextlib.suppress(redis.ConnectionError):  # the first may find the end of the old one
+        client.get("zeroband:a")
+    assert client.get("zeroband:a") == b"1"
+
+
+def test_forget_connections_makes_the_next_call_connect_anew(port: int, admin: redis.Redis, opened: Open) -> None:
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
+    before = client.client_id()
+    forget_connections(client)
+    assert client.client_id() != before
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """`script(reply)` gives the port of a server that answers everything with one line; an empty one: not at all."""
+    with contextlib.ExitStack() as stack:
+
+        def one(reply: bytes) -> int:
+            class Actor(socketserver.BaseRequestHandler):
+                def handle(self) -> None:
+                    with contextlib.suppress(OSError):
+                        while self.request.recv(1 << 16):
+                            self.request.sendall(reply + b"\r\n" if reply else b"")
+
+            server = stack.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Actor))
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return server.server_address[1]
+
+        yield one
+
+
+_IN_SCRIPT = b"-ERR Error running script (call to f_1): @user_script:1: @user_script: 1: "
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-LOADING Redis is loading the dataset in memory",
+        b"-READONLY You can't write against a read only replica.",
+        b"-CLUSTERDOWN The cluster is down",
+        b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+        b"-TRYAGAIN Multiple keys request during rehashing of slot",
+        b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+        b"-NOREPLICAS Not enough good replicas to write.",
+        b"-MISCONF Redis is configured to save RDB snapshots, but it is currently not able to persist on disk.",
+        b"-OOM command not allowed when used memory > 'maxmemory'.",
+        b"-ERR max number of clients reached",
+        _IN_SCRIPT + b"-READONLY You can't write against a read only replica.",
+        _IN_SCRIPT + b"-OOM command not allowed when used memory > 'maxmemory'.",
+        b"",
+    ],
+)
+def test_errors_that_pass_are_temporary(script: Script, opened: Open, reply: bytes) -> None:
+    error = _error(opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=5.0 if reply else 0.05))
+    assert is_temporary(error) and is_refusal(error) is None
+
+
+def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened: Open) -> None:
+    way = relay(script(b"-LOADING Redis is loading the dataset in memory"))
+    _error(opened(f"redis://127.0.0.1:{way.port}"))
+    assert way.requests == 1
+
+
+def test_server_that_is_not_there_is_temporary(opened: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for url in (f"redis://127.0.0.1:{port}", f"rediss://127.0.0.1:{port}", "unix:///nowhere/redis.sock"):
+        error = _error(opened(url))
+        assert is_temporary(error) and is_refusal(error) is None
+    error = _error(opened(f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"))
+    assert is_temporary(error) and is_refusal(error) is None and str(port) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (b"-MOVED 3999 10.0.0.7:6379", "node of a Redis Cluster"),
+        (b"-ERR unknown command 'GET'", "it needs Redis 6 or later"),
+        (b"HTTP/1.1 400 Bad Request", "there is no Redis; if it expects TLS, write rediss://"),
+        (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules must hold"),
+    ],
+)
+def test_answers_that_time_does_not_change_are_refusals(script: Script, opened: Open, reply: bytes, why: str) -> None:
+    assert why in _refusal(opened(f"redis://127.0.0.1:{script(reply)}"))
+
+
+@pytest.mark.parametrize("error", [redis.DataError("x"), KeyError("LEFT")])
+def test_errors_of_ours_are_neither_temporary_nor_refusals(error: Exception) -> None:
+    assert not is_temporary(error) and is_refusal(error) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-ERR Protocol error: unauthenticated multibulk length",
+        b"-ERR Protocol error: expected '$', got '7'",
+        b"-WRONGTYPE Operation against a key holding the wrong kind of value",
+        b"-SOMETHING that no server says yet",
+        b":x",
+        b"+" + 70 * b"7",
+        b"*2\r\n$1\r\na",
+        b"$-7",
+    ],
+)
+def test_what_nobody_foresaw_is_temporary(script: Script, opened: Open, reply: bytes) -> None:
+    client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
+    with pytest.raises(redis.RedisError) as caught:
+        client.script("return 1", int)(keys=[], args=[])
+    assert is_temporary(caught.value) and is_refusal(caught.value) is None
+
+
+def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[..., Relay], opened: Open) -> None:
+    """A byte that is missing in a length leaves the rest of the answer behind, which the next call must not read."""
+    way = relay()
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{way.port}")
+    client.set("zeroband:a", 12 * "a")
+    before = client.client_id()
+    way.damage = Damage(Wound.DROP, 1)
+    with pytest.raises(GarbledAnswer) as caught:
+        client.get("zeroband:a")
+    assert is_temporary(caught.value)
+    assert client.get("zeroband:a") == 12 * b"a" and client.client_id() != before
+
+
+def test_answer_of_another_shape_is_none(port: int, opened: Open) -> None:
+    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
+    assert client.script("return {1, 'a', {}}", (int, bytes, list))(keys=[], args=[]) == [1, b"a", []]
+    for text, shape in (
+        ("return {1, 'a'}", (int, bytes, list)),
+        ("return {'a', 1}", (int, bytes)),
+        ("return 7", frozenset((0, 1))),
+        ("return 'a'", int),
+        ("return 1", (int,)),
+    ):
+        with pytest.raises(GarbledAnswer):
+            client.script(text, shape)(keys=[], args=[])
+
+
+# -- Sentinel ---------------------------------------------------------------------------------------------------------
+
+SENTINEL_RULES = "on >s3cret -@all +sentinel|get-master-addr-by-name"
+
+
+@pytest.fixture
+def sentinels(launch: Launch, port: int) -> Callable[[int], int]:
+    """`sentinels(master_port)`: the port of a Sentinel that watches a master and asks for a login."""
+
+    def one(master_port: int) -> int:
+        file = f"sentinel monitor {SERVICE} 127.0.0.1 {master_port} 1\nsentinel auth-pass {SERVICE} {PASSWORD}\n"
+        file += f"sentinel failover-timeout {SERVICE} 5000\nuser default on nopass +@all\nuser run {SENTINEL_RULES}\n"
+        file += "user reader on >s3cret -@all +ping\n"
+        return launch("--sentinel", file=file)
+
+    return one
+
+
+def _sentinel_url(*ports: int, login: str = "run", service: str = SERVICE) -> str:
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+    options = f"sentinel_username={login}&sentinel_password=s3cret" if login else ""
+    return f"redis+sentinel://run:{QUOTED}@{hosts}/{service}/1?{options}".rstrip("?")
+
+
+def test_sentinel_names_the_master(port: int, sentinels: Callable[[int], int], opened: Open, script: Script) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        away = free.getsockname()[1]
+    client = opened(_sentinel_url(away, script(b"*-1"), sentinels(port)))
+    client.set("zeroband:a", 7)
+    with redis.Redis(port=port, password=PASSWORD, db=1) as admin:
+        assert admin.get("zeroband:a") == b"7"
+
+
+def test_sentinel_that_refuses_is_a_refusal(port: int, sentinels: Callable[[int], int], opened: Open) -> None:
+    sentinel = sentinels(port)
+    assert "Sentinel knows no service 'none'" in _refusal(opened(_sentinel_url(sentinel, service="none")))
+    assert "Sentinel refused the login" in _refusal(opened(_sentinel_url(sentinel, login="nobody")))
+    assert "sentinel_password" in _refusal(opened(_sentinel_url(sentinel, login="nobody")))
+    assert _refusal(opened(_sentinel_url(sentinel, login="reader"))).endswith(" +sentinel|get-master-addr-by-name")
+
+
+def test_redis_in_the_place_of_a_sentinel_is_a_refusal(script: Script, opened: Open) -> None:
+    no_sentinel = script(b"-ERR unknown command `SENTINEL`, with args beginning with:")
+    assert "there is no Sentinel" in _refusal(opened(_sentinel_url(no_sentinel)))
+
+
+def test_refusal_of_one_sentinel_waits_for_the_silent_ones(
+    port: int, sentinels: Callable[[int], int], opened: Open
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        away = free.getsockname()[1]
+    error = _error(opened(_sentinel_url(sentinels(port), away, service="none")))
+    assert is_temporary(error) and is_refusal(error) is None
+
+
+def test_sentinel_and_redis_are_reached_over_tls(
+    relay: Callable[..., Relay], certificates: Path, opened: Open, script: Script
+) -> None:
+    master = str(relay(tls=_server_context(certificates)).port).encode()
+    names_it = script(b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%s" % (len(master), master))
+    sentinel = relay(names_it, tls=_server_context(certificates))
+    tls = f"ssl_ca_certs={certificates}/server.pem"
+    client = opened(f"rediss+sentinel://run:{QUOTED}@127.0.0.1:{sentinel.port}/{SERVICE}?{tls}")
+    assert client.set("zeroband:a", 1)
+
+
+@pytest.mark.slow
+def test_call_after_a_failover_reaches_the_new_master_while_the_old_one_still_takes_writes(
+    launch: Launch, sentinels: Callable[[int], int], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RECHECK_S", 0.0)
+    old, new, sentinel = _replicated(launch, sentinels)
+    client = opened(_sentinel_url(sentinel).replace("run:", "default:"))
+    assert client.info("server")["tcp_port"] == old
+    with redis.Redis(port=sentinel) as watcher:
+        until(lambda: _begins_failover(watcher), "failover")
+        until(lambda: _named_port(watcher) == new, "other master")
+    with redis.Redis(port=old, password=PASSWORD) as late:
+        assert late.set("zeroband:late", 1)  # Sentinel demotes it some 10 s from now
+    assert client.info("server")["tcp_port"] == new
+    assert client.set("zeroband:a", 1)
+
+
+def test_connection_outlives_its_sentinels(
+    port: int,
+    relay: Callable[..., Relay],
+    sentinels: Callable[[int], int],
+    opened: Open,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "RECHECK_S", 0.0)
+    way = relay(sentinels(port))
+    client = opened(_sentinel_url(way.port))
+    client.set("zeroband:a", 1)
+    way.close()
+    assert client.get("zeroband:a") == b"1"
+
+
+def _named_port(sentinel: redis.Redis) -> int:
+    return int(sentinel.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)[1])
+
+
+def _begins_failover(sentinel: redis.Redis) -> bool:
+    try:
+        return bool(sentinel.sentinel_failover(SERVICE))
+    except redis.ResponseError:  # it has not yet looked at the replica well enough
+        return False
+
+
+def _replicated(launch: Launch, sentinels: Callable[[int], int]) -> tuple[int, int, int]:
+    """Ports of a master, its replica and their Sentinel, once the Sentinel knows both."""
+    login = ("--requirepass", PASSWORD, "--masterauth", PASSWORD, "--repl-diskless-sync-delay", "0")
+    master = launch(*login)
+    replica = launch(*login, file=f"replicaof 127.0.0.1 {master}")
+    with redis.Redis(port=replica, password=PASSWORD) as client:
+        until(lambda: client.info("replication")["master_link_status"] == "up", "link")
+    sentinel = sentinels(master)
+    with redis.Redis(port=sentinel) as watcher:
+        until(lambda: len(watcher.sentinel_slaves(SERVICE)) == 1, "replica")
+    return master, replica, sentinel

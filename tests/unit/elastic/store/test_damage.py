@@ -1,0 +1,284 @@
+"""A hostile and forgetful store: every key of a run, damaged in every way, at every moment of a round, on a real Redis.
+
+What must hold: members bring back what they hold and go on; no round has two results; nobody is fenced for good. What
+is damaged goes from one deleted key to all of an earlier run's file.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
+
+from zeroband.elastic.membership.epoch import Opening, Ready, Verdict
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.redis_store import Keys, Store
+
+Damage = Callable[[Run, bytes], None]
+
+FORGED = b"00112233445566778899aabbccddeeff 999999999 999999999 forged - {}"
+HUGE = 10**15
+
+
+def whole_names(run: Run) -> dict[str, bytes]:
+    """Every key of a run by a short name, those of the current round too, whether or not they are there."""
+    keys, opening = run.nodes[0].store.keys, run.nodes[0].member._memory.known.opening
+    assert opening is not None
+    names = {name: value for name, value in vars(keys).items() if name != "prefix"}
+    names |= {"ready": keys.ready(run.newest + 1), "votes": keys.votes(opening), "failed": keys.failed(opening)}
+    names["group"] = keys.group(opening, 0)
+    return {name: value.encode() for name, value in names.items()}
+
+
+NAMES = sorted({*(name for name in vars(Keys(RUN_ID)) if name != "prefix"), "ready", "votes", "failed", "group"})
+
+
+def delete(run: Run, key: bytes) -> None:
+    run.client.delete(key)
+
+
+def make_string(run: Run, key: bytes) -> None:
+    run.client.delete(key)
+    run.client.set(key, b"\xff not for you")
+
+
+def make_list(run: Run, key: bytes) -> None:
+    run.client.delete(key)
+    run.client.rpush(key, b"a", b"b")
+
+
+def make_hash(run: Run, key: bytes) -> None:
+    run.client.delete(key)
+    run.client.hset(key, "a#1", b"b")
+
+
+def make_sorted_set(run: Run, key: bytes) -> None:
+    run.client.delete(key)
+    run.client.zadd(key, {"ghost#1": HUGE, b"\xff\xfe": float("inf")})
+
+
+def change(run: Run, key: bytes, value: Callable[[bytes], bytes], score: Callable[[float], float]) -> None:
+    """Another value in place of each that is there."""
+    client: Any = run.client
+    match client.type(key):
+        case b"string":
+            client.set(key, value(client.get(key)))
+        case b"hash":
+            client.hset(key, mapping={name: value(old) for name, old in client.hgetall(key).items()})
+        case b"list":
+            values = [value(old) for old in client.lrange(key, 0, -1)]
+            client.delete(key)
+            client.rpush(key, *values)
+        case b"zset":
+            client.zadd(key, {name: score(old) for name, old in client.zrange(key, 0, -1, withscores=True)})
+        case _:
+            client.set(key, value(b"nothing was there"))
+
+
+def truncate(run: Run, key: bytes) -> None:
+    change(run, key, lambda old: old[: len(old) // 2], lambda old: old // 1000 if old < HUGE else 0.0)
+
+
+def forge(run: Run, key: bytes) -> None:
+    """A round and a version above all that will ever be; numbers for the clock and the leases."""
+    change(run, key, lambda old: b"%d" % HUGE if old.isdigit() else FORGED, lambda _: float("inf"))
+
+
+def zero(run: Run, key: bytes) -> None:
+    change(run, key, lambda _: b"0", lambda _: 0.0)
+
+
+def swap(run: Run, key: bytes) -> None:
+    """Each member's record in the place of another one's."""
+    client: Any = run.client
+    if client.type(key) == b"hash":
+        said = client.hgetall(key)
+        client.hset(key, mapping=dict(zip(said, [*list(said.values())[1:], *list(said.values())[:1]], strict=True)))
+    else:
+        truncate(run, key)
+
+
+KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_set, truncate, forge, zero, swap]
+
+
+def old_values(run: Run, old: dict[bytes, bytes], name: str) -> None:
+    """What stood there earlier; the names of a round's keys change with the round."""
+    key = whole_names(run)[name]
+    prefix = key.rpartition(b":")[0] if name in ("ready", "votes", "failed", "group") else key
+    values = [value for other, value in old.items() if other.startswith(prefix)]
+    if values:
+        run.client.restore(key, 30_000_000, values[-1], replace=True)
+
+
+def assert_goes_on(run: Run, what: str) -> None:
+    before = run.fences
+    try:
+        run.commits_rounds(1)
+    except Exception as error:
+        raise AssertionError(f"after {what}: {error!r}") from error
+    assert run.fences == before, f"{what} fenced somebody"
+
+
+def damage_all(url: str, cases: Iterable[tuple[str, Damage, str]]) -> int:
+    """Each in turn, in one run that goes on; how many there were."""
+    damages = 0
+    with a_run(url) as run:
+        for name, kind, moment in cases:
+            run.bring_to(moment)
+            kind(run, whole_names(run)[name])
+            assert_goes_on(run, f"{name}: {kind.__name__} at {moment}")
+            damages += 1
+    return damages
+
+
+@pytest.mark.slow
+def test_run_goes_on_whatever_key_is_damaged_in_whatever_way(redis_url: str) -> None:
+    """Each at one of the moments, so that each key and each kind meets all of them."""
+    pairs = list(itertools.product(enumerate(NAMES), enumerate(KINDS)))
+    cases = [(name, kind, MOMENTS[(i + j) % len(MOMENTS)]) for (i, name), (j, kind) in pairs]
+    assert damage_all(redis_url, cases) == len(NAMES) * len(KINDS) >= 120
+    assert {(name, moment) for name, _, moment in cases} == set(itertools.product(NAMES, MOMENTS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_run_goes_on_whatever_key_is_damaged_in_whatever_way_at_any_moment(redis_url: str, moment: str) -> None:
+    cases = [(name, kind, moment) for name, kind in itertools.product(NAMES, KINDS)]
+    assert damage_all(redis_url, cases) == len(cases) >= 120
+
+
+@pytest.fixture
+def yesterday(redis_url: str, redis_client: redis.Redis) -> dict[bytes, bytes]:
+    """What an earlier run of the same name and token left on the server's disk; it came further than today's will."""
+    with a_run(redis_url) as run:
+        run.commits_rounds(20)
+        old = run.dump()
+    redis_client.flushall()
+    assert len(old) > 40
+    return old
+
+
+@pytest.mark.slow
+def test_record_of_an_earlier_run_or_an_earlier_round_misleads_nobody(
+    redis_url: str, yesterday: dict[bytes, bytes]
+) -> None:
+    """Key by key; at first the counters of this run are below those of the earlier one."""
+    with a_run(redis_url) as run:
+        earlier = run.dump()
+        for i, (name, old) in enumerate(itertools.product(NAMES, (yesterday, earlier))):
+            run.bring_to(MOMENTS[(i // 2) % len(MOMENTS)])
+            old_values(run, old, name)
+            assert_goes_on(run, f"{name} as it was in {'another run' if old is yesterday else 'an earlier round'}")
+        assert run.newest > 20, "it went on, past the earlier run"
+
+
+@pytest.mark.slow
+def test_server_that_comes_back_with_the_file_of_an_earlier_run_fences_nobody(
+    redis_url: str, redis_client: redis.Redis, yesterday: dict[bytes, bytes]
+) -> None:
+    with a_run(redis_url) as run:
+        for moment in MOMENTS:
+            run.bring_to(moment)
+            redis_client.flushall()
+            for name, value in yesterday.items():
+                redis_client.restore(name, 30_000_000, value)
+            assert_goes_on(run, f"the whole file of another run at {moment}")
+        assert run.newest < 20, "nobody went on with the rounds of the earlier run"
+
+
+@pytest.mark.slow
+@settings(max_examples=12, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(MOMENTS), st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(KINDS)), max_size=4)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.permutations(range(3)),
+)
+def test_run_goes_on_after_several_damages_at_once(
+    redis_url: str, damages: list[tuple[str, list[tuple[str, Damage]]]], order: list[int]
+) -> None:
+    """Whoever looks first: nodes may be fenced by what several losses hide, and come back."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    with a_run(redis_url) as run:
+        for moment, several in damages:
+            run.bring_to(moment)
+            for name, kind in several:
+                kind(run, whole_names(run)[name])
+            for index in order:
+                run.step(run.nodes[index])
+            run.commits_rounds(2)
+
+
+# -- what a stranger may write ----------------------------------------------------------------------------------------
+
+
+def stranger(run: Run, url: str) -> Store:
+    """Somebody who reaches the store and has another token."""
+    run.stores.append(Store(url, RUN_ID, key=RunKey.of("another token", RUN_ID), patience_s=2.0))
+    return run.stores[-1]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str, moment: str) -> None:
+    with a_run(redis_url) as run:
+        run.bring_to(moment)
+        forger, keys = stranger(run, redis_url), run.nodes[0].store.keys
+        opening = Opening(HUGE, HUGE, HUGE, ("stranger#1",), (1,), (1,), (1,), sessions=(run.session,))
+        verdict = Verdict(opening, "d", {"session": run.session})
+        run.client.set(keys.opening, forger._judge.seal_opening(opening))
+        run.client.set(keys.committed, forger._judge.seal_verdict(verdict))
+        run.client.hset(
+            keys.ready(run.newest + 1), "stranger#1", forger._judge.seal_ready("stranger#1", Ready(0, 1, "s"))
+        )
+        run.client.zadd(keys.leases, {"stranger#1": float("inf")})
+        assert_goes_on(run, f"a forged verdict at {moment}")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: str) -> None:
+    with a_run(redis_url) as run:
+        run.bring_to(moment)
+        opening, forger = run.nodes[0].member._memory.known.opening, stranger(run, redis_url)
+        assert opening is not None
+        keys = run.nodes[0].store.keys
+        run.client.set(keys.failed(opening), forger._judge.seal_failure(opening, "because I say so"))
+        for member in opening.members:
+            run.client.hset(keys.votes(opening), member, forger._judge.seal_vote(member, opening, "another"))
+        newest = run.newest
+        assert_goes_on(run, f"a forged failure at {moment}")
+        assert run.newest > newest
+
+
+def test_single_lease_that_somebody_deletes_costs_a_membership_at_most(redis_url: str) -> None:
+    """Before its guardian renews it, the others may open a round without it; it comes back."""
+    with a_run(redis_url) as run:
+        run.bring_to("waiting")
+        run.client.zrem(run.nodes[0].store.keys.leases, run.nodes[0].member.member_id)
+        for node in run.nodes[1:]:
+            run.step(node)
+        run.commits_rounds(3)
+        assert run.fences <= 1
+
+
+def test_pause_that_was_ordered_in_an_earlier_run_stops_nobody(redis_url: str, redis_client: redis.Redis) -> None:
+    with a_run(redis_url) as run:
+        for _ in range(5):
+            run.give_orders()
+        store = run.nodes[0].store
+        store.give_orders(lambda orders: cast(Any, orders).__class__(orders.version + 1, is_paused=True))
+        old = run.client.dump(store.keys.orders) or b""
+    redis_client.flushall()
+    with a_run(redis_url) as run:
+        run.client.restore(run.nodes[0].store.keys.orders, 30_000_000, old, replace=True)
+        assert_goes_on(run, "orders of an earlier run")

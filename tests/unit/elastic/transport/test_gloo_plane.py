@@ -1,0 +1,400 @@
+"""Lanes, the rendezvous over Redis, and groups that are left behind instead of waited for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.rendezvous import RedisRendezvous
+from zeroband.elastic.transport.base import Gathering
+from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
+from zeroband.elastic.transport.stalls import TransferBounds
+from zeroband.errors import PeerLost, TransferStalled
+from zeroband.node.board import NodeBoard
+
+NAMES = ("a#1", "b#1", "c#1")
+BOUNDS = TransferBounds(stall_s=1.0, most_stall_s=20.0, stream_s=20.0, connect_s=1.0)
+
+
+# -- lanes ------------------------------------------------------------------------------------------------------------
+
+
+@given(numel=st.integers(0, 10**12), lanes=st.integers(1, 64))
+@pytest.mark.defect(11)
+def test_lanes_cover_the_buffer_in_order_and_are_equal_up_to_one_element(numel: int, lanes: int) -> None:
+    bounds = lane_bounds(numel, lanes)
+    assert [bounds[0][0], *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), numel]
+    sizes = [stop - start for start, stop in bounds]
+    assert len(bounds) == lanes and max(sizes) - min(sizes) <= 1
+
+
+@given(lanes=st.integers(1, 32), ranks=st.integers(1, 16))
+def test_every_lane_belongs_to_one_local_rank(lanes: int, ranks: int) -> None:
+    owned = [lane for rank in range(ranks) for lane in LaneOwnership(lanes, rank, ranks).owned()]
+    assert sorted(owned) == list(range(lanes))
+
+
+def test_lane_belongs_to_local_rank_lane_mod_size() -> None:
+    assert [LaneOwnership(5, rank, 2).owned() for rank in range(2)] == [[0, 2, 4], [1, 3]]
+
+
+@pytest.mark.parametrize(("nodes", "sent"), [(1, 0), (2, 4000), (4, 6000), (14, 7428)])
+def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
+    assert ring_bytes(1000, nodes) == sent
+
+
+# -- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def a_rendezvous(store: Store, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool) -> RedisRendezvous:
+    prefix = store.keys.group(an_opening(*NAMES), 0)
+    return RedisRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
+
+
+def in_threads(work: Callable[[int], object], count: int) -> list[object]:
+    """Results of `work(0)`, `work(1)`, ..., one thread each; errors are results too."""
+    results: list[object] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(index)
+        except PeerLost as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), "hangs"
+    return results
+
+
+def test_rendezvous_is_a_store_of_torch(store: Store) -> None:
+    rendezvous = a_rendezvous(store)
+    rendezvous.set("text", "value")
+    rendezvous.multi_set(["one", "two"], ["1", "2"])
+    assert rendezvous.get("text") == b"value" and rendezvous.multi_get(["two", "one"]) == [b"2", b"1"]
+    assert [rendezvous.add("n", 2), rendezvous.add("n", 3)] == [2, 5]
+    assert rendezvous.check(["one", "two"]) and not rendezvous.check(["one", "three"])
+    assert rendezvous.delete_key("one") and not rendezvous.delete_key("one") and not rendezvous.check(["one"])
+    rendezvous.wait(["two"], timedelta(seconds=1))
+    rendezvous.set_timeout(timedelta(seconds=3))
+    assert rendezvous.timeout == timedelta(seconds=3)
+
+
+def test_rendezvous_waits_for_what_another_process_writes(store: Store) -> None:
+    writer = threading.Timer(0.02, lambda: a_rendezvous(store).set("late", b"\x00\xff"))
+    writer.start()
+    assert a_rendezvous(store).get("late") == b"\x00\xff"
+    writer.join()
+
+
+def test_rendezvous_gives_up_at_its_time_out_and_names_the_key(store: Store) -> None:
+    with pytest.raises(PeerLost, match="no process wrote missing for the group"):
+        a_rendezvous(store, timeout_s=0.01).get("missing")
+
+
+def test_rendezvous_gives_up_at_once_when_abandoned(store: Store) -> None:
+    with pytest.raises(PeerLost):
+        a_rendezvous(store, timeout_s=1e6, is_abandoned=lambda: True).wait(["missing"])
+
+
+def test_rendezvous_of_another_epoch_sees_nothing(store: Store) -> None:
+    """Nor does that of other members: a store that came back with old data gives an epoch's number twice."""
+    a_rendezvous(store).set("key", "old")
+    for opening in (an_opening(*NAMES, epoch=2), an_opening(*NAMES[:2])):
+        other = RedisRendezvous(store, store.keys.group(opening, 0), timeout_s=1.0, is_abandoned=bool)
+        assert not other.check(["key"])
+
+
+def test_three_gloo_processes_meet_over_redis(store: Store) -> None:
+    def reduce(rank: int) -> float:
+        group = dist.ProcessGroupGloo(a_rendezvous(store), rank, 3, timedelta(seconds=10))
+        part = torch.tensor([10.0**rank])
+        group.allreduce([part]).wait()
+        return part.item()
+
+    assert in_threads(reduce, 3) == [111.0, 111.0, 111.0]
+
+
+# -- groups of an epoch -----------------------------------------------------------------------------------------------
+
+
+def an_opening(*members: str, version: int = 1, epoch: int = 1, round: int = 1) -> Opening:
+    return Opening(version, epoch, round, members, tuple(1 for _ in members))
+
+
+def ignore(share: float) -> None:
+    """Nobody asks how far the transfer is."""
+
+
+@pytest.fixture
+def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, NodeBoard]]:
+    """The groups of a node that has one local rank and two lanes."""
+
+    def make(rank: int) -> tuple[LaneGroups, NodeBoard]:
+        board = NodeBoard(tmp_path / f"board{rank}", create=True)
+        ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
+        return LaneGroups(
+            store, board, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
+        ), board
+
+    return make
+
+
+def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    def two_rounds(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        values = torch.full((2,), 10.0**rank)
+        for version in (1, 2):
+            opening = an_opening(*NAMES, version=version, round=version)
+            groups._connect(opening, rank)
+            groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+        return values.tolist()
+
+    assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
+
+
+@pytest.mark.defect(11)
+def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    opening = an_opening("a#1", "b#1")
+
+    def reduce(rank: int) -> tuple[list[float], list[float]]:
+        groups, _ = make_groups(rank)
+        groups._connect(opening, rank)
+        values, shares = torch.arange(7.0) * 10.0**rank, list[float]()
+        groups._all_reduce([(0, values[:4]), (1, values[4:])], opening, shares.append)
+        return values.tolist(), shares
+
+    expected = ([11.0 * i for i in range(7)], [0.0, 0.25, 0.5, 0.75, 1.0])
+    assert in_threads(reduce, 2) == [expected] * 2, "two values make a chunk of 8 bytes"
+
+
+def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_members(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """As after a store that came back with old data."""
+
+    def reduce(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        sums: list[float] = []
+        for version, members in ((1, NAMES[:2]), (2, NAMES[::2])):
+            if NAMES[rank] in members:
+                opening = an_opening(*members, version=version)
+                groups._connect(opening, members.index(NAMES[rank]))
+                values = torch.full((2,), 10.0**rank)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                sums.append(values[0].item())
+        return sums
+
+    assert in_threads(reduce, 3) == [[11.0, 101.0], [11.0], [101.0]]
+
+
+def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    groups, _ = make_groups(0)
+    groups._connect(an_opening("a#1"), 0)
+    values = torch.ones(4)
+    groups._all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"), ignore)
+    assert values.tolist() == [1.0] * 4
+
+
+def test_building_a_group_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    groups, board = make_groups(0)
+    threading.Timer(0.05, board.abort, args=(4,)).start()
+    with pytest.raises(PeerLost, match="building lane 0 of epoch 1"):
+        groups._connect(an_opening("a#1", "dead#1", version=4), 0)
+
+
+def test_transfer_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """One of two builds its lanes and never sends: the other must not wait inside gloo."""
+    nodes = [make_groups(rank) for rank in range(2)]
+
+    def take_part(rank: int) -> None:
+        groups, board = nodes[rank]
+        opening = an_opening("a#1", "b#1", version=4)
+        groups._connect(opening, rank)
+        if rank == 0:
+            threading.Timer(0.05, board.abort, args=(4,)).start()
+            groups._all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
+
+    first, second = in_threads(take_part, 2)
+    assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
+    assert second is None
+
+
+def test_abort_of_an_older_opening_does_not_end_a_newer_one(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    def reduce(rank: int) -> float:
+        groups, board = make_groups(rank)
+        board.abort(3)
+        opening = an_opening("a#1", "b#1", version=4)
+        groups._connect(opening, rank)
+        values = torch.ones(2)
+        groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+        return values.sum().item()
+
+    assert in_threads(reduce, 2) == [4.0, 4.0]
+
+
+def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    def two_epochs(rank: int) -> list[float]:
+        groups, _ = make_groups(rank)
+        sums: list[float] = []
+        for members in (NAMES, NAMES[:2]):
+            if rank < len(members):
+                opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
+                groups._connect(opening, rank)
+                values = torch.ones(2)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                sums.append(values[0].item())
+        return sums
+
+    assert in_threads(two_epochs, 3) == [[3.0, 2.0], [3.0, 2.0], [3.0]]
+
+
+def loops_of_gloo() -> int:
+    """Each group has one, with its descriptors and threads."""
+    gc.collect()  # what earlier tests left behind
+    return sum("eventpoll" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+
+
+def test_idle_groups_that_are_left_behind_are_destroyed(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    nodes, before = [make_groups(rank)[0] for rank in range(2)], loops_of_gloo()
+
+    def one_round(rank: int) -> None:
+        opening = an_opening("a#1", "b#1")
+        nodes[rank].reduce_mean(torch.ones(4), torch.empty(4), opening, opening.members[rank], ignore)
+
+    in_threads(one_round, 2)
+    assert loops_of_gloo() == before + 4
+    for groups in nodes:
+        groups.leave_behind()
+    assert loops_of_gloo() == before
+
+
+def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothing_runs_in_them(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]], tmp_path: Path
+) -> None:
+    opening, before = an_opening("a#1", "b#1", version=4), loops_of_gloo()
+    (first, board), (second, _) = make_groups(0), make_groups(1)
+    in_threads(lambda rank: (first, second)[rank]._connect(opening, rank), 2)
+    buffer = tmp_path / "buffer"
+
+    def abort_when_begun(share: float) -> None:
+        board.abort(4)
+
+    result = torch.from_file(str(buffer), shared=True, size=4)
+    with pytest.raises(PeerLost, match="was aborted"):
+        first.reduce_mean(torch.ones(4), result, opening, "a#1", abort_when_begun)
+    del result
+    works = first._running.works
+    first.leave_behind()
+    assert loops_of_gloo() == before + 4 and is_mapped(buffer), "an operation still may write to it"
+
+    second.leave_behind()  # ends what waits for it
+    for work in works:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    del work, works
+    first._connect(an_opening("a#1", epoch=2), 0)
+    assert loops_of_gloo() == before and not is_mapped(buffer)
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
+
+
+def payload_of(rank: int) -> torch.Tensor:
+    """Of a length that the lanes do not divide; the second member has none."""
+    return torch.arange(0 if rank == 1 else 75 + rank, dtype=torch.uint8) + 100 * rank
+
+
+def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+    lengths = tuple(len(payload_of(rank)) for rank in range(3))
+
+    def gather(rank: int) -> list[int]:
+        groups, _ = make_groups(rank)
+        result = torch.zeros(sum(lengths), dtype=torch.uint8)
+        gathering = Gathering(lengths)
+        moved = groups.gather(payload_of(rank), result, gathering, an_opening(*NAMES), NAMES[rank], ignore)
+        assert moved == (2 * lengths[rank], sum(lengths) - lengths[rank])
+        return result.tolist()
+
+    expected = torch.cat([payload_of(rank) for rank in range(3)]).tolist()
+    assert in_threads(gather, 3) == [expected] * 3
+
+
+def test_gathering_ends_when_its_opening_is_aborted(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    nodes = [make_groups(rank) for rank in range(2)]
+
+    def take_part(rank: int) -> None:
+        groups, board = nodes[rank]
+        opening = an_opening("a#1", "b#1", version=4)
+        if rank == 1:
+            groups._connect(opening, rank)
+            return
+        threading.Timer(0.3, board.abort, args=(4,)).start()
+        payload, result = torch.ones(5, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
+        groups.gather(payload, result, Gathering((5, 5)), opening, "a#1", ignore)
+
+    first, second = in_threads(take_part, 2)
+    assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
+    assert second is None
+
+
+# -- stalls -----------------------------------------------------------------------------------------------------------
+
+
+def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_time(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    """The other one is in the group, and begins nothing."""
+    nodes, opening = [make_groups(rank)[0] for rank in range(2)], an_opening("a#1", "b#1")
+
+    def take_part(rank: int) -> None:
+        nodes[rank]._connect(opening, rank)
+        if rank == 0:
+            nodes[0].reduce_mean(torch.ones(4), torch.empty(4), opening, "a#1", ignore)
+
+    stalled, _ = in_threads(take_part, 2)
+    assert isinstance(stalled, TransferStalled) and "piece 1 of 2 did not end" in str(stalled)
+    assert (stalled.member_ids, stalled.at_byte) == (opening.members, 0) and stalled.since_s >= BOUNDS.stall_s
+    assert nodes[0]._moving.limit_s == 2 * BOUNDS.stall_s
+
+
+def test_group_that_a_member_does_not_come_to_is_given_up(
+    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+) -> None:
+    groups, board = make_groups(0)
+    opening = an_opening("a#1", "b#1")
+    with pytest.raises(TransferStalled, match="not all of b#1 were reached within"):
+        groups._connect(opening, 0)
+    board.abort(opening.version)  # as the mesh does; ends the thread that builds

@@ -1,0 +1,145 @@
+"""How a link comes to its congestion control, its number of streams, and how many of them send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from zeroband.elastic.transport.engine import LinkState
+from zeroband.elastic.transport.tuning import BBR, CUBIC, LinkTuning, Senders
+
+MB = 1 << 20
+
+
+def after(rate_of: Callable[[int, str], float], first: LinkTuning | None = None) -> LinkTuning:
+    """What a link comes to whose rate, in bytes per second, depends on how it is driven."""
+    tuning = first or LinkTuning()
+    for _ in range(20):
+        tuning = tuning.after(64 * MB, 64 * MB / rate_of(tuning.streams, tuning.congestion))
+    return tuning
+
+
+def growing(*rates: float) -> Callable[[int, str], float]:
+    """A link of which only the number of streams matters: its rates with 8, 16 and 32."""
+    return lambda streams, congestion: dict(zip((8, 16, 32), rates, strict=True))[streams]
+
+
+def test_streams_are_doubled_while_each_doubling_pays() -> None:
+    assert after(growing(1e6, 1.9e6, 3.6e6)).streams == 32
+
+
+def test_doubling_that_does_not_pay_is_the_last() -> None:
+    assert after(growing(1e6, 1.05e6, 9e6)).streams == 16
+
+
+def test_numbers_stay_below_the_limit() -> None:
+    settled = after(growing(1.0e6, 2e6, 4e6))
+    assert settled.is_settled and settled.after(64 * MB, 1e-3) == settled
+
+
+def test_link_that_loses_packets_gets_the_control_that_does_not_mind() -> None:
+    settled = after(lambda streams, congestion: 9e6 if congestion == BBR else streams * 1e5)
+    assert settled.is_settled and settled.congestion == BBR and settled.streams == 16
+
+
+def test_link_that_loses_none_keeps_the_control_that_shares_best() -> None:
+    settled = after(lambda streams, congestion: 8e6 if congestion == BBR else 9e6)
+    assert settled.is_settled and settled.congestion == CUBIC
+
+
+def test_as_fast_is_no_reason_for_another_control() -> None:
+    assert after(lambda streams, congestion: 9.5e6 if congestion == BBR else 9e6).congestion == CUBIC
+
+
+def test_streams_are_compared_with_the_better_control() -> None:
+    """A doubling that only makes up for what the worse control had lost does not pay."""
+    settled = after(lambda streams, congestion: (5e6 if congestion == BBR else 9e6) * (1.02 if streams > 8 else 1))
+    assert settled.streams == 16 and settled.congestion == CUBIC
+
+
+def test_one_slow_transfer_does_not_decide() -> None:
+    tuning = LinkTuning().after(64 * MB, 64.0).after(64 * MB, 1.0)
+    assert tuning.congestion == BBR and tuning.before == 64 * MB
+
+
+def test_short_transfers_teach_nothing() -> None:
+    assert LinkTuning().after(MB, 0.01) == LinkTuning() == LinkTuning().after(64 * MB, 0.0)
+
+
+def test_number_that_the_user_chose_stays() -> None:
+    settled = after(lambda streams, congestion: 9e6 if congestion == BBR else 1e6, LinkTuning.fixed(3))
+    assert settled.streams == 3 and settled.congestion == BBR and settled.is_settled
+
+
+class Counters:
+    """Of a link of eight streams, which goes on sending."""
+
+    def __init__(self) -> None:
+        self.sent = self.resent = 0
+
+    def after(self, packets: int, lost: float, window: int) -> LinkState:
+        """So many packets later, of which this share was sent again, with this window of a stream."""
+        self.sent, self.resent = self.sent + packets, self.resent + round(lost * packets)
+        return LinkState(True, 8, 0.02, 0.0, 0, window, self.sent, self.resent)
+
+
+CROWDED, ALONE = (200, 0.1, 3), (200, 0.02, 8)
+"""What eight streams and one show on a slow link: packets, the share sent again, window."""
+
+
+def judged(counters: Counters, *looks: tuple[int, float, int], first: Senders | None = None) -> list[int]:
+    """How many streams of eight send after each look."""
+    senders, numbers = first or Senders(), list[int]()
+    for look in looks:
+        senders = senders.after(counters.after(*look))
+        numbers.append(senders.of(8))
+    return numbers
+
+
+def test_streams_that_crowd_one_another_out_leave_the_link_to_one() -> None:
+    assert judged(Counters(), CROWDED, CROWDED, ALONE, ALONE) == [1, 1, 1, 1]
+
+
+def test_what_the_others_had_begun_is_not_held_against_one_alone() -> None:
+    assert judged(Counters(), CROWDED, (200, 0.5, 1), ALONE, (200, 0.09, 5)) == [1, 1, 1, 1]
+
+
+def test_losses_that_one_stream_alone_has_too_are_not_of_its_making() -> None:
+    assert judged(Counters(), CROWDED, CROWDED, CROWDED, CROWDED, CROWDED) == [1, 1, 8, 8, 8]
+
+
+def test_more_streams_send_again_as_there_is_room() -> None:
+    roomy = (200, 0.0, 30)
+    assert judged(Counters(), CROWDED, ALONE, ALONE, roomy, roomy, ALONE, roomy, CROWDED) == [1, 1, 1, 2, 4, 4, 8, 1]
+
+
+def test_some_that_crowd_one_another_out_become_half_as_many() -> None:
+    assert judged(Counters(), *[CROWDED] * 4, first=Senders(count=6)) == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [(100, 0.3, 2), (200, 0.04, 3), (200, 0.3, 40), (200, 0.3, 0)],
+    ids=["few packets", "few losses", "large windows", "nothing under way"],
+)
+def test_streams_that_do_not_crowd_one_another_out_all_send(look: tuple[int, float, int]) -> None:
+    assert judged(Counters(), look) == [8]
+
+
+def test_few_packets_are_judged_with_those_that_follow() -> None:
+    assert judged(Counters(), (100, 0.1, 3), (100, 0.1, 3)) == [8, 1]
+
+
+def test_link_of_new_streams_goes_on_as_the_old_one() -> None:
+    senders = Senders(count=1, sent_packets=10_000, resent_packets=900)
+    assert judged(Counters(), CROWDED, ALONE, first=senders) == [1, 1]
+
+
+@pytest.mark.parametrize(("bbr", "is_lossy"), [(20e6, True), (9e6, False)], ids=["loses packets", "loses none"])
+def test_link_is_lossy_where_it_was_found_out(bbr: float, is_lossy: bool) -> None:
+    tuning, seen = LinkTuning(), [False]
+    for _ in range(4):
+        tuning = tuning.after(64 * MB, 64 * MB / (bbr if tuning.congestion == BBR else 9e6))
+        seen.append(tuning.is_lossy)
+    assert seen == [False] * 4 + [is_lossy]

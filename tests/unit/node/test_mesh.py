@@ -1,0 +1,241 @@
+"""A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
+
+from collections.abc import Iterator
+from functools import partialmethod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeroband.config.schema import ModelConfig, TrainConfig
+from zeroband.errors import ConfigError
+from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
+from zeroband.model.init import local_shard
+from zeroband.node import mesh as parallel
+from zeroband.node.mesh import (
+    LocalMesh,
+    all_ok,
+    barrier,
+    broadcast_json,
+    clip_grad_norm_,
+    init_local_mesh,
+    join_local_mesh,
+    make_room,
+    parallelize,
+    set_gradient_sync,
+)
+
+CONFIG = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
+VOCAB = 61
+TOKENS = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[LocalMesh]:
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
+
+
+def plain(config: ModelConfig = CONFIG) -> Transformer:
+    model = Transformer(config, VOCAB)
+    init_weights(model, seed=0)
+    return model
+
+
+def sharded(mesh: LocalMesh, config: ModelConfig = CONFIG, **train: object) -> Transformer:
+    model = plain(config)
+    parallelize(model, TrainConfig(**{"dtype": "float32", **train}), mesh)
+    return model
+
+
+def backward(model: nn.Module, tokens: torch.Tensor = TOKENS) -> None:
+    next_token_loss(model(tokens), tokens).objective.backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: local_shard(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.defect(10)
+def test_mesh_without_torchrun_is_one_rank(mesh: LocalMesh) -> None:
+    assert (mesh.rank, mesh.world_size, mesh.mesh.size()) == (0, 1, 1)
+    assert dist.get_backend(mesh.control) == "gloo"
+
+
+@pytest.mark.defect(12)
+def test_mesh_refuses_torchrun_over_several_nodes() -> None:
+    with pytest.raises(ConfigError, match="--nnodes 1"):
+        init_local_mesh({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh: LocalMesh) -> None:
+    lent = join_local_mesh(torch.device("cpu"))
+    twin = lent.twin()
+    assert (lent.rank, lent.world_size, all_ok(True, lent), all_ok(True, twin)) == (0, 1, True, True)
+    lent.close()
+    lent.close()
+    for closed in (lent, twin):
+        with pytest.raises(KeyError):  # unknown to torch by now
+            dist.get_process_group_ranks(closed.control)
+    assert all_ok(True, mesh)
+
+
+def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs by name: a machine of the tests has none."""
+    current: list[torch.device] = []
+
+    def ignore(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for replaced, name in ((dist, "init_process_group"), (parallel, "init_device_mesh"), (parallel, "_control_group")):
+        monkeypatch.setattr(replaced, name, ignore)
+    on_second = torch.device("cuda", 1)
+    assert join_local_mesh(on_second).device == on_second
+    assert join_local_mesh(torch.device("cpu")).device == init_local_mesh({}).device == torch.device("cuda", 0)
+    assert current == [on_second, torch.device("cuda", 0), torch.device("cuda", 0)]
+
+
+def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
+    assert broadcast_json({"a": (1, 2), "ü": None}, mesh) == {"a": [1, 2], "ü": None}
+    assert all_ok(True, mesh)
+    assert not all_ok(False, mesh)
+    barrier(mesh)
+
+
+def test_parallelize_shards_root_and_each_block_and_keeps_names(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16", activation_checkpointing=True)
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.layers)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain().named_parameters()]
+
+
+def test_one_rank_in_float32_is_left_as_it_is(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, activation_checkpointing: bool) -> None:
+    reference, model = sharded(mesh, activation_checkpointing=activation_checkpointing), plain()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh.mesh)
+    for number in range(3):  # one after the other into the same gradient
+        backward(reference)
+        set_gradient_sync(model, number == 2)
+        backward(model)
+    expected, got = gradients(reference), gradients(model)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parallelize_before_init_on_meta_equals_after(mesh: LocalMesh, dtype: str) -> None:
+    with torch.device("meta"):
+        model = Transformer(CONFIG, VOCAB)
+    parallelize(model, TrainConfig(dtype=dtype), mesh)
+    make_room(model, mesh)
+    init_weights(model, seed=0)
+    assert torch.equal(model(TOKENS), sharded(mesh, dtype=dtype)(TOKENS))
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    assert model(TOKENS).dtype == torch.bfloat16
+    backward(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients(model).values()} == {torch.float32}
+
+
+def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    by_batch: list[dict[str, torch.Tensor]] = []
+    for tokens in TOKENS.split(1):
+        backward(model, tokens)
+        by_batch.append(gradients(model))
+        model.zero_grad()
+    for index, tokens in enumerate(TOKENS.split(1)):
+        set_gradient_sync(model, index == 3)
+        backward(model, tokens)
+    for name, total in gradients(model).items():
+        assert torch.equal(total, sum((batch[name] for batch in by_batch[1:]), start=by_batch[0][name])), name
+
+
+def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    set_gradient_sync(model, False)
+    backward(model)
+    assert not gradients(model)
+    set_gradient_sync(model, True)
+    backward(model)
+    once = sharded(mesh, dtype="bfloat16")
+    backward(once)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * gradients(once)[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh, dtype: str) -> None:
+    model = sharded(mesh, dtype=dtype)
+    shard = local_shard(model.embed_tokens.weight)
+    for on in (False, True):
+        set_gradient_sync(model, on)
+        backward(model)
+    shard.zero_()
+    assert model(TOKENS).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("forward_only", ["evaluating", "generate"])
+def test_values_written_into_shards_after_forward_only_are_used(mesh: LocalMesh, forward_only: str) -> None:
+    model = sharded(mesh, dtype="bfloat16")
+    shard = local_shard(model.embed_tokens.weight)
+    if forward_only == "generate":
+        generate(model, TOKENS[0], max_new_tokens=1, temperature=0.0, seed=0, context=4)
+    else:
+        with evaluating(model):
+            assert not model(TOKENS).requires_grad
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    shard.zero_()
+    assert model(TOKENS).count_nonzero() == 0
+
+
+def test_clip_scales_down_to_the_limit(mesh: LocalMesh) -> None:
+    model = sharded(mesh)
+    backward(model)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(model).values()]).norm().item()
+    assert clip_grad_norm_(model, None) == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, expected * 2) == pytest.approx(expected, rel=1e-5)  # below the limit: only measured
+    assert clip_grad_norm_(model, 0.5) == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, 0.5) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_clip_returns_a_norm_that_is_not_finite_and_touches_nothing(mesh: LocalMesh, poison: float) -> None:
+    model = sharded(mesh)
+    backward(model)
+    gradients(model)["norm.weight"][0] = poison
+    before = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    assert not torch.tensor(clip_grad_norm_(model, 0.5)).isfinite()
+    assert all(torch.equal(gradients(model)[name], value) for name, value in before.items() if name != "norm.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_compile_gives_the_loss_and_gradients_of_eager(
+    mesh: LocalMesh, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Traced every day; the machine code that inductor, the default, makes of it takes a C++ compiler its time."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    config = CONFIG.model_copy(update={"n_layers": 1})
+    eager, compiled = sharded(mesh, config), sharded(mesh, config, compile=True)
+    backward(eager)
+    backward(compiled)
+    assert gradients(compiled).keys() == gradients(eager).keys()
+    for name, gradient in gradients(compiled).items():
+        torch.testing.assert_close(gradient, gradients(eager)[name], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroband.errors import ConfigError
+from zeroband.node.processes import MARK, kill_marked, marked_pids, parent_of, start_leashed, started_at_ticks
+
+
+def _wait_for(path: Path) -> str:
+    """The text of a file as soon as it has a whole line."""
+    end_s = time.monotonic() + 10
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < end_s, f"nothing in {path}"
+        time.sleep(0.002)
+    return path.read_text()
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = f"test-{os.urandom(8).hex()}"
+    yield mark
+    kill_marked(mark)
+
+
+def _start(script: str, output: Path, mark: str) -> subprocess.Popen[bytes]:
+    env = {**os.environ, MARK: mark}
+    return start_leashed(["/bin/sh", "-c", script], env=env, output=output, death_signal=signal.SIGKILL)
+
+
+def test_start_leashed_runs_in_its_own_session_and_appends_its_output(tmp_path: Path, mark: str) -> None:
+    output = tmp_path / "out"
+    output.write_text("before\n")
+    process = _start("echo said; echo failed >&2; exit 7", output, mark)
+    assert process.wait(10) == 7
+    assert output.read_text() == "before\nsaid\nfailed\n"
+    sleeping = _start("sleep 60", tmp_path / "other", mark)
+    assert os.getsid(sleeping.pid) == sleeping.pid
+
+
+@pytest.mark.slow
+def test_start_leashed_ends_the_process_when_its_owner_is_killed(tmp_path: Path, mark: str) -> None:
+    owner_script = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from zeroband.node.processes import start_leashed\n"
+        "start_leashed(['/bin/sh', '-c', 'echo $$; sleep 60; true'], env=os.environ, output=Path(sys.argv[1]),"
+        " death_signal=signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    env = {**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(sys.path)}
+    owner = subprocess.Popen([sys.executable, "-c", owner_script, str(tmp_path / "out")], env=env)
+    leashed = int(_wait_for(tmp_path / "out"))
+    assert leashed in marked_pids(mark)
+    owner.kill()
+    owner.wait()
+    end_s = time.monotonic() + 10
+    while leashed in marked_pids(mark):
+        assert time.monotonic() < end_s, "the leashed process outlives its owner"
+        time.sleep(0.002)
+
+
+def test_start_leashed_refuses_other_systems_than_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="Linux"):
+        start_leashed(["true"], env={}, output=tmp_path / "out", death_signal=signal.SIGKILL)
+
+
+def test_kill_marked_reaches_processes_that_left_session_and_parent(tmp_path: Path, mark: str) -> None:
+    process = _start("setsid sh -c 'echo $$; sleep 60' & wait", tmp_path / "out", mark)
+    orphan = int(_wait_for(tmp_path / "out"))
+    process.kill()
+    process.wait()
+    assert orphan in marked_pids(mark)
+    kill_marked(mark)
+    assert marked_pids(mark) == []
+
+
+def test_kill_marked_leaves_processes_with_another_mark(tmp_path: Path, mark: str) -> None:
+    process = _start("sleep 60", tmp_path / "out", mark)
+    kill_marked(mark[:-1])
+    assert process.poll() is None
+
+
+def test_kill_marked_outruns_a_process_that_keeps_forking(tmp_path: Path, mark: str) -> None:
+    script = "i=0; while [ $i -lt 500 ]; do sleep 60 & i=$((i + 1)); [ $i = 5 ] && echo up; done; wait"
+    _start(script, tmp_path / "out", mark)
+    _wait_for(tmp_path / "out")
+    kill_marked(mark)
+    assert marked_pids(mark) == []
+
+
+def test_parent_of_reads_the_parent_and_knows_when_a_process_is_gone(tmp_path: Path, mark: str) -> None:
+    process = _start("sleep 60", tmp_path / "a (b) c", mark)
+    assert parent_of(process.pid) == os.getpid()
+    process.kill()
+    process.wait()
+    assert parent_of(process.pid) is None
+
+
+def test_started_at_ticks_tells_processes_apart_and_knows_when_one_is_gone(tmp_path: Path, mark: str) -> None:
+    own = started_at_ticks(os.getpid())
+    assert own is not None
+    process = _start("sleep 60", tmp_path / "out", mark)
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    assert own <= (started_at_ticks(process.pid) or 0) <= uptime_s * os.sysconf("SC_CLK_TCK") + 1  # rounding
+    process.kill()
+    process.wait()
+    assert started_at_ticks(process.pid) is None

@@ -1,0 +1,64 @@
+"""What the trainer's report makes of steps and rounds, read back from the node's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zeroband.config import load_config
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.observe.metrics import METRICS_FILE
+from zeroband.runtime.run_report import Committed, Learned, Report
+
+LEARNED = Learned(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Any:
+    return SimpleNamespace(
+        config=load_config((), {}),
+        node_id="a",
+        node_dir=tmp_path,
+        local=SimpleNamespace(world_size=1, device=torch.device("cpu")),
+        tokenizer=SimpleNamespace(padded_vocab_size=256),
+        loader=SimpleNamespace(data_pass=0),
+    )
+
+
+def after(tokens: int) -> Progress:
+    return replace(Progress.at_start(), tokens=tokens)
+
+
+def round_after(progress: Progress, uncommitted_tokens: int) -> RoundReport:
+    times = {"wait_s": 0.0, "transfer_s": 0.0, "apply_s": 0.0, "sent_bytes": 0, "received_bytes": 0}
+    own = {"member_id": "a#1", "members": ("a#1",), "weights": (10,), "samples": (1,), "late": (), "failures": ()}
+    kept: Any = {**times, **own, "uncommitted_tokens": uncommitted_tokens}
+    return RoundReport(round=1, epoch=1, state="", progress=progress, is_left_out=False, **kept)
+
+
+def tokens_of(node: Any, steps: Sequence[tuple[Committed, Sequence[RoundReport]]]) -> list[int]:
+    report = Report(node)
+    for step, (committed, synced) in enumerate(steps, start=1):
+        report.stepped(step, LEARNED, synced, committed, {})
+    report.close()
+    return [json.loads(line)["train/tokens"] for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+
+
+def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node: Any) -> None:
+    start, committed = after(0), after(40)
+    arrival = (Committed(committed, is_now=True), [round_after(committed, uncommitted_tokens=10)])
+    steps = [*[(Committed(start, is_now=False), [])] * 2, arrival, (Committed(committed, is_now=False), [])]
+    assert tokens_of(node, steps) == [10, 20, 50, 60]
+
+
+def test_tokens_of_a_node_that_trains_alone_are_counted_once(node: Any) -> None:
+    steps = [(Committed(after(0), is_now=False), []), (Committed(after(20), is_now=True), [])]
+    assert tokens_of(node, steps) == [10, 20]

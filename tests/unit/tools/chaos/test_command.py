@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeroband.errors import ConfigError
+from zeroband.tools.chaos import command as chaos
+from zeroband.tools.chaos.command import Outcome, main
+from zeroband.tools.chaos.judgement import Judgement
+from zeroband.tools.chaos.options import ChaosOptions
+from zeroband.tools.chaos.soak import SoakFailed
+
+Given = list[ChaosOptions]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Given]:
+    """pretend("a violation"): soaks end so, at once. Gives the options that they are asked for."""
+
+    def prepare(*violations: str) -> Given:
+        given: Given = []
+
+        def soak(options: ChaosOptions, **_: object) -> Outcome:
+            given.append(options)
+            return Outcome("the report", Judgement(violations), tmp_path)
+
+        monkeypatch.setattr(chaos, "soak", soak)
+        return given
+
+    return prepare
+
+
+def test_command_ends_with_0_and_leaves_the_report_where_all_held(
+    pretend: Callable[..., Given], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend()
+    assert main(["--report", str(tmp_path / "report.md")]) == 0
+    assert (tmp_path / "report.md").read_text() == "the report"
+    assert "the report" in capsys.readouterr().out
+
+
+def test_command_ends_with_1_after_a_violation(pretend: Callable[..., Given]) -> None:
+    pretend("round 4: digest differs")
+    assert main([]) == 1
+
+
+def test_command_hands_what_it_does_not_know_to_the_nodes(pretend: Callable[..., Given]) -> None:
+    given = pretend()
+    main(["@own.toml", "--nodes", "5", "--mtbf-s", "7", "--outer.inner-seconds", "3", "--seed", "4"])
+    (options,) = given
+    assert options.arguments == ("@own.toml", "--outer.inner-seconds", "3")
+    assert (options.nodes, options.mtbf_s, options.seed) == (5, 7.0, 4)
+
+
+def test_command_without_a_file_takes_the_preset(pretend: Callable[..., Given]) -> None:
+    given = pretend()
+    main(["--outer.inner-seconds", "3"])
+    assert given[0].arguments[0].endswith("configs/chaos.toml")
+
+
+def test_baseline_is_a_fifth_of_the_soak_unless_it_is_given() -> None:
+    assert ChaosOptions((), minutes=10.0).calm_minutes == 2.0
+    assert ChaosOptions((), minutes=10.0, baseline_minutes=0.5).calm_minutes == 0.5
+
+
+def test_soak_reads_the_folder_that_its_flags_name_for_the_nodes(
+    pretend: Callable[..., Given], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERO_BAND_RUN__DIR", "of-the-environment")
+    given = pretend()
+    main(["--run.dir", "of-a-flag", "--run.id=mine"])
+    main([])
+    assert [options.directory for options in given] == [Path("of-a-flag"), Path("of-the-environment")]
+    assert given[0].run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("judgement", "code", "said"),
+    [
+        (Judgement(lacking=["no fault struck"]), 3, "NO EVIDENCE: no fault struck"),
+        (Judgement(starved=["node1 finished no round"]), 3, "STARVED: node1 finished no round"),
+        (Judgement(["digest differs"], ["no fault struck"], ["node1"]), 1, "VIOLATION: digest differs"),
+        (Judgement(is_interrupted=True), 3, ""),
+    ],
+)
+def test_soak_that_shows_nothing_fails_and_is_told_from_one_that_broke(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    judgement: Judgement,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(chaos, "soak", lambda *_, **__: Outcome("the report", judgement, tmp_path))
+    assert main([]) == code
+    assert said in capsys.readouterr().err
+    assert "held" not in judgement.headline
+
+
+WRONG = [
+    (["--nodes", "1"], "--nodes=1"),
+    (["--nodes", "2", "--keep-undisturbed", "3"], "--keep-undisturbed=3"),
+    (["--keep-undisturbed", "0"], "--keep-undisturbed=0, which must be 1 or more"),
+    (["--mtbf-s", "0"], "--mtbf-s=0"),
+    (["--minutes", "-1"], "--minutes=-1"),
+    (["--minutes", "nan"], "--minutes=nan"),
+    (["--baseline-minutes", "0"], "--baseline-minutes=0"),
+    (["--minutes", "0.01", "--mtbf-s", "1e9"], "no fault falls into --minutes=0.01"),
+    (["@configs/debug/diloco.toml"], "train.total_steps=50: the run could be complete before"),
+    (["--store.url", "redis://elsewhere:1"], "store.url: zeroband chaos sets it"),
+    (["--node.id", "same"], "node.id: zeroband chaos sets it"),
+    (["--node.shm-dir", "/tmp"], "node.shm_dir: zeroband chaos sets it"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "why"), WRONG)
+def test_command_refuses_what_makes_no_soak_before_anything_starts(
+    wrong: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chaos.LocalCluster, "start", lambda *_, **__: pytest.fail("a node was started"))
+    assert main([*wrong, "--run.dir", str(tmp_path)]) == 2
+    assert why in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/node*"))
+
+
+def test_way_out_of_a_run_that_would_end_is_one_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise SoakFailed("a node was started")
+
+    monkeypatch.setattr(chaos.LocalCluster, "start", started)
+    asked = ["@configs/debug/diloco.toml", "--run.dir", str(tmp_path)]
+    assert main(asked) == 2
+    (advised,) = re.findall(r"--train\.total-steps=\d+", capsys.readouterr().err)
+    assert main([*asked, advised]) == 3
+    assert "a node was started" in capsys.readouterr().err
+
+
+def test_command_refuses_a_folder_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine" / "node0").mkdir(parents=True)
+    assert main(["--run.dir", str(tmp_path), "--run.id", "mine"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_command_refuses_a_run_without_an_outer_algorithm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        chaos.soak(ChaosOptions(("--outer", "none"), nodes=3, directory=tmp_path), say=lambda line: None)

@@ -1,0 +1,103 @@
+"""The phases of a soak, with a cluster and a watch that only stand for the real ones, and a clock that jumps."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from zeroband.tools.chaos import soak as soak_module
+from zeroband.tools.chaos.checks import Pulse
+from zeroband.tools.chaos.measure import Struck
+from zeroband.tools.chaos.plan import Fault, Kind
+from zeroband.tools.chaos.soak import Soak, SoakRules
+from zeroband.tools.chaos.starvation import Starvation
+from zeroband.tools.chaos.watch import Violations
+
+
+class Scene:
+    """A soak of two nodes, of which one was cut off and healed; `clock_s` goes on with every pause."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, round_s: float) -> None:
+        self.clock_s, self.is_stopped = 0.0, False
+        monkeypatch.setattr(soak_module.time, "sleep", self._pause)
+        pulse = Pulse(round_s=round_s, detect_s=3.0, slack_s=10.0)
+        self.watch = MagicMock(violations=Violations(lambda line: None), awaits_detection=False, pulse=pulse)
+        self.watch.look.return_value, self.watch.overdue.return_value, self.watch.context.return_value = [], [], ""
+        self.watch.complete_s, self.watch.starvation = None, Starvation()
+        self.watch.is_too_late.side_effect = lambda wait, now_s: now_s - wait.from_s > wait.bound_s
+        node: Any = SimpleNamespace(is_running=True, exit_code=None, pids=(), console_tail=lambda lines: "")
+        self.cluster = cluster = MagicMock(
+            nodes={"node0": node, "node1": node}, running=[], redis=SimpleNamespace(pid=os.getpid())
+        )
+        rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
+        say, is_stopped = lambda line: None, lambda: self.is_stopped
+        self.soak = Soak(cluster, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say)
+        self.struck = Struck(Fault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
+        self.soak.course.struck.append(self.struck)
+
+    def _pause(self, _seconds: float) -> None:
+        self.clock_s += 10.0
+
+
+@pytest.mark.parametrize("round_s", [10.0, 600.0])
+def test_node_that_never_comes_back_is_a_violation_however_long_rounds_are(
+    monkeypatch: pytest.MonkeyPatch, round_s: float
+) -> None:
+    scene = Scene(monkeypatch, round_s=round_s)
+    scene.soak.calm_down()
+    (violation,) = scene.watch.violations.found
+    assert violation == f"not back {120 + 2 * (round_s + 13):.0f} s after {scene.struck.fault}"
+
+
+def test_fault_that_was_never_undone_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.undone_s = None
+    monkeypatch.setattr(scene.soak, "_undo", lambda one: None)
+    scene.soak.calm_down()
+    assert len(scene.watch.violations.found) == 1
+
+
+def test_soak_that_is_stopped_does_not_say_who_would_have_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.is_stopped = True
+    scene.soak.calm_down()
+    assert scene.watch.violations.found == []
+
+
+def ended(exit_code: int) -> Any:
+    return SimpleNamespace(is_running=False, exit_code=exit_code, pids=(), console_tail=lambda lines: "")
+
+
+def test_nodes_that_end_because_the_run_is_complete_are_no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    scene.cluster.nodes["node1"] = ended(0)
+
+    def read(now_s: float) -> None:
+        scene.watch.complete_s = now_s
+
+    scene.watch.read.side_effect = read
+    scene.soak.storm([], 60.0)
+    assert scene.watch.violations.found == []
+    assert scene.soak.course.struck == [scene.struck]
+    scene.cluster.restart.assert_not_called()
+
+
+def test_node_that_ends_by_itself_before_is_a_violation_and_no_planned_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    scene.struck.over_s["node0"] = 1.0
+    scene.cluster.nodes["node1"] = ended(1)
+    scene.soak.storm([], 15.0)
+    assert scene.watch.violations.found == ["node1 ended by itself with exit code 1"]
+    assert [one.fault.kind for one in scene.soak.course.struck] == [Kind.CUT_OFF, Kind.ENDED]
+    assert scene.soak.course.planned == [scene.struck]
+
+
+def test_phase_without_a_whole_round_gives_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, round_s=10.0)
+    assert scene.soak.stay_calm(30.0) is None
+    assert scene.soak.course.calm_rounds == 0

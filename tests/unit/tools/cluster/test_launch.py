@@ -1,0 +1,73 @@
+"""`zeroband launch`'s command line: torchrun's arguments for one machine, and nothing that opens a port."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from zeroband.errors import ConfigError
+from zeroband.tools.cluster import launch
+from zeroband.tools.cluster.launch import main, parse
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs, in an environment that asks for nothing."""
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: ())
+    for name in ("PET_NPROC_PER_NODE", "PET_MAX_RESTARTS", "PET_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("options", [("--nproc_per_node=3",), ("--nproc-per-node", "3"), ("--standalone",)])
+def test_arguments_of_the_script_are_its_own(options: Sequence[str]) -> None:
+    asked = parse([*options, "train.py", "@a.toml", "--max-restarts", "5"])
+    assert asked.command == (sys.executable, "-u", "train.py", "@a.toml", "--max-restarts", "5")
+    assert (asked.ranks, asked.max_restarts) == (1 if options == ("--standalone",) else 3, 0)
+
+
+def test_module_and_program_are_started_as_torchrun_does() -> None:
+    assert parse(["-m", "a.b", "x"]).command == (sys.executable, "-u", "-m", "a.b", "x")
+    assert parse(["--no-python", "/bin/prog", "x"]).command == ("/bin/prog", "x")
+
+
+def test_torchruns_environment_gives_what_the_command_line_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    assert [(a.ranks, a.max_restarts) for a in (parse(["s"]), parse(["--max-restarts=1", "s"]))] == [(2, 3), (2, 1)]
+
+
+def test_ranks_are_counted_by_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["--nproc-per-node=cpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == os.cpu_count()
+    monkeypatch.setattr(launch, "visible_gpus", lambda environ: ("0", "1", "2", "3"))
+    assert parse(["--nproc-per-node=gpu", "s"]).ranks == parse(["--nproc-per-node=auto", "s"]).ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc-per-node=gpu", "s"], "no GPU is visible"),
+        (["--nproc-per-node=two", "s"], "--nproc-per-node two is no number of ranks"),
+        (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is no number of ranks"),
+        (["--max-restarts=-1", "s"], "--max-restarts -1 is negative"),
+        (["--nnodes=2", "s"], "does not take --nnodes 2: .* start it on every machine"),
+        (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .* meet without a port"),
+        (["--master_port=29500", "s"], "does not take --master_port=29500"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(arguments)
+    assert main(arguments) == 2
+
+
+def test_ranks_get_no_port_not_even_that_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.setenv(name, "x")
+    env = parse(["--nproc-per-node=2", "--max-restarts=4", "s"]).environment(1, restarts=3, meeting=7)
+    assert not [name for name in env if name.startswith("MASTER_") or env[name] == "x"]
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("1", "1", "2", "2")
+    assert (env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("3", "4")
+    assert env["ZEROBAND_RANKS_FILE"] == "/proc/self/fd/7"

@@ -1,0 +1,115 @@
+"""The table of methods, and what users write behind a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroband.config import load_config
+from zeroband.config.cautions import cautions_of, method_of
+from zeroband.errors import ConfigError
+from zeroband.tools.compare import methods
+from zeroband.tools.compare.methods import (
+    NO_STORE,
+    PRESETS,
+    Arm,
+    Preset,
+    flags_of,
+    known_presets,
+    parse_arms,
+    require_known,
+)
+
+FED_ADAM = Path(__file__).resolve().parents[4] / "examples" / "fed_adam.py"
+
+
+def outer_of(text: str, *, nodes: int = 2) -> dict[str, Any]:
+    (arm,) = parse_arms([text])
+    section = next(flag for flag in flags_of(arm, nodes=nodes, inner_steps=20) if flag.startswith("--outer="))
+    return json.loads(section.partition("=")[2])
+
+
+def test_every_entry_is_one_that_the_rules_of_stability_know() -> None:
+    methods_of = {name: method_of(preset.outer) for name, preset in PRESETS.items() if preset.outer is not None}
+    assert [name for name, method in methods_of.items() if method is None] == ["custom"]
+    named = ("ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco")
+    assert {name: methods_of[name] for name in named} == {name: name for name in named}
+
+
+@pytest.mark.parametrize("preset", known_presets())
+def test_known_entry_loads_and_is_stable(preset: str) -> None:
+    arm = Arm(preset, preset)
+    config = load_config(flags_of(arm, nodes=4, inner_steps=20), {} if arm.is_alone else NO_STORE)
+    assert not [caution for caution in cautions_of(config) if caution.is_unstable]
+
+
+def test_known_entries_are_at_least_those_of_the_baselines() -> None:
+    assert {"single", "ddp", "ddp-bf16", "ddp-int8", "diloco", "diloco-fp32", "average"} <= set(known_presets())
+
+
+def test_outer_learning_rate_is_the_safe_one_for_the_number_of_nodes() -> None:
+    lrs = [outer_of(name, nodes=nodes)["optimizer"]["lr"] for nodes in (2, 8) for name in ("diloco", "eager")]
+    assert lrs == [0.7, 0.38, 0.7, 0.16]
+
+
+def test_settings_behind_a_name_win_over_the_entry() -> None:
+    assert outer_of("demo:k=8:values=float32")["k"] == 8
+    assert outer_of("demo:k=8:values=float32")["values"] == "float32"
+    diloco = outer_of("diloco:inner-steps=50:optimizer.lr=0.4")
+    assert (diloco["inner_steps"], diloco["optimizer"]) == (50, {"lr": 0.4, "momentum": 0.9})
+    (arm,) = parse_arms(["diloco:comm.codec=fp16:train.batch_size=3"])
+    assert {"--comm.codec=fp16", "--train.batch_size=3"} < set(flags_of(arm, nodes=2, inner_steps=20))
+
+
+def test_one_entry_leaves_nothing_behind_in_the_table() -> None:
+    before = json.dumps({name: dict(preset.outer or {}) for name, preset in PRESETS.items()})
+    outer_of("average:optimizer.lr=0.5")
+    assert json.dumps({name: dict(preset.outer or {}) for name, preset in PRESETS.items()}) == before
+
+
+@pytest.mark.parametrize(
+    ("texts", "complaint"),
+    [
+        (["ddp", "dloco"], "there is no method 'dloco'; this version knows single, ddp"),
+        (["ddp", "ddp"], "name each method once"),
+        ([""], "name each method once"),
+        (["diloco:50"], "'50' in 'diloco:50' is no KEY=VALUE"),
+        (["single:k=1"], "a node alone has no settings"),
+    ],
+)
+def test_methods_that_cannot_be_are_refused(texts: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_arms(texts)
+
+
+def test_method_that_the_schema_does_not_know_is_refused_with_those_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {**PRESETS, "gossip": Preset("of another version", {"type": "gossip"}, "all_reduce")}
+    monkeypatch.setattr(methods, "PRESETS", entries)
+    with pytest.raises(
+        ConfigError, match=r"'gossip' is not in this version \(outer\.type='gossip'.*it knows single, d"
+    ):
+        require_known(parse_arms(["ddp", "gossip"]))
+    require_known(parse_arms(["ddp", "single"]))
+
+
+def test_algorithm_from_a_file_is_a_method() -> None:
+    arms = parse_arms([f'custom:algorithm={FED_ADAM}:settings=["lr=0.01"]'])
+    require_known(arms)
+    outer = outer_of(arms[0].name)
+    assert (outer["algorithm"], outer["settings"], outer["inner_steps"]) == (str(FED_ADAM), ["lr=0.01"], 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("custom", r"outer\.algorithm"),
+        ("custom:algorithm=absent.py", r"'absent\.py' cannot be read"),
+        (f'custom:algorithm={FED_ADAM}:settings=["rate=1"]', r"rate: Extra inputs"),
+    ],
+)
+def test_algorithm_that_cannot_be_had_is_refused_before_anything_starts(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}.*and custom:algorithm=FILE"):
+        require_known(parse_arms([text]))

@@ -1,0 +1,221 @@
+"""The table, the claims, the page and its figures, from made-up outcomes."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.unit.tools.compare.outcomes import counted, failed, outcome
+
+from zeroband.errors import ConfigError
+from zeroband.tools.compare.claims import Claim, check, parse_claims
+from zeroband.tools.compare.curves import charts, ticks
+from zeroband.tools.compare.methods import Arm, parse_arms
+from zeroband.tools.compare.page import COLUMNS, Report, cells, html, markdown
+from zeroband.tools.compare.png import write_pngs
+from zeroband.tools.compare.results import Outcome
+from zeroband.tools.compare.svg import draw
+from zeroband.tools.compare.table import Row, find, gap, ppl_ratio, row_of, statement
+from zeroband.tools.plan.forecast import Link
+
+LINK = Link(1e6, 1e6, 0.05)
+ALONE = counted(nodes=1, rounds=0, sent=0)
+OUTCOMES = [
+    *(outcome("single", lr, loss, found=ALONE) for lr, loss in ((1e-3, 1.80), (2e-3, 1.76), (4e-3, 1.79))),
+    *(outcome("ddp", lr, loss) for lr, loss in ((1e-3, 1.69), (2e-3, 1.60), (4e-3, 1.61))),
+    outcome("ddp", 2e-3, 1.62, seed=1),
+    *(outcome("diloco", lr, loss, found=counted(sent=300.0)) for lr, loss in ((1e-3, 1.63), (2e-3, None))),
+    failed("demo", 1e-3),
+]
+
+
+def rows(outcomes: list[Outcome] = OUTCOMES, arms: Sequence[str] = ("single", "ddp", "diloco", "demo")) -> list[Row]:
+    return [row_of(arm, outcomes, LINK, overlap_steps=0, step_s=None) for arm in parse_arms(arms)]
+
+
+ARMS = [*parse_arms(["single", "ddp", "diloco", "demo"]), *(Arm(name, "diloco") for name in ("zero", "odd", "big"))]
+
+
+def report() -> Report:
+    found = rows()
+    verdicts = check([Claim("ppl_ratio", "diloco", "ddp", at_most=1.03)], found)
+    return Report("A & B", "zeroband compare", [("machine", "<2 cores>")], found, OUTCOMES, verdicts, ["diloco: few"],
+                  charts(found, "8mbit,50ms"))  # fmt: skip
+
+
+def test_line_is_that_of_the_best_learning_rate_over_its_seeds() -> None:
+    single, ddp, diloco, demo = rows()
+    assert (ddp.lr, ddp.losses, ddp.is_bracketed, ddp.tried) == (2e-3, (1.60, 1.62), True, (1e-3, 2e-3, 4e-3))
+    assert ddp.loss == pytest.approx(1.61) and ddp.spread == pytest.approx(0.02)
+    assert (diloco.lr, diloco.is_bracketed) == (1e-3, False)
+    assert (demo.lr, demo.loss, demo.failures) == (None, None, ("lr 0.001, seed 0: node1 ended with 1: boom\nmore",))
+    assert single.payload_ratio is None and diloco.payload_ratio == pytest.approx(200_000 / (300 / 1.5))
+
+
+def test_ratio_and_gap_compare_with_the_bracketed_baseline() -> None:
+    single, ddp, diloco, demo = rows()
+    assert ppl_ratio(diloco, ddp) == pytest.approx(math.exp(0.02))
+    assert gap(diloco, single, ddp) == pytest.approx(0.13 / 0.15)
+    assert (gap(single, single, ddp), gap(ddp, single, ddp)) == (0.0, 1.0)
+    assert ppl_ratio(diloco, find([single, demo], "ddp")) is None and gap(demo, single, ddp) is None
+
+
+def test_statement_says_what_flatters() -> None:
+    assert statement(rows()) == [
+        "Best learning rate at the edge of those that were tried: diloco.",
+        "One seed: differences below the spread between seeds, which it does not show, mean nothing.",
+        "Runs that failed: demo.",
+    ]
+    cut_off = statement(rows([o for o in OUTCOMES if o.lr < 4e-3]))
+    assert cut_off[0].startswith(
+        "The best learning rate of ddp, 0.002, lies at the edge of those that were tried (0.001"
+    )
+    assert "flatters all others" in cut_off[0]
+    assert statement(rows([o for o in OUTCOMES if o.arm != "ddp"]))[0].startswith("There is no data parallel baseline")
+
+
+def test_table_shows_failed_and_diverged_runs_and_keeps_its_columns() -> None:
+    found = rows([*OUTCOMES[:-1], outcome("demo", 1e-3, None)])
+    assert [len(cells(row, found)) for row in found] == [len(COLUMNS)] * 4
+    assert cells(found[3], found)[:3] == ("demo", "diverged", "-")
+    assert cells(rows()[3], rows())[:3] == ("demo", "failed", "-")
+    shown = dict(zip(COLUMNS, cells(found[2], found), strict=True))
+    assert shown["lr"] == "0.001 (edge)" and shown["of ddp"] == "1.0202" and shown["gap closed"] == "87 %"
+    assert shown["up"] == "0.06" and shown["rounds"] == "10"
+
+
+def test_claims_are_checked_and_what_is_missing_is_not_met_nor_broken() -> None:
+    claims = parse_claims(
+        [
+            {"figure": "ppl_ratio", "of": "diloco", "over": "ddp", "at_most": 1.03},
+            {"figure": "gap", "of": "diloco", "over": "ddp", "to": "single", "at_most": 0.1},
+            {"figure": "bytes_ratio", "of": "diloco", "over": "ddp", "at_least": 19.6, "at_most": 20.4},
+            {"figure": "payload_ratio", "of": "demo", "at_least": 857},
+            {"figure": "loss_ratio", "of": "diloco", "over": "ddp", "at_most": 1.02},
+        ]
+    )
+    verdicts = check(claims, rows())
+    assert [verdict.is_met for verdict in verdicts] == [True, False, True, None, True]
+    assert str(verdicts[1]).startswith("NOT MET: gap of diloco over ddp to single: at most 0.1; found 0.1333")
+
+
+@pytest.mark.parametrize(
+    ("claim", "more", "why"),
+    [
+        (Claim("ppl_ratio", "eager", "ddp", at_most=2), [], "eager is not in this comparison"),
+        (Claim("ppl_ratio", "diloco", "eager", at_most=2), [], "eager is not in this comparison"),
+        (Claim("payload_ratio", "demo", at_least=0), [], "no run of demo ended with a loss"),
+        (Claim("loss_ratio", "demo*", "ddp", at_most=2), [], "no run of demo* ended with a loss"),
+        (
+            Claim("ppl_ratio", "diloco", "ddp", at_most=2),
+            [outcome("diloco", 1e-3, None, seed=1)],
+            "diloco has a run without a loss (lr 0.001, seed 1: it diverged)",
+        ),
+        (
+            Claim("ppl_ratio", "diloco", "ddp", at_most=2),
+            [failed("ddp", 8e-3)],
+            "ddp has a run without a loss (lr 0.008, seed 0: node1 ended with 1: boom)",
+        ),
+        (Claim("payload_ratio", "single", at_least=0), [], "the runs do not give this figure"),
+        (Claim("loss_ratio", "diloco", "zero", at_most=2), [outcome("zero", 1e-3, 0.0)], "cannot be computed: float"),
+        (Claim("loss_ratio", "odd", "ddp", at_least=0), [outcome("odd", 1e-3, math.inf)], "odd ended with a loss"),
+        (Claim("ppl_ratio", "big", "ddp", at_least=0), [outcome("big", 1e-3, 1e4)], "cannot be computed: math range"),
+    ],
+)
+def test_claim_without_evidence_is_not_measured_and_says_why(claim: Claim, more: list[Outcome], why: str) -> None:
+    arms = [row_of(arm, [*OUTCOMES, *more], LINK, overlap_steps=0, step_s=None) for arm in ARMS]
+    (verdict,) = check([claim], arms)
+    assert (verdict.found, verdict.is_met) == (None, None)
+    assert str(verdict).startswith("not measured: ") and why in str(verdict)
+
+
+def test_claim_about_a_pattern_is_about_the_best_that_fits() -> None:
+    outcomes = [
+        outcome("eager:lr=0.4", 1e-3, 1.7),
+        outcome("eager:lr=0.4", 1e-3, 1.4, seed=1),  # the best mean, but not with the seed that chooses
+        outcome("eager:lr=0.8", 1e-3, 1.6),
+        outcome("eager:lr=0.8", 1e-3, 1.6, seed=1),
+        outcome("eager:lr=2", 1e-3, None),
+        outcome("diloco:lr=0.8", 1e-3, 1.5),
+    ]
+    tables = [
+        {"figure": "loss_ratio", "of": "eager:*", "over": "diloco:*", "at_most": 1.1},
+        {"figure": "loss_ratio", "of": "eager:*", "over": "ddp:*", "at_most": 1.1},
+    ]
+    said, missing = check(parse_claims(tables), rows(outcomes, list(dict.fromkeys(o.arm for o in outcomes))))
+    assert said.found == pytest.approx(1.6 / 1.5)
+    assert str(said).startswith("met: loss_ratio of eager:* (eager:lr=0.8) over diloco:* (diloco:lr=0.8): at most 1.1")
+    assert missing.found is None and "over ddp:*:" in str(missing)
+
+
+@pytest.mark.parametrize("table", [{"figure": "x", "of": "a", "at_most": 1}, {"figure": "gap", "of": "a"}, {"fig": 1}])
+def test_claim_without_a_figure_or_a_limit_is_refused(table: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"compare\.claims"):
+        parse_claims([table])
+
+
+def test_page_needs_no_other_file_and_escapes_what_it_shows() -> None:
+    page = html(report())
+    assert re.findall(r"(?:src|href)\s*=|@import|url\(", page) == []
+    assert "A &amp; B" in page and "&lt;2 cores&gt;" in page
+    assert page.count("<svg") == 3 and "met: ppl_ratio" in page
+    assert "node1 ended with 1: boom" in page and "1.6100 +-0.0100" in page
+
+
+def test_markdown_table_has_a_line_for_each_method() -> None:
+    lines = markdown(report()).splitlines()
+    assert [line.count("|") for line in lines[:6]] == [len(COLUMNS) + 1] * 6
+    assert lines[-1].startswith("- met: ppl_ratio")
+
+
+def test_charts_draw_what_was_measured_within_their_frame() -> None:
+    tokens, sent, seconds = charts(rows(), "8mbit,50ms")
+    assert [series.name for series in tokens.series] == ["single", "ddp", "diloco"]
+    assert [series.name for series in sent.series] == ["ddp", "diloco"]
+    assert tokens.series[1].xs == (10_000, 20_000) and tokens.series[2].ys == (2.13, 1.63)
+    assert tokens.series[1].ys == (2.1, 1.6) or tokens.series[1].ys == pytest.approx((2.11, 1.61))
+    assert seconds.series[1].xs[1] > seconds.series[2].xs[1] > seconds.series[0].xs[1]
+    for chart in (tokens, sent, seconds):
+        drawn = ET.fromstring(draw(chart))
+        points = [p for e in drawn.iter() if e.tag.endswith("polyline") for p in e.attrib["points"].split()]
+        places = [tuple(map(float, point.split(","))) for point in points]
+        assert len(places) == 2 * len(chart.series)
+        assert all(64 <= x <= 530 and 16 <= y <= 334 for x, y in places)
+
+
+def test_place_that_one_seed_has_not_kept_is_left_out_of_the_curve() -> None:
+    first, second = outcome("ddp", 1e-3, 1.6), outcome("ddp", 1e-3, 1.8, seed=1)
+    second = replace(second, points=second.points[1:])
+    row = row_of(parse_arms(["ddp"])[0], [first, second], LINK, overlap_steps=0, step_s=None)
+    (line,) = charts([row], "8mbit,50ms")[0].series
+    assert (line.xs, line.ys) == ((20_000,), (pytest.approx(1.7),))
+
+
+def test_chart_without_a_line_says_so() -> None:
+    assert draw(charts([], "1mbit,1ms")[0]) == "<p>tokens of all nodes: no run to draw.</p>"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_log", "expected"),
+    [
+        (0.0, 10.0, False, (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)),
+        (1.52, 1.71, False, (1.55, 1.6, 1.65, 1.7)),
+        (30.0, 2e5, True, (100.0, 1e3, 1e4, 1e5)),
+        (150.0, 900.0, True, (200.0, 500.0)),
+        (3.0, 3.0, False, (3.0,)),
+    ],
+)
+def test_ticks_are_round_numbers_in_range(low: float, high: float, is_log: bool, expected: tuple[float, ...]) -> None:
+    assert ticks(low, high, is_log=is_log) == pytest.approx(expected)
+
+
+def test_figures_are_written_where_matplotlib_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra compare")
+    files = write_pngs(charts(rows(), "8mbit,50ms"), tmp_path)
+    assert [path.name for path in files] == ["loss-tokens.png", "loss-bytes.png", "loss-time.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)

@@ -1,0 +1,245 @@
+"""Predictions against numbers computed by hand, and what the command says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from zeroband import cli
+from zeroband.config.outer import DemoConfig, SparseLocoConfig
+from zeroband.config.stability import Method
+from zeroband.elastic.transport.times import CROWDED, MESSAGE_S
+from zeroband.errors import ConfigError
+from zeroband.kernels.codec import CODECS
+from zeroband.outer.compression.combine import combined_bytes
+from zeroband.outer.demo import momentum_rule
+from zeroband.outer.sparseloco import error_rule
+from zeroband.state.flat import FlatLayout, Slot
+from zeroband.tools.plan.advice import OuterKnobs, advise
+from zeroband.tools.plan.command import main
+from zeroband.tools.plan.forecast import (
+    CODECS_OF,
+    HEADERS,
+    OWN_WORK,
+    STORE_TRIPS,
+    Forecast,
+    Job,
+    Link,
+    Relay,
+    forecasts,
+)
+from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_whole
+
+LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
+JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
+MESSAGES_S = 6 * MESSAGE_S
+"""Two to each of three others."""
+
+SENDS_S = 24.576 * CROWDED * HEADERS + 3 * 0.065536
+"""One and a half times 16.384 MB at a MB/s, all-to-all, and the mean of the last chunk to three others."""
+
+
+AGREES_S = STORE_TRIPS * 0.05
+UNPACKS_S = (OWN_WORK["demo"].unpacking_s + 4 * OWN_WORK["demo"].payload_s) * 4096e3 / 4
+"""DeMo's of four payloads, on four cores."""
+
+
+def own_s(method: Method) -> float:
+    return OWN_WORK[method].packing_s * JOB.params / JOB.cores + OWN_WORK[method].round_s
+
+
+def of(method: str, values: str, job: Job = JOB, link: Link = LINK) -> Forecast:
+    return next(f for f in forecasts(job, link) if (f.method, f.codec) == (method, values))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1e9", 1e9), ("1.5e9", 1.5e9), ("7B", 7e9), ("150M", 150e6), ("2k", 2000), (" 8 ", 8)]
+)
+def test_count_is_read(text: str, count: float) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e", "7 B", "7GB", "nan", "inf", "1e999", "0.5", "\u0661"])
+def test_count_that_is_none_is_refused_with_the_way_out(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a count of 1 or more; write it like 1\.5e9, 150M or 7B"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("20mbit", 2.5e6), ("1gbit", 125e6), ("2.5Gbit/s", 312.5e6), ("800 kbit", 1e5)]
+)
+def test_rate_is_read(text: str, bytes_per_s: float) -> None:
+    assert parse_rate(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["20", "20MB", "0mbit", "-1mbit", "mbit", "20mbits", "20mbps", "1e999gbit"])
+def test_rate_without_bits_a_second_is_refused_with_the_way_out(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is not a rate above 0; write it in bits a second like 20mbit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "1.5", "", "x", "1e3", "12345678901"])
+def test_number_of_things_that_is_not_whole_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="whole number of 1 or more"):
+        parse_whole(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "s", "", "1e999", "2s"])
+def test_number_that_is_not_positive_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a number above 0"):
+        parse_positive(text)
+
+
+def test_ddp_sends_all_values_every_step_and_waits_for_them() -> None:
+    found = of("ddp", "fp32")
+    assert found.sent_bytes == found.received_bytes == 2 * 3 / 4 * 4 * 4096e3
+    assert found.transfer_s == pytest.approx(SENDS_S + 0.05 + MESSAGES_S)
+    assert found.compute_utilisation == pytest.approx(0.5 / (0.5 + own_s("ddp") + AGREES_S + found.transfer_s))
+    assert found.payload_ratio(JOB.params) == 0.5
+
+
+def test_diloco_sends_as_much_once_a_round() -> None:
+    found = of("diloco", "fp32")
+    assert found.sent_per_step == of("ddp", "fp32").sent_per_step / 20
+    own, sends_s = own_s("diloco"), SENDS_S + 0.05 + MESSAGES_S
+    assert found.compute_utilisation == pytest.approx(10 / (10 + own + AGREES_S + sends_s))
+    assert found.faster_link(0.5) == pytest.approx(sends_s / (10 - own - AGREES_S))
+    assert (found.faster_link(0.1), found.faster_link(0.999)) == (1.0, math.inf)
+
+
+def test_encoded_sizes_are_those_of_the_codecs() -> None:
+    for method, names in CODECS_OF.items():
+        for name in names:
+            parts = 4 if method == "streaming" else 1
+            assert of(method, name).payload_bytes == parts * CODECS[name].encoded_size(4096_000 // parts)
+    assert of("diloco", "int8").payload_bytes == 4096_000 + 4 * 16_000
+
+
+def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() -> None:
+    found = of("streaming", "int8")
+    part = 1.5 * (1024_000 + 4 * 4000)
+    assert found.peak_bytes == part
+    assert found.sent_bytes == 4 * part
+    last_s = 3 * HEADERS * 1040_000 / 4 / 16 / 1e6
+    part_s = CROWDED * HEADERS * part / 1e6 + last_s + 0.05 + MESSAGES_S
+    assert found.waits_s == pytest.approx(4 * (part_s + AGREES_S - 1.0))
+    assert of("streaming", "int8", Job(4096e3, 4, 2.0, 20, fragments=4, overlap=2)).waits_s == 0
+    waiting = of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0))
+    assert waiting.waits_s == pytest.approx(4 * (part_s + AGREES_S))
+
+
+def test_eager_waits_only_for_what_exceeds_its_round() -> None:
+    transfer_s = CROWDED * HEADERS * 1.5 * 4160 / 1e3 + 3 * 0.065536 + 0.05 + MESSAGES_S
+    assert of("eager", "int8").transfer_s == pytest.approx(transfer_s)
+    assert of("eager", "int8").waits_s == 0
+    assert of("eager", "int8").compute_utilisation == pytest.approx(10 / (10 + own_s("eager")))
+    short = of("eager", "int8", Job(4096e3, 4, 0.5, 10, fragments=5, overlap=2))
+    assert short.compute_utilisation == pytest.approx(5 / (own_s("eager") + AGREES_S + transfer_s))
+
+
+@pytest.mark.parametrize(("relay", "sent", "received", "ways"), [("none", 3, 3, 1), ("store", 1, 3, 2)])
+def test_demo_and_sparseloco_send_their_payload_to_all_or_once(
+    relay: Relay, sent: int, received: int, ways: int
+) -> None:
+    job = Job(4096e3, 4, 0.5, relay=relay, fragments=5)
+    demo, sparse = of("demo", "sign", job), of("sparseloco", "two_bit", job)
+    assert demo.payload_bytes == 32 + 1000 * 4 * (12 + 1) // 8
+    assert sparse.payload_bytes == 32 + 1000 * 64 * (12 + 2) // 8 + 125 * 4
+    for found in (demo, sparse):
+        assert (found.sent_bytes, found.received_bytes) == (sent * found.payload_bytes, received * found.payload_bytes)
+        took_s = HEADERS * max(found.sent_bytes / 1e6, found.received_bytes / 2e6)
+        assert found.transfer_s == pytest.approx(took_s + ways * 0.05 + 3 * MESSAGE_S)
+    assert demo.payload_ratio(job.params) == pytest.approx(1260, rel=0.01)
+    assert sparse.payload_ratio(job.params) == pytest.approx(30 * 16 * 4096 / (64 * 14 + 4), rel=0.01)
+
+
+def test_aggregator_bounds_what_comes_down_by_the_combined_payload() -> None:
+    found = of("demo", "sign", Job(4096e3, 4, 0.5, relay="aggregator", fragments=5))
+    assert found.sent_bytes == found.payload_bytes
+    assert found.received_bytes == 32 + 1000 * 5 // 8 + 1000 * 16 * (12 + 4) // 8
+
+
+@pytest.mark.parametrize(("params", "nodes"), [(4096, 2), (4096 * 1001, 5), (4096 * 12_345, 33)])
+def test_payloads_of_the_forecast_are_those_of_the_codec(params: int, nodes: int) -> None:
+    layout = FlatLayout((Slot("all", (params // 64, 64), 0),))
+    job = Job(params, nodes, 0.5, relay="aggregator", fragments=5, k=3)
+    demo = momentum_rule(DemoConfig(type="demo", k=3), layout).codec
+    sparse = error_rule(SparseLocoConfig(type="sparseloco"), layout).codec
+    for found, codec, weighted in (
+        (of("demo", "sign", job), demo, False),
+        (of("sparseloco", "two_bit", job), sparse, True),
+    ):
+        assert found.payload_bytes == codec.nbytes
+        assert found.received_bytes == combined_bytes(codec, nodes, weighted=weighted)
+
+
+def test_overlapped_step_hides_demos_payload() -> None:
+    waiting, overlapped = (of("demo", "sign", Job(4096e3, 4, 2.0, fragments=5, demo_overlap=n)) for n in (0, 1))
+    assert waiting.waits_s == pytest.approx(waiting.transfer_s + AGREES_S + UNPACKS_S)
+    assert (overlapped.waits_s, overlapped.own_s) == (0, pytest.approx(own_s("demo")))
+
+
+def test_more_cores_shorten_a_nodes_own_work_and_a_store_nearby_the_agreement() -> None:
+    job = Job(4096e3, 4, 0.5, fragments=5, cores=2 * JOB.cores)
+    found = of("demo", "sign", job, Link(1e6, 2e6, 0.05, store_rtt_s=0.001))
+    assert found.own_s == pytest.approx((own_s("demo") + OWN_WORK["demo"].round_s) / 2)
+    assert found.beside_s == pytest.approx(STORE_TRIPS * 0.001 + UNPACKS_S / 2)
+
+
+def test_one_node_sends_nothing() -> None:
+    for found in forecasts(Job(1e6, 1, 0.5), LINK):
+        assert (found.sent_bytes, found.received_bytes, found.transfer_s, found.compute_utilisation) == (0, 0, 0, 1.0)
+
+
+def test_fast_link_gets_ddp_and_slow_links_get_what_hides_or_saves() -> None:
+    def taken(up: float, params: float = 1e9, rtt_s: float = 0.05) -> str:
+        job = Job(params, 2, step_s=2.0)
+        found = forecasts(job, Link(up, up, rtt_s))
+        return advise(found, job, OuterKnobs(), 0.95).forecast.method
+
+    assert taken(125e9, params=1e6, rtt_s=0.001) == "ddp"
+    assert [taken(up) for up in (1.25e9, 12.5e6, 3e6)] == ["diloco", "streaming", "eager"]
+
+
+def test_advice_says_what_would_help_where_nothing_is_enough() -> None:
+    job = Job(1e9, 8, step_s=2.0)
+    link = Link(2.5e6, 2.5e6, 0.1)
+    advice = advise(forecasts(job, link), job, OuterKnobs(), 0.95)
+    assert "comes closest" in advice.reasons[0]
+    (way,) = [reason for reason in advice.reasons if reason.startswith("eager with int4 would with")]
+    longer = Job(1e9, 8, step_s=2.0, inner_steps=int(way.split()[-3]), fragments=1)
+    assert of("eager", "int4", longer, link).compute_utilisation >= 0.95
+    shorter = Job(1e9, 8, step_s=2.0, inner_steps=longer.inner_steps - 1, fragments=1)
+    assert of("eager", "int4", shorter, link).compute_utilisation < 0.95
+
+
+def test_unstable_method_is_not_recommended() -> None:
+    job, link = Job(1e9, 8, step_s=2.0, inner_steps=500), Link(2.5e6, 2.5e6, 0.1)
+    assert advise(forecasts(job, link), job, OuterKnobs(), 0.95).forecast.method == "eager"
+    assert advise(forecasts(job, link), job, OuterKnobs(lr=0.7), 0.95).forecast.method != "eager"
+
+
+def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", "--outer-lr", "0.7"]
+    assert cli.main(["plan", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[1:13]].count("diloco") == 3
+    assert "diloco      int8     100    1.78 GB" in shown
+    assert "\ntake " in shown
+    assert "UNSTABLE eager: outer.optimizer.lr: 0.7 with momentum 0.9 and 8 nodes is above 0.32" in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits a second like 20mbit or 1gbit"),
+        (["--params", "7GB"], "--params: '7GB' is not a count of 1 or more; write it like 1.5e9, 150M or 7B"),
+        (["--nodes", "0"], "--nodes: '0' is not a whole number of 1 or more"),
+        (["--target", "95"], "--target: 95 is outside 0 to 1; write 95 % as 0.95"),
+        (["--fragments", "3"], "outer.inner_steps=100 is not a multiple of outer.fragments=3; nearest: 99 or 102"),
+    ],
+)
+def test_command_says_what_is_wrong(changed: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", *changed]) == 2
+    assert capsys.readouterr().err == f"zeroband plan: {message}\n"

@@ -1,0 +1,108 @@
+"""`zeroband ctl` on a real Redis: what is ordered, what is refused, what status shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.store.redis_store import Store
+from zeroband.tools import ctl
+
+A, B = "a#1", "b#1"
+
+
+def give(redis_url: str, *order: str) -> int:
+    return ctl.main([*order, "--outer.type", "ddp", "--run.id", "run", "--store.url", redis_url])
+
+
+@pytest.fixture
+def run(store: Store) -> Store:
+    """A run of two nodes that has committed round 0; one of them stands before round 1."""
+    store.found_or_match({})
+    for member in (A, B):
+        node = member.partition("#")[0]
+        assert store.renew_lease(member, Peer(node, f"host-{node}", 7, True), first=True) is not None
+    opening = Opening(1, 1, 0, (A, B), (0, 0), (0, 0), (1, 1))
+    progress = replace(Progress.at_start(), inner_step=120)
+    assert store.propose_opening(opening, current=None)
+    assert store.propose_verdict(Verdict(opening, "d", {"progress": progress.to_record()}))
+    store.announce_ready(A, Ready(1, 5, "s"))
+    return store
+
+
+def test_pause_and_resume_go_to_the_run_that_the_configuration_names(run: Store, redis_url: str) -> None:
+    assert give(redis_url, "pause") == 0
+    assert run.view(1).orders == Orders(1, is_paused=True)
+    assert give(redis_url, "resume") == 0
+    assert run.view(1).orders == Orders(2)
+
+
+def test_drain_orders_the_members_of_a_node_to_leave(run: Store, redis_url: str) -> None:
+    assert give(redis_url, "drain", "b") == 0
+    assert run.view(1).orders.leaving == (B,)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [(("drain", "c"), "no living member of this run is on node 'c'; there are a, b"), (("stop",), "invalid choice")],
+)
+def test_order_that_makes_no_sense_gives_2(
+    run: Store, redis_url: str, order: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = give(redis_url, *order)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and said in capsys.readouterr().err
+    assert run.view(1).orders == Orders()
+
+
+def test_run_that_the_store_does_not_know_gives_2(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert give(redis_url, "pause") == 2
+    assert "no run.id='run'" in capsys.readouterr().err
+
+
+def test_configuration_without_a_store_gives_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["pause"]) == 2
+    assert "store.url" in capsys.readouterr().err
+
+
+def test_store_that_does_not_answer_gives_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctl, "_STORE_PATIENCE_S", 0.01)
+    assert give("redis://127.0.0.1:1", "pause") == 1
+
+
+def test_status_shows_who_waits_where_and_for_what(
+    run: Store, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give(redis_url, "pause")
+    give(redis_url, "drain", "b")
+    capsys.readouterr()
+    assert give(redis_url, "status") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "run run: paused, 1 of 2 members wait before round 1",
+        "round 0, epoch 1, inner step 120",
+        "a#1  host-a:7  at the boundary",
+        "b#1  host-b:7  in its round, leaves after its round",
+    ]
+
+
+def test_order_without_the_token_of_the_run_says_so(
+    open_store: Callable[..., Store],
+    redis_url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = open_store(token="sesame")
+    run.found_or_match({})
+    assert give(redis_url, "pause") == 2
+    assert "run.token: the nodes of this run have another one" in capsys.readouterr().err
+    assert run.view(0).orders == Orders()
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "sesame")
+    assert give(redis_url, "pause") == 0
+    assert run.view(0).orders == Orders(1, is_paused=True)
