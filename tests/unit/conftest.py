@@ -21,8 +21,7 @@ from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor, nn
 
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
-from zeroband.config.rollback import RollbackConfig
-from zeroband.config.schema import AdamWConfig, OptimConfig
+from zeroband.config.schema import AdamWConfig, OptimConfig, RollbackConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Opening,

@@ -15,8 +15,7 @@ from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
-from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import RunConfig
+from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
@@ -253,3 +253,65 @@ def _all_known(settings: list[Setting], unknown: Sequence[str]) -> list[Setting]
     if unknown:
         raise ConfigError("\n".join(unknown))
     return settings
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """The two sides; a value that is no JSON is text. Raises ValueError where one of them is missing."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"{text!r} is no KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def merge(layers: Iterable[Iterable[Setting]], schema: SchemaKeys) -> dict[Path, Setting]:
+    """The settings that hold, by key, after all layers from the weakest to the strongest."""
+    merged: dict[Path, Setting] = {}
+    for layer in layers:
+        for setting in sorted(layer, key=lambda setting: setting.path[-1] != TAG):  # a new type before its keys
+            _set(merged, setting, schema)
+    return merged
+
+
+def _set(merged: dict[Path, Setting], setting: Setting, schema: SchemaKeys) -> None:
+    path = setting.path
+    section = schema.sections.get(path[:-1])
+    if path[-1] == TAG and section is not None:
+        before = merged.get(path)
+        if setting.value != (before.value if before else section.default_tag):
+            _drop_below(merged, path[:-1])
+    for length in range(1, len(path)):
+        above = merged.get(path[:length])
+        if above is not None and above.value != {}:
+            del merged[path[:length]]  # the section was off, and is on again
+    if setting.value != {}:
+        _drop_below(merged, path)
+    elif path in merged and merged[path].value == {}:
+        return
+    merged[path] = setting
+
+
+def _drop_below(merged: dict[Path, Setting], path: Path) -> None:
+    for below in [key for key in merged if key[: len(path)] == path and key != path]:
+        del merged[below]
+
+
+def nested(merged: Mapping[Path, Setting], schema: SchemaKeys) -> dict[str, Any]:
+    """The settings as nested tables for validation. A section gets the tag of its default where it has none."""
+    root: dict[str, Any] = {}
+    for path, setting in sorted(merged.items()):
+        table = root
+        for length, name in enumerate(path[:-1], start=1):
+            if name not in table:
+                table[name] = _new_table(path[:length], schema)
+            table = table[name]
+        is_section = path in schema.sections and setting.value == {}
+        table[path[-1]] = _new_table(path, schema) if is_section else setting.value
+    return root
+
+
+def _new_table(path: Path, schema: SchemaKeys) -> dict[str, Any]:
+    tag = schema.sections[path].default_tag
+    return {TAG: tag} if tag else {}

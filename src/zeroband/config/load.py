@@ -16,9 +16,10 @@ from zeroband.config.layers import (
     layer_of_environment,
     layer_of_file,
     layer_of_flags,
+    merge,
+    nested,
     parse_command_line,
 )
-from zeroband.config.merge import merge, nested
 from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig

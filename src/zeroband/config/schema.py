@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
-from zeroband.config.ckpt import CkptConfig
-from zeroband.config.export import ExportConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
-from zeroband.config.resume import ResumeConfig
-from zeroband.config.rollback import RollbackConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -355,6 +353,109 @@ class ObserveConfig(Section):
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
     """Length of that continuation in tokens."""
+
+
+_STEPS_BETWEEN = 500
+_USUAL = ("s3", "gs", "file")
+_ALIKE = 0.5
+"""Likeness of two schemes from which on one may be a slip for the other: `s4` and `s3` have it."""
+
+
+def require_folder_or_url(path: str) -> None:
+    """Raise ValueError for what would be taken for a folder with a strange name, or is no storage that we know."""
+    scheme, colon, rest = path.partition(":")
+    if not colon or "/" in scheme or rest.startswith(":"):  # a folder, or one storage in front of another
+        return
+    if not rest.startswith("//"):
+        raise ValueError(
+            f"ckpt.path={path!r} is no URL, which has `://` ({scheme}://...); write /{rest.lstrip('/')} for that "
+            f"folder, or ./{path} for one of such a name"
+        )
+    if scheme == "file" and not rest.startswith("///"):
+        raise ValueError(f"ckpt.path={path!r}: a file URL has three slashes: file:///{rest.lstrip('/')}")
+    known: Any = importlib.import_module("fsspec.registry")  # has no types
+    schemes = {*known.known_implementations, *known.registry}
+    if scheme not in schemes:
+        nearest = [
+            name for name in (*_USUAL, *schemes) if difflib.SequenceMatcher(None, scheme, name).ratio() >= _ALIKE
+        ]
+        hint = f"did you mean {nearest[0]}://" if nearest else f"usual are {', '.join(f'{name}://' for name in _USUAL)}"
+        raise ValueError(f"ckpt.path={path!r}: {scheme}:// is no storage that is known here; {hint}")
+
+
+class CkptConfig(Section):
+    """Checkpoints on disk or in an object store."""
+
+    path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    """Folder or fsspec URL (`s3://BUCKET/...`) for checkpoints, written below `<path>/<run.id>/`. None: none are."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_folder_or_url(cls, path: str | None) -> str | None:
+        if path is not None:
+            require_folder_or_url(path)
+        return path
+
+    every_rounds: PositiveInt | None = None
+    """Rounds between two checkpoints. None: 1, or 500 where a round is one inner step, as with DDP and for a node
+    alone. The end of a run is always kept."""
+    keep_last: PositiveInt = 3
+    """So many of the newest checkpoints stay; older ones are removed when a newer one is complete."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of rounds that are a multiple of this stay for ever. None: none do."""
+    shared: bool = True
+    """All nodes see the same path and write one checkpoint together, each a share of it. False: each node writes a
+    whole one to a path of its own."""
+    peer_wait_s: PositiveFloat = 60.0
+    """Longest silence of a node's writer before the node that completes a checkpoint goes without its share, and writes
+    the rest itself. If that one is silent for twice as long, the next node completes it. Nodes that the run lost, and
+    nodes whose storage fails, are not waited for."""
+    retry_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
+    """How long one file is tried again when the storage fails, before the checkpoint is given up."""
+
+    def rounds_between(self, *, are_rounds_steps: bool) -> int:
+        """Rounds from one checkpoint to the next; the same on all nodes."""
+        return self.every_rounds or (_STEPS_BETWEEN if are_rounds_steps else 1)
+
+
+class ResumeConfig(Section):
+    """Where a run begins again."""
+
+    step: int | None = Field(default=None, ge=0, json_schema_extra=NODE_LOCAL)
+    """Inner step of the checkpoint to go on from. None: the newest that verifies, or a new run where there is none."""
+    path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to begin with. Used
+    until this run has checkpoints of its own, unless a step is named. None: this run's own."""
+    trust: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Whoever can write
+    to their folder then decides what this run goes on from."""
+
+
+class RollbackConfig(Section):
+    """Going back because of the loss, which the nodes decide once for all of them. Needs [outer] and ckpt.path."""
+
+    on_spike: float | None = Field(default=2.0, gt=1)
+    """A round whose loss, over all nodes, is so many times the running mean of the rounds before it. None: never."""
+    on_non_finite: bool = True
+    """A round in which no node had a finite loss and a finite update; a single such node is left out anyway."""
+    skip_data: bool = True
+    """The samples learned from since the checkpoint are not learned from again: with the same samples the same nodes
+    would repeat every bit. Off: they are, which suffices where the hardware was at fault."""
+    most: PositiveInt = 3
+    """Times in a row to the same checkpoint; then the run stands still, as after `zeroband ctl pause`."""
+
+
+ExportDtype = Literal["bfloat16", "float32"]
+EXPORT_DTYPES: tuple[ExportDtype, ...] = get_args(ExportDtype)
+
+
+class ExportConfig(Section):
+    """Where the export goes, and how exact it is."""
+
+    path: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Folder to make; one that is there already is left alone. None: `<run.dir>/<run.id>/<node id>/export`."""
+    dtype: ExportDtype = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
+    """Type of the weights in it; float32 keeps them bit for bit."""
 
 
 class RunConfig(Section):

@@ -11,11 +11,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -241,3 +241,25 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The data that a model is trained on."""
+
+    data: DataConfig
+    seed: int
+    """Of the order, and of synthetic text."""
+    fingerprint: str
+    """Of the tokens."""
+    tokenizer_fingerprint: str
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain JSON values; the section as the node that writes has it, with its paths."""
+        return {**asdict(self), "data": self.data.model_dump(mode="json")}
+
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> Corpus:
+        """Raises TypeError, LookupError or ValueError for what `to_record` did not give."""
+        rest: dict[str, Any] = {name: value for name, value in record.items() if name != "data"}
+        return Corpus(DataConfig.model_validate(record["data"]), **rest)

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
-from zeroband.config.export import ExportDtype
-from zeroband.config.schema import ModelConfig
+from zeroband.config.schema import ExportDtype, ModelConfig
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.hf import hf_config

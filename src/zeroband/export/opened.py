@@ -13,8 +13,8 @@ from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import ModelConfig
-from zeroband.data.corpus import Corpus
 from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
 from zeroband.export.hf import model_config_of

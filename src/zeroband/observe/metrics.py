@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroband.observe.events import EVENTS, EVENTS_FILE
 from zeroband.observe.hardware import peak_flops
 from zeroband.observe.sinks import JsonlSink, MetricValue, Sink, WandbSink
 
@@ -27,6 +29,21 @@ __all__ = [
 
 METRICS_FILE = "metrics.jsonl"
 """Its name inside a node's folder of the run directory."""
+
+_HEAD = """\
+# Metrics and events
+
+Made by `python -m zeroband.observe.metrics > docs/metrics.md` from the tables in
+`src/zeroband/observe/`; a test keeps it in step.
+
+Every node writes two files into `<run.dir>/<run.id>/<node id>/`. They are the truth about a run: the console, Weights &
+Biases, the demo and `zeroband status` show what is in them. Each line is one JSON object, written with one system call,
+so a killed node leaves whole lines. A node that starts again appends.
+
+- `at_s`: wall clock of the node in seconds since 1970, for people. No two nodes' clocks are ever compared.
+- Numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`.
+- A member id is `<node id>#<incarnation>`: a node that comes back is another member.
+"""
 
 
 @dataclass(frozen=True)
@@ -144,3 +161,25 @@ def perplexity(loss: float) -> float:
 def ddp_bytes(nodes: int, parameters: int, steps: int = 1) -> int:
     """Bytes that one of `nodes` sends in `steps` of data parallel: a ring all-reduce of float32 gradients each."""
     return steps * 2 * (nodes - 1) * 4 * parameters // nodes
+
+
+def document() -> str:
+    """The text of docs/metrics.md."""
+    metrics = _table(("name", "unit", "meaning"), ((f"`{name}`", m.unit, m.meaning) for name, m in METRICS.items()))
+    events = _table(
+        ("kind", "always carries", "meaning"),
+        ((f"`{kind}`", ", ".join(f"`{f}`" for f in event.fields), event.meaning) for kind, event in EVENTS.items()),
+    )
+    steps = "`step` counts finished inner steps. A metric that was not measured in a step is absent."
+    metrics_head = f"## `{METRICS_FILE}`\n\n{steps}\n"
+    events_head = f"## `{EVENTS_FILE}`\n\nOther fields may come along.\n"
+    return "\n".join([_HEAD, metrics_head, metrics, events_head, events]).rstrip() + "\n"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

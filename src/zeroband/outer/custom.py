@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroband.config.key_value import key_value
+from zeroband.config.layers import key_value
 from zeroband.config.outer import CustomConfig
 from zeroband.config.section import Section
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts

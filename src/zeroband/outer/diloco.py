@@ -16,9 +16,8 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import RoundKeeper
+from zeroband.elastic.rounds.coordinator import KeptRounds, RoundKeeper
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
-from zeroband.elastic.rounds.kept import KeptRounds
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, MeanExchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm

@@ -15,9 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import RoundKeeper
+from zeroband.elastic.rounds.coordinator import KeptRounds, RoundKeeper
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport
-from zeroband.elastic.rounds.kept import KeptRounds
 from zeroband.elastic.rounds.transaction import RESULT, Committed, Exchange
 from zeroband.node.mesh import barrier
 from zeroband.state.flat import digest_of, gradient_shards

@@ -17,9 +17,8 @@ from torch import Tensor
 from zeroband.config.outer import RoundsConfig
 from zeroband.config.section import Section
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import Offer, RoundKeeper
+from zeroband.elastic.rounds.coordinator import KeptRounds, Offer, RoundKeeper
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
-from zeroband.elastic.rounds.kept import KeptRounds
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm

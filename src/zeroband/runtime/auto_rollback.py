@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zeroband.checkpoint.restorer import Restorer
-from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.orders import Orders, answer_loss
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.loss_record import LossRecord, reason_to_go_back

@@ -23,7 +23,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, NoFellows, WriterProcess
 from zeroband.config.schema import RunConfig
-from zeroband.data.corpus import Corpus
+from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import RoundReport, SyncHooks
 from zeroband.elastic.store.redis_store import Store

@@ -16,7 +16,7 @@ from zeroband.checks.finding import require_start
 from zeroband.checks.memory import gpu_memory
 from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
-from zeroband.config.export import ExportConfig
+from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.elastic.rounds.member import say_nothing
@@ -34,7 +34,7 @@ from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import NoSnapshots, Snapshots
 from zeroband.runtime.join import Entry, LoneEntry, get_in
 from zeroband.runtime.replica import RunParts
-from zeroband.runtime.run_report import Committed, Learned, Report
+from zeroband.runtime.report import Committed, Learned, Report
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"

@@ -16,7 +16,7 @@ from zeroband.checkpoint.authenticity import Trust
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
-from zeroband.config.resume import ResumeConfig
+from zeroband.config.schema import ResumeConfig
 from zeroband.elastic.membership import orders
 from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.membership.progress import Progress

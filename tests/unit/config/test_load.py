@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from zeroband.config import RunConfig, load_config
 from zeroband.config.load import render_toml, require_asked
 from zeroband.config.outer import DilocoConfig
-from zeroband.config.resume import ResumeConfig
-from zeroband.config.schema import CosineSchedule, ParquetSource, WandbConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import CosineSchedule, ParquetSource, ResumeConfig, WandbConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}

@@ -13,8 +13,8 @@ from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.saving import Save, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
-from zeroband.data.corpus import Corpus
 from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.data.tokens import Corpus
 from zeroband.elastic.recovery.chunks import bytes_of
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights

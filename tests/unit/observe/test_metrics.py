@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.observe.metrics import METRICS, METRICS_FILE, MetricsLog, MetricValue, ddp_bytes, perplexity
+from zeroband.observe.events import EVENTS
+from zeroband.observe.metrics import METRICS, METRICS_FILE, MetricsLog, MetricValue, ddp_bytes, document, perplexity
 
 
 class RecordingSink:
@@ -99,3 +100,14 @@ def test_perplexity_of_a_uniform_guess_is_the_number_of_choices() -> None:
 def test_perplexity_overflows_to_infinity_and_keeps_nan() -> None:
     assert perplexity(1e6) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+def test_docs_are_in_step_with_the_tables() -> None:
+    docs = Path(__file__).parents[3] / "docs" / "metrics.md"
+    assert docs.read_text(encoding="utf-8") == document(), "run: python -m zeroband.observe.metrics > docs/metrics.md"
+
+
+def test_document_has_a_row_with_equal_cells_for_every_name() -> None:
+    rows = [line for line in document().splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [*METRICS, *EVENTS]
+    assert {row.count("|") for row in rows} == {4}

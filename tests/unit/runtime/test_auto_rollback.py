@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.orders import Orders, go_on, roll_back
 from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.store.redis_store import Store

@@ -16,7 +16,7 @@ from zeroband.config import load_config
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.runtime.run_report import Committed, Learned, Report
+from zeroband.runtime.report import Committed, Learned, Report
 
 LEARNED = Learned(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
 

@@ -18,7 +18,7 @@ from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.background import Flight
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, verify
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, StateCopy, verify
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, describe_return
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange, MeanExchange, commit_round, found_run
@@ -26,6 +26,7 @@ from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
 from zeroband.observe.log import get_logger
+from zeroband.state.flat import SharedBuffers
 
 _log = get_logger(__name__)
 
@@ -404,3 +405,62 @@ class RoundKeeper:
             uncommitted_tokens=self._tokens,
             clip=opening.clip(self.parts.mesh.member_id),
         )
+
+
+class KeptRounds:
+    """The part of `OuterAlgorithm` that is the same for all. A subclass sets `_keeper` and `_buffers`."""
+
+    sections: tuple[str, ...]
+    _keeper: RoundKeeper
+    _buffers: SharedBuffers
+
+    @property
+    def round(self) -> int:
+        return self._keeper.round
+
+    @property
+    def progress(self) -> Progress:
+        return self._keeper.progress
+
+    @property
+    def payload(self) -> Mapping[str, Any]:
+        return self._keeper.payload
+
+    @property
+    def state(self) -> str:
+        return self._keeper.state
+
+    @property
+    def inner_step(self) -> int:
+        return self._keeper.inner_step
+
+    def upcoming(self) -> Sequence[Range]:
+        return self._keeper.upcoming()
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        return self._keeper.found(round, self._at_founding())
+
+    def _at_founding(self) -> Mapping[str, Any]:
+        """What the founding's verdict says beside the progress."""
+        return {}
+
+    def is_time_over(self, steps: int) -> bool:
+        return self._keeper.is_time_over(steps)
+
+    def flush(self) -> Sequence[RoundReport]:
+        """Nothing is on its way while training goes on."""
+        return ()
+
+    def _is_end(self, rounds: int = 1) -> bool:
+        """Whether all nodes wait after so many more rounds, and nothing is on its way then: as all inner steps of the
+        run are made, or for a checkpoint, so that it can be gone on from to the last bit."""
+        every = self._keeper.parts.flush_every
+        return self._keeper.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
+
+    def abandon(self) -> None:
+        self._keeper.abandon()
+
+    def copy_state(self) -> StateCopy:
+        with self._keeper.state_lock:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.epoch import Opening
 
 RECORD = "losses"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from zeroband.config.cautions import method_of
-from zeroband.config.key_value import key_value
+from zeroband.config.layers import key_value
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig

@@ -28,7 +28,7 @@ _OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.i
 _SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
 _CODE = (".py", ".cpp", ".h", ".inl")
 _ONLY_LOOKS = (
-    *("cli.py", "observe/", "runtime/run_report.py", "tools/ctl.py"),
+    *("cli.py", "observe/", "runtime/report.py", "tools/ctl.py"),
     *(f"tools/{name}/" for name in ("chaos", "compare", "demo", "doctor", "plan")),
 )
 _QUIET = ("--export=none", "--resume=none", "--observe.sample-prompt=none", "--observe.wandb=none")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroband.config.export import EXPORT_DTYPES
+from zeroband.config.schema import EXPORT_DTYPES
 from zeroband.errors import ZerobandError
 from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, open_asked
 

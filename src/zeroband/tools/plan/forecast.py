@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName
-from zeroband.config.overlap import overlap_problem
+from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName, overlap_problem
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import Network
 from zeroband.elastic.transport.times import MESSAGE_S, all_to_all_s

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.epoch import Opening
 from zeroband.elastic.rounds.loss_record import LossRecord, loss_of, reason_to_go_back
 

@@ -13,7 +13,7 @@ from tests.unit.conftest import BATCH, FakeRun, StartRun
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
-from zeroband.config.rollback import RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.epoch import Verdict
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
