@@ -92,7 +92,7 @@ def train(nodes: int, steps: int, every_rounds: float | None, seed: int) -> Run:
             loss = evaluate_checkpoint(
                 str(folder / "ck" / "run" / folder_of(step)), torch.device("cpu"), samples=512
             ).loss
-            found.curve.append((int(stamp.payload["progress"]["tokens"]), loss))
+            found.curve.append((int(stamp.record["progress"]["tokens"]), loss))
     require(bool(found.curve), "the run left no checkpoint")
     return found
 

@@ -29,7 +29,7 @@ from evidence import require, require_known
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.store.redis_store import Store
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
 
 STEP_S, SLOW_STEP_S = 0.1, 0.3
@@ -84,7 +84,7 @@ class Run:
         self.until(lambda: self.newest() >= round)
         committed = self.store.view(0).committed
         assert committed is not None
-        tokens = Progress.from_record(committed.payload["progress"]).tokens
+        tokens = Progress.from_record(committed.record["progress"]).tokens
         return Moment(committed.round, tokens, time.monotonic())
 
 
@@ -215,13 +215,13 @@ def detect(run: Run, strike: Callable[[NodeProcess, Network | None], object], ne
     def is_member() -> bool:
         view = run.store.view(0)
         return any(
-            node_id_of(m) == "victim" for m in view.alive & set(view.committed.members if view.committed else ())
+            node_id_of_member(m) == "victim" for m in view.alive & set(view.committed.members if view.committed else ())
         )
 
     run.until(is_member)
     from_s = time.monotonic()
     strike(node, network)
-    run.until(lambda: not any(node_id_of(m) == "victim" for m in run.store.view(0).alive))
+    run.until(lambda: not any(node_id_of_member(m) == "victim" for m in run.store.view(0).alive))
     took_s = time.monotonic() - from_s
     if network is not None:
         network.heal_all()

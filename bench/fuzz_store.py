@@ -29,7 +29,7 @@ import redis
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Keys, Store
 from zeroband.elastic.store.seals import id_of
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
 
@@ -155,7 +155,7 @@ class Fuzz:
 
     def members(self) -> set[str]:
         committed = self._store.view(0).committed
-        return set() if committed is None else {node_id_of(member) for member in committed.members}
+        return set() if committed is None else {node_id_of_member(member) for member in committed.members}
 
     def until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + DEADLINE_S

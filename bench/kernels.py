@@ -1,11 +1,11 @@
 """An outer round's work on a GPU: its passes beside the card's copy bandwidth, and the bytes that cross PCIe.
 
 kernels     GB/s of each pass, in Triton and in plain torch, over those of a copy on the same card
-waves       the same of DeMo's transform: the 4 largest of each 64 x 64 chunk, and the chunks that these make
+dct         the same of DeMo's transform: the 4 largest of each 64 x 64 chunk, and the chunks that these make
 round       a contribution and an outer step with the outer state on the GPU and on the CPU: bytes by the profiler's
             count, and seconds
 
-  python bench/kernels.py [kernels] [waves] [round] [--numel 268435456]
+  python bench/kernels.py [kernels] [dct] [round] [--numel 268435456]
 
 Needs an NVIDIA GPU; `round` needs the package's dependencies too, the others only torch and triton.
 """
@@ -25,9 +25,9 @@ import torch
 from evidence import count, require_known
 from torch import Tensor, nn
 
-from zeroband.kernels import fused, waves
+from zeroband.kernels import dct_kernels, fused
+from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
 from zeroband.kernels.fused import BLOCK, OuterStep, Passes, passes_on
-from zeroband.kernels.waves import Waves, waves_on
 
 REPEATS = 30
 WARM_UP = 5
@@ -84,13 +84,13 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choosing(kernels: Waves, kind: str, numel: int) -> Work:
+def choosing(kernels: DctKernels, kind: str, numel: int) -> Work:
     chunks = torch.randn(numel // SIDE**2, SIDE, SIDE, device="cuda")
     moved = chunks.nbytes + 8 * CHOSEN * len(chunks)
     return Work(f"largest waves, {kind}", moved, lambda: kernels.choose(chunks, CHOSEN))
 
 
-def restoring(kernels: Waves, kind: str, numel: int) -> Work:
+def restoring(kernels: DctKernels, kind: str, numel: int) -> Work:
     count = numel // SIDE**2
     places = torch.randint(0, SIDE**2 - CHOSEN, (count, 1), device="cuda") + torch.arange(CHOSEN, device="cuda")
     places, values = places.int(), torch.randn(count, CHOSEN, device="cuda")
@@ -111,10 +111,13 @@ def compare_kernels(numel: int) -> None:
     compare(makers, numel)
 
 
-def compare_waves(numel: int) -> None:
-    """Print the table of `waves`; of fewer values, since plain torch needs memory for float64."""
+def compare_dct(numel: int) -> None:
+    """Print the table of `dct`; of fewer values, since plain torch needs memory for float64."""
     numel = min(numel, 1 << 26) // SIDE**2 * SIDE**2
-    kinds: list[tuple[str, Waves]] = [("Triton", waves_on(torch.device("cuda"), longest=SIDE)), ("plain torch", waves)]
+    kinds: list[tuple[str, DctKernels]] = [
+        ("Triton", dct_kernels_on(torch.device("cuda"), longest=SIDE)),
+        ("plain torch", dct_kernels),
+    ]
     makers: list[Callable[[], Work]] = [
         lambda make=make, kind=kind, kernels=kernels: make(kernels, kind, numel)
         for kind, kernels in kinds
@@ -233,7 +236,7 @@ def compare_rounds(numel: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ("kernels", "waves", "round")
+    known = ("kernels", "dct", "round")
     parser.add_argument("what", nargs="*", default=known)
     parser.add_argument("--numel", type=count, default=1 << 28)
     arguments = parser.parse_args()
@@ -242,8 +245,8 @@ def main() -> None:
         raise SystemExit("there is no NVIDIA GPU here; nothing is measured")
     if "kernels" in arguments.what:
         compare_kernels(arguments.numel)
-    if "waves" in arguments.what:
-        compare_waves(arguments.numel)
+    if "dct" in arguments.what:
+        compare_dct(arguments.numel)
     if "round" in arguments.what:
         compare_rounds(arguments.numel)
 

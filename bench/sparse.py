@@ -16,7 +16,7 @@ from evidence import count
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import FlatLayout, Slot
@@ -54,7 +54,7 @@ def main() -> None:
             print(f"  {what:<30}{1e9 * took_s / layout.numel:>20.2f}{took_s / copy_s:>12.0f}")
 
 
-def _extract(feedback: ErrorFeedback, x: Tensor) -> Callable[[], object]:
+def _extract(feedback: SparseResidual, x: Tensor) -> Callable[[], object]:
     memory = x.clone()
     return lambda: feedback.extract(memory)
 

@@ -82,7 +82,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if optimizer.inner_step % asked.inner_steps == 0:
-                peers, digest = len(optimizer.last_round.members), optimizer.last_round.state
+                peers, digest = len(optimizer.last_round.members), optimizer.last_round.state_digest
                 print(f"step {optimizer.inner_step}  loss {loss.item():.3f}  peers {peers}  {digest}", flush=True)
 
 

@@ -16,7 +16,7 @@ from tests.faults.conftest import left_behind
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.epoch import Verdict
 from zeroband.elastic.store.redis_store import Store
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess, RedisServer
 from zeroband.tools.cluster.network import STORE
@@ -105,7 +105,7 @@ class Arena:
     def contributing(self) -> set[str]:
         """Nodes whose update counted in the newest round."""
         committed = self.store.view(0).committed
-        return set() if committed is None else {node_id_of(m) for m in committed.opening.contributors()}
+        return set() if committed is None else {node_id_of_member(m) for m in committed.opening.contributors()}
 
     def until_contributing(self, *node_ids: str) -> None:
         self.until(lambda: self.contributing() == set(node_ids), f"{', '.join(node_ids)} contribute, and nobody else")

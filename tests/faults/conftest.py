@@ -20,7 +20,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.node.processes import pids_with
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
 
 DEADLINE_S = 180.0
@@ -28,7 +28,7 @@ DEADLINE_S = 180.0
 INTRUDER = """
 import sys
 from pathlib import Path
-from zeroband.elastic import store
+from zeroband.elastic.store import redis_store as store
 {patch}
 from zeroband.train import main
 code = main()
@@ -124,14 +124,14 @@ class Story:
     def members(self) -> set[str]:
         """Node ids of the newest round's members."""
         committed = self.store.view(0).committed
-        return set() if committed is None else {node_id_of(m) for m in committed.members}
+        return set() if committed is None else {node_id_of_member(m) for m in committed.members}
 
     def until_contributing(self, *node_ids: str) -> None:
         """Wait for a round to which exactly these nodes contributed."""
 
         def contribute() -> bool:
             committed = self.store.view(0).committed
-            return committed is not None and {node_id_of(m) for m in contributors(committed)} == set(node_ids)
+            return committed is not None and {node_id_of_member(m) for m in contributors(committed)} == set(node_ids)
 
         self.until(contribute, f"{', '.join(node_ids)} contribute, and nobody else")
 
@@ -202,7 +202,7 @@ class Recorded:
         rounds: dict[str, list[int]] = {}
         for number, verdict in self.history.items():
             for member_id in verdict.members:
-                if node_id_of(member_id) == node_id:
+                if node_id_of_member(member_id) == node_id:
                     rounds.setdefault(member_id, []).append(number)
         return [Life(member_id, numbers[0], numbers[-1]) for member_id, numbers in rounds.items()]
 
@@ -218,12 +218,12 @@ class Recorded:
 
     def assigned(self, round: int) -> dict[str, set[int]]:
         """The samples that were dealt out to each member for a round."""
-        progress = Progress.from_record(self.history[round - 1].payload["progress"])
+        progress = Progress.from_record(self.history[round - 1].record["progress"])
         return {member: samples_of(ranges) for member, ranges in progress.assigned.items()}
 
     def trained(self, round: int) -> dict[str, set[int]]:
         """The samples behind each update that counted in a round: the first ones of what its member was dealt."""
-        progress = Progress.from_record(self.history[round - 1].payload["progress"])
+        progress = Progress.from_record(self.history[round - 1].record["progress"])
         steps = self.history[round].opening.contributors()
         return {m: samples_of(take(progress.assigned[m], s * self.setup.batch_size)[0]) for m, s in steps.items()}
 

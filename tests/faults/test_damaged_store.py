@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 FUZZ = Path(__file__).parents[2] / "bench" / "fuzz_store.py"
 KINDS = ("deleted", "made a list", "forged")
 NAMES = (
-    *("beginning", "clock", "committed", "failed", "history", "leases", "leaving", "opening", "orders", "peers"),
+    *("restart_point", "clock", "committed", "failed", "history", "leases", "leaving", "opening", "orders", "peers"),
     *("ready", "run", "votes"),
 )
 

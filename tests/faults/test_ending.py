@@ -24,11 +24,11 @@ DEADLINE_S = 180.0
 ENDLESS = ("--fault.inject", "inner@+2=TAKES3600", "--fault.grace-s", "1")
 IN_C = """
 import ctypes, sys, time
-from zeroband import ending
+from zeroband.runtime import signals
 from zeroband.elastic.membership.departure import Departure
 from zeroband.runtime.signals import Ending
 
-ending._REACT_S = ending._UNWIND_S = 0.3
+signals._REACT_S = signals._UNWIND_S = 0.3
 departure = Departure(grace_s=0.3)
 departure.holds_work = True
 departure.on_cut_off = lambda: print("cut off", flush=True)

@@ -17,7 +17,7 @@ import pytest
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.epoch import Opening, Peer
 from zeroband.elastic.store.redis_store import Store
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
@@ -32,15 +32,15 @@ STALL_S = 3.0
 TRAINER = """
 import ctypes, json, os, sys, time
 from pathlib import Path
-from zeroband.node.board import NodeBoard
-from zeroband.elastic.guardian.process import Door, Guardian, GuardianOrder
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.elastic.guardian.process import ListenAddress, Guardian, GuardianOrder
 from zeroband.node.shm import NodeFolder
 
 shm_dir, url, detect_s, hung_s, stall_s = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
 folder = NodeFolder(Path(shm_dir).parent, "run", "a")
-board = NodeBoard(folder.path / "board", create=True)
+flags = SharedFlags(folder.path / "flags", create=True)
 guardian = Guardian(GuardianOrder(
-    store_url=url, run_id="run", member_id="a#1", node_id="a", door=Door("127.0.0.1"), board=str(board.path),
+    store_url=url, run_id="run", member_id="a#1", node_id="a", listen=ListenAddress("127.0.0.1"), flags=str(flags.path),
     shm_dir=shm_dir, rank_pids=(os.getpid(),),
     launcher_pid=os.getpid(), lease_s=detect_s, renew_s=detect_s / 5, hung_s=hung_s, is_first=True,
 ))
@@ -50,7 +50,7 @@ for command in sys.stdin:
         ctypes.PyDLL(None).usleep(int(stall_s * 1e6))  # PyDLL keeps the interpreter lock
     elif command == "leave\\n":
         guardian.close()
-    board.advance()
+    flags.advance()
     print("done", flush=True)
 """
 """Takes a lease, then does what it is told line by line."""
@@ -138,9 +138,9 @@ def test_continued_trainer_learns_that_the_run_went_on(start_trainer: Callable[.
     until(lambda: not trainer.has_lease(), within_s=DETECT_S + SLACK_S)
     assert trainer.store.propose_opening(Opening(1, 1, 0, (OTHER,), (0,)), current=None)
     trainer.signal(signal.SIGCONT)
-    board = NodeBoard(trainer.shm_dir / "board", create=False)
-    until(lambda: board.is_fenced, within_s=DETECT_S + SLACK_S)
-    board.close()
+    flags = SharedFlags(trainer.shm_dir / "flags", create=False)
+    until(lambda: flags.is_fenced, within_s=DETECT_S + SLACK_S)
+    flags.close()
     assert not trainer.has_lease()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.arena import TINY
 from tests.faults.middlebox import HOST, Middlebox
 
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.node import NodeProcess
 
@@ -57,7 +57,7 @@ def test_round_whose_path_swallows_bytes_goes_on_over_new_connections(tmp_path: 
 
 HANGS = """
 import os, sys, time
-from zeroband import faults
+from zeroband.node import faults
 from zeroband.train import main
 
 passes = faults.FaultPoints.at
@@ -84,6 +84,6 @@ def test_trainer_that_hangs_in_a_round_loses_its_lease_and_nobody_who_waits_for_
         *waiting, hung = [cluster.start(env={"HANGS": "yes" if n == NODES - 1 else "no"}) for n in range(NODES)]
         cluster.wait_until(lambda _: committed(cluster) >= 5, timeout_s=DEADLINE_S)
         said = [event for node in waiting for event in node.events("transfer_stalled")]
-        assert said and all(hung.node_id in map(node_id_of, event["waiting_for"]) for event in said)
+        assert said and all(hung.node_id in map(node_id_of_member, event["waiting_for"]) for event in said)
         assert not any(node.events("fenced") for node in waiting)
         assert "fault.hung_s" in hung.console_tail(), hung.console_tail()

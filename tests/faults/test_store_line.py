@@ -23,7 +23,7 @@ from tests.servers import SERVERS, Servers, until
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.connection import ACL_RULES
 from zeroband.elastic.store.redis_store import Store
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
 
@@ -65,7 +65,7 @@ class Run:
     def contributing(self) -> dict[str, str]:
         """Member ids by node of those whose update counted in the newest round."""
         committed = self.look.view(0).committed
-        return {} if committed is None else {node_id_of(m): m for m in committed.opening.contributors()}
+        return {} if committed is None else {node_id_of_member(m): m for m in committed.opening.contributors()}
 
     def until_all_contribute(self) -> None:
         self.until(lambda: self.contributing().keys() == self.cluster.nodes.keys(), "all nodes contribute")

@@ -36,7 +36,7 @@ def ending(main: Callable[[], object]) -> object:
 
 
 NOTHING = [
-    ("kernels", ["kernel"], "'kernel' measures nothing; there are kernels, waves, round"),
+    ("kernels", ["kernel"], "'kernel' measures nothing; there are kernels, dct, round"),
     ("strangers", ["nose"], "'nose' measures nothing; there are noise, abort"),
     ("all_reduce", ["codec"], "'codec' measures nothing; there are codecs, loopback"),
     ("checkpoint", ["--repeats", "0"], "0 measures nothing; give 1 or more"),

@@ -16,7 +16,7 @@ from typing import Any
 
 import zeroband
 from zeroband.node.processes import ranks_of
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 
 DEADLINE_S = 120.0
 
@@ -89,7 +89,7 @@ class Peers:
     def weights(event: Mapping[str, Any]) -> dict[str, int]:
         """Of the contributions to a round, by name."""
         pairs = zip(event["members"], event["weights"], strict=True)
-        return {node_id_of(member): weight for member, weight in pairs if weight}
+        return {node_id_of_member(member): weight for member, weight in pairs if weight}
 
     def leave(self, name: str) -> int:
         """Ask a peer to leave, the last of its ranks if it has several; its exit code."""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.tools.cluster import RedisServer
@@ -34,7 +34,7 @@ def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
         store = Store(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
         try:
             key = RunKey.of(token, "run")
-            with Meeting(store, node_id, Door("127.0.0.1"), key, is_sealed=True) as meeting:
+            with Meeting(store, node_id, ListenAddress("127.0.0.1"), key, is_sealed=True) as meeting:
                 assert len(meeting.gather(3, 10.0)) == 3
                 return meeting.measure(meeting.probe())
         finally:

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.peers import DEADLINE_S, Peers
 
 import zeroband
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -67,7 +67,7 @@ def test_peers_count_by_the_samples_that_they_learned_from(peers: Peers) -> None
 
 def test_peer_that_is_killed_is_missed_once_and_leaves_nothing(peers: Peers) -> None:
     lost = [event for event in peers.read("b", "events.jsonl") if event["kind"] == "peer_lost"]
-    assert [[node_id_of(member) for member in event["member_ids"]] for event in lost] == [["a"]]
+    assert [[node_id_of_member(member) for member in event["member_ids"]] for event in lost] == [["a"]]
     peers.until(lambda: peers.memory("a") == [], "the guardian of a cleans up")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integration.peers import Peers
 
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import RedisServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -58,7 +58,9 @@ def test_start_says_run_place_and_store_in_one_line_without_the_password(story: 
 def test_peers_with_the_same_batches_are_both_told_and_others_are_not(story: tuple[Peers, dict[str, int]]) -> None:
     peers, _ = story
     told = {
-        name: [node_id_of(e["member_id"]) for e in peers.read(name, "events.jsonl") if e["kind"] == "same_batches"]
+        name: [
+            node_id_of_member(e["member_id"]) for e in peers.read(name, "events.jsonl") if e["kind"] == "same_batches"
+        ]
         for name in "abcd"
     }
     assert told == {"a": ["b"], "b": ["a"], "c": [], "d": []}

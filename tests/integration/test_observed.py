@@ -98,7 +98,7 @@ def test_nodes_write_one_checkpoint_together_and_it_holds_the_last_state(run: Ob
     assert (stamp.round, stamp.inner_step, stamp.members) == (ROUNDS, STEPS, ("node0", "node1"))
     assert checkpoint.manifest.nodes == ("node0", "node1")
     last = [event for event in run.events["node0"] if event["kind"] == "round_committed"][-1]
-    assert (stamp.state, stamp.payload["progress"]) == (last["digest"], last["progress"])
+    assert (stamp.state_digest, stamp.record["progress"]) == (last["digest"], last["progress"])
     kinds = {
         name: [e["kind"] for e in events if e["kind"].startswith("checkpoint")] for name, events in run.events.items()
     }

@@ -19,7 +19,7 @@ from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.mesh import init_local_mesh
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.outer.aggregator import aggregator_of
 from zeroband.runtime.loop import train
 
@@ -151,16 +151,16 @@ def test_node_uploads_once_a_step_and_the_aggregator_is_replaced(aggregated: Rec
     seen = dict[int, set[str]]()
     for number, verdict in aggregated.history.items():
         made = {n: r for n, records in aggregated.metrics.items() for r in records if r.get("outer/round") == number}
-        members = {node_id_of(member) for member in verdict.members}
+        members = {node_id_of_member(member) for member in verdict.members}
         counts = [r["outer/weight"] > 0 and not r["outer/retries"] for r in made.values()]
         if len(members) == 1 or made.keys() != members or not all(counts):
             continue  # the founding, the round of the kill, and those that a node did not live to record
-        aggregator = made.pop(node_id_of(aggregator_of(verdict.opening)))
+        aggregator = made.pop(node_id_of_member(aggregator_of(verdict.opening)))
         (uploaded,) = {r["outer/sent_bytes"] for r in made.values()}
         assert {r["outer/payload_bytes"] for r in made.values()} == {uploaded}
         assert aggregator["outer/received_bytes"] == len(made) * uploaded
         assert aggregator["outer/sent_bytes"] == sum(r["outer/received_bytes"] for r in made.values())
-        seen.setdefault(len(members), set()).add(node_id_of(aggregator_of(verdict.opening)))
+        seen.setdefault(len(members), set()).add(node_id_of_member(aggregator_of(verdict.opening)))
     assert seen.keys() == {3, 2} and "node0" in seen[3] and "node0" not in seen[2]
     for number in list(aggregated.history)[:-1]:
         reported = aggregated.of_round("round_committed", number)

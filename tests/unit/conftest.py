@@ -38,7 +38,7 @@ from zeroband.elastic.membership.epoch import (
 )
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.membership.resume_rules import RestartPoint
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import (
     FetchedRound,
@@ -50,7 +50,7 @@ from zeroband.elastic.rounds.interfaces import (
 )
 from zeroband.elastic.rounds.journal import Journal, JournalEntry
 from zeroband.elastic.rounds.loss_record import StepLoss
-from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.transaction import Exchange
 from zeroband.elastic.transport.base import Gathering, Rates
@@ -59,13 +59,13 @@ from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ri
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.board import NodeBoard
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.outer.build import build_algorithm
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.many_steps import ManySteps
-from zeroband.runtime.auto_rollback import GoingBack
+from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
@@ -98,7 +98,7 @@ class MemoryStore:
         self.votes: dict[str, dict[str, str]] = {}
         self.failed: dict[str, str] = {}
         self.orders = Orders()
-        self.beginning: Beginning | None = None
+        self.restart_point: RestartPoint | None = None
         self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
         """(id of an opening, lane) -> what each member put into the all-reduce."""
         self.connected: set[tuple[str, str]] = set()
@@ -115,7 +115,7 @@ class MemoryStore:
             votes=dict(self.votes.get(current, {})),
             failed=self.failed.get(current),
             orders=self.orders,
-            beginning=self.beginning,
+            restart_point=self.restart_point,
         )
 
     def change(self, change: Callable[[], object]) -> None:
@@ -527,19 +527,19 @@ class FakeNode:
         room = exchange.room(entry.update.numel())
         room.copy_(entry.update)
         exchange.unpack(room)
-        return self.outer.replay(MissedRound(entry.round, exchange.result, entry.payload, entry.state))
+        return self.outer.replay(MissedRound(entry.round, exchange.result, entry.record, entry.state_digest))
 
     @property
     def exchange(self) -> Exchange:
-        keeper: Any = self.outer._keeper  # pyright: ignore
-        return keeper._exchange
+        coordinator: Any = self.outer._coordinator  # pyright: ignore
+        return coordinator._exchange
 
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
         copy = donor.outer.copy_state()
         for name, section in copy.sections.items():
             self.buffers[name].copy_(section)
-        return self.outer.adopt(copy.round, copy.payload)
+        return self.outer.adopt(copy.round, copy.record)
 
 
 @dataclass
@@ -575,9 +575,9 @@ class FakeRun:
         folder.mkdir()
         member = MemoryMember(self.store, name)
         lanes = MemoryLanes(self.store, name, self.lanes, self.codec)
-        board = NodeBoard(folder / "board", create=True)
+        flags = SharedFlags(folder / "flags", create=True)
         rules = Rules(start_nodes=self.founders)
-        mesh = ElasticDeviceMesh(local, member, lanes, board, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
+        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -609,30 +609,30 @@ class FakeRun:
             feedback=ErrorFeedback(buffers, sent, self.codec),
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=shape,
-            pace=Pace(pace or steps, seconds),
+            phase_length=PhaseLength(pace or steps, seconds),
             departure=Departure(DEADLINE_S),
             faults=FaultPoints(inject, strike=die),
             fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,
-            going_back=None if self.rollback is None else self._going_back(self.rollback, local),
+            auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, local),
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
         return self.nodes[name]
 
-    def _going_back(self, config: RollbackConfig, local: LocalMesh) -> GoingBack:
+    def _auto_rollback(self, config: RollbackConfig, local: LocalMesh) -> AutoRollback:
         restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
         tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
-        return GoingBack(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
+        return AutoRollback(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
 
     def _stage(self, step: int, name: str) -> StagedState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
         if name not in self.checkpoints.get(step, (None, ()))[1]:
             raise RecoveryFailed(f"{name} has no checkpoint of step {step}")
         copy = self.checkpoints[step][0]
-        return StagedState(copy.round, copy.payload, copy.state)
+        return StagedState(copy.round, copy.record, copy.state_digest)
 
     def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> FetchedRound:
         """What a node asks of the others: an entry of their journals."""
@@ -641,7 +641,7 @@ class FakeRun:
             if entry is not None:
                 update = room(entry.update.numel())
                 update.copy_(entry.update)
-                return FetchedRound(entry.payload, entry.state, update)
+                return FetchedRound(entry.record, entry.state_digest, update)
         raise RecoveryFailed(f"nobody keeps round {round}")
 
     def replace_member(self, name: str) -> None:

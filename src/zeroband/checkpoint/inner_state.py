@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.headers import StoredTensor, read_header
-from zeroband.checkpoint.layout import Slot, numel_of
+from zeroband.checkpoint.layout import SlotLike, numel_of
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.elastic.recovery.chunks import bytes_of
@@ -38,7 +38,7 @@ from zeroband.errors import CheckpointDamaged
 _PIECE_ELEMENTS = 4 << 20
 
 
-def views_of(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def views_of(slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`buffer.parameter` of every slot of flat buffers, (slot.shape) each; writing to them writes to the buffers."""
     return {
         f"{name}.{slot.name}": buffer[slot.start : slot.start + numel_of(slot)].view(slot.shape)

@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 5_000_000_000
 _STEP = re.compile(r"^step_(\d{8,})$")
 
 
-class Slot(Protocol):
+class SlotLike(Protocol):
     """Where one tensor lies in a flat float32 buffer, in elements; as in outer.flat."""
 
     @property
@@ -50,7 +50,7 @@ class PlainSlot:
     start: int
 
 
-def numel_of(slot: Slot) -> int:
+def numel_of(slot: SlotLike) -> int:
     """Elements of a slot."""
     return math.prod(slot.shape)
 
@@ -77,7 +77,7 @@ class OuterFile:
 
     path: str
     section: str
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotLike, ...]
     """Neighbours in the flat buffer, without gaps."""
 
     @property
@@ -117,7 +117,7 @@ class OuterPlan:
         return {member: tuple(files) for member, files in held.items()}
 
 
-def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int = MAX_FILE_BYTES) -> OuterPlan:
+def plan_outer(slots: Sequence[SlotLike], sections: Sequence[str], *, max_bytes: int = MAX_FILE_BYTES) -> OuterPlan:
     """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
 
     The first section holds the parameters.
@@ -141,16 +141,16 @@ def file_names(stem: str, n: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
 
 
-def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: int = 4) -> bytes:
+def index_of(names: Sequence[str], cuts: Sequence[Sequence[SlotLike]], *, itemsize: int = 4) -> bytes:
     """The small file that says which tensor is in which file."""
     weights = {hub_name(slot.name): name for name, held in zip(names, cuts, strict=True) for slot in held}
     total = itemsize * sum(numel_of(slot) for held in cuts for slot in held)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
+def cut(slots: Sequence[SlotLike], max_bytes: int, *, itemsize: int = 4) -> list[tuple[SlotLike, ...]]:
     """Slots of each file: in order, as many as fit; a tensor that is larger alone has a file of its own."""
-    cuts: list[list[Slot]] = [[]]
+    cuts: list[list[SlotLike]] = [[]]
     size = 0
     for slot in slots:
         slot_bytes = itemsize * numel_of(slot)
@@ -162,6 +162,6 @@ def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tup
     return [tuple(cut) for cut in cuts]
 
 
-def inner_header(slots: Sequence[Slot], buffers: Sequence[str]) -> bytes:
+def inner_header(slots: Sequence[SlotLike], buffers: Sequence[str]) -> bytes:
     """What stands in front of the flat buffers of an inner optimizer, whose tensors are `buffer.parameter`."""
     return safetensors_header([(f"{buffer}.{slot.name}", slot.shape) for buffer in buffers for slot in slots])

@@ -18,7 +18,7 @@ import xxhash
 
 from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.headers import read_header
-from zeroband.checkpoint.layout import LATEST, MANIFEST, Slot, folder_of, hub_name, numel_of, step_of
+from zeroband.checkpoint.layout import LATEST, MANIFEST, SlotLike, folder_of, hub_name, numel_of, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
 from zeroband.elastic.recovery.chunks import bytes_of
@@ -73,7 +73,7 @@ class Checkpoint:
         for path, file in self.manifest.files.items():
             self._reading(path, partial(self._hash, path, file))
 
-    def read_outer(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
+    def read_outer(self, slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> None:
         """Fill the sections' flat buffers, each (n,) float32 on CPU, as `slots` lay them out."""
         stamp = self.manifest.stamp
         if set(buffers) != set(stamp.sections):
@@ -83,11 +83,11 @@ class Checkpoint:
             )
         self._read_sections(slots, buffers)
 
-    def read_parameters(self, slots: Sequence[Slot], buffer: Tensor) -> None:
+    def read_parameters(self, slots: Sequence[SlotLike], buffer: Tensor) -> None:
         """Fill a flat buffer, (n,) float32 on CPU, with the parameters alone, whatever the outer algorithm was."""
         self._read_sections(slots, {self.manifest.stamp.sections[0]: buffer})
 
-    def _read_sections(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
+    def _read_sections(self, slots: Sequence[SlotLike], buffers: Mapping[str, Tensor]) -> None:
         sections = self.manifest.stamp.sections
         targets = {hub_name(slot.name): slot for slot in slots}
         work: list[Callable[[], set[tuple[str, str]]]] = []
@@ -109,7 +109,7 @@ class Checkpoint:
             raise CheckpointDamaged(f"{self.folder}/outer lacks {len(missing)} tensors, {name} of {section} first")
 
     def _read_tensors(
-        self, path: str, file: StoredFile, targets: Mapping[str, Slot], section: str, buffer: Tensor
+        self, path: str, file: StoredFile, targets: Mapping[str, SlotLike], section: str, buffer: Tensor
     ) -> set[tuple[str, str]]:
         """Fill the section's buffer from one file; what it held, as (section, tensor)."""
         seen, found = FileHash.like(file), set[tuple[str, str]]()
@@ -260,7 +260,7 @@ class Restored:
 
 def restore(
     storage: Storage,
-    slots: Sequence[Slot],
+    slots: Sequence[SlotLike],
     buffers: Mapping[str, Tensor],
     *,
     step: int | None = None,
@@ -305,5 +305,5 @@ def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> No
     seen = xxhash.xxh3_128()
     for section in stamp.sections:
         seen.update(bytes_of(buffers[section]))
-    if stamp.state and seen.hexdigest() != stamp.state:
-        raise CheckpointDamaged(f"{checkpoint.folder}/outer has digest {seen.hexdigest()}, it was {stamp.state}")
+    if stamp.state_digest and seen.hexdigest() != stamp.state_digest:
+        raise CheckpointDamaged(f"{checkpoint.folder}/outer has digest {seen.hexdigest()}, it was {stamp.state_digest}")

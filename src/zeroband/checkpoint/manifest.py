@@ -37,6 +37,10 @@ class StoredFile:
         return StoredFile(int(record["size"]), str(record["hash"]), str(record.get("sha256", "")))
 
 
+_KEYS = {"record": "payload", "state_digest": "state"}
+"""Of a stamp's fields that its file calls by another name, which stays so that older checkpoints can be read."""
+
+
 @dataclass(frozen=True)
 class Stamp:
     """Which state a checkpoint holds. Equal on all nodes that save it."""
@@ -46,9 +50,9 @@ class Stamp:
     """Of the run that saved it: another one for each founding."""
     round: int
     inner_step: int
-    payload: Mapping[str, Any]
-    """The verdict's payload, with the run's progress: data ledger, assignments, tokens."""
-    state: str
+    record: Mapping[str, Any]
+    """The verdict's record, with the run's progress: data ledger, assignments, tokens."""
+    state_digest: str
     """Digest of the outer state after the round."""
     sections: tuple[str, ...]
     """Of the outer state, the parameters first, in the order of the digest."""
@@ -65,7 +69,7 @@ class Stamp:
     @property
     def attempt(self) -> str:
         """One value for this save, so that what an earlier one left behind is not taken for a part of it."""
-        said = json.dumps([self.session, self.round, self.state, self.members, self.payload], sort_keys=True)
+        said = json.dumps([self.session, self.round, self.state_digest, self.members, self.record], sort_keys=True)
         return xxhash.xxh3_64_hexdigest(said.encode())
 
 
@@ -97,7 +101,7 @@ class Manifest:
     def _record(self) -> dict[str, Any]:
         content = {
             "format": FORMAT,
-            **asdict(self.stamp),
+            **{_KEYS.get(name, name): value for name, value in asdict(self.stamp).items()},
             "files": {path: file.to_record() for path, file in sorted(self.files.items())},
             **({"missing": dict(self.missing)} if self.missing else {}),
         }
@@ -122,6 +126,7 @@ def parse_manifest(data: bytes) -> Manifest:
         files = {path: StoredFile.of_record(file) for path, file in content.pop("files").items()}
         missing = {str(node): str(why) for node, why in content.pop("missing", {}).items()}
         sections, members = tuple(content.pop("sections")), tuple(content.pop("members"))
+        content |= {name: content.pop(key) for name, key in _KEYS.items()}
         manifest = Manifest(Stamp(**content, sections=sections, members=members), files, missing, mac)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"it cannot be read: {error!r:.200}") from error

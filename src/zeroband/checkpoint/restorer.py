@@ -45,8 +45,8 @@ class SavedState:
 
     step: int
     round: int
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
     rejected: tuple[str, ...]
     """Why newer ones were not taken."""
 
@@ -212,4 +212,4 @@ def _saved(restored: Restored) -> SavedState:
     checkpoint: Checkpoint = restored.checkpoint
     stamp = checkpoint.manifest.stamp
     rejected = tuple(one.reason for one in restored.rejected)
-    return SavedState(stamp.inner_step, stamp.round, stamp.payload, stamp.state, rejected)
+    return SavedState(stamp.inner_step, stamp.round, stamp.record, stamp.state_digest, rejected)

@@ -28,7 +28,7 @@ from zeroband.checkpoint.layout import (
     TEMPORARY,
     OuterFile,
     OuterPlan,
-    Slot,
+    SlotLike,
     folder_of,
     inner_header,
 )
@@ -80,7 +80,7 @@ class SaveRules:
 
 
 @dataclass(frozen=True)
-class Heard:
+class PeerWord:
     """What another member of a save said of itself."""
 
     out: str | None = None
@@ -116,7 +116,7 @@ class Surroundings(Protocol):
         """Tell the other members not to wait for this node in this save, or, with None, that they may. Any thread."""
         ...
 
-    def heard(self, member: str) -> Heard:
+    def heard(self, member: str) -> PeerWord:
         """What is known of another member of this save. Any thread."""
         ...
 
@@ -127,7 +127,7 @@ class Surroundings(Protocol):
 class Staged:
     """The copies that a save reads. Nobody writes to them until it is over."""
 
-    slots: Sequence[Slot]
+    slots: Sequence[SlotLike]
     plan: OuterPlan
     outer: Mapping[str, memoryview]
     """The bytes of the flat float32 buffers of the outer state, by section."""

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.layout import OuterPlan, PlainSlot, plan_outer
 from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.saving import Heard, Save, SaveRules, Staged
+from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import open_storage
 
 IDLE, PROGRESS, EXCUSE = "idle", "progress", "excuse"
@@ -132,11 +132,11 @@ class Answers:
     def at(self, point: str) -> None:
         """Nothing strikes here; tests have other surroundings."""
 
-    def heard(self, member: str) -> Heard:
+    def heard(self, member: str) -> PeerWord:
         if member in self._lost:
-            return Heard("the run goes on without it", is_lost=True)
+            return PeerWord("the run goes on without it", is_lost=True)
         word = self._words.get(member, Word())
-        return Heard(word.out, beats=word.beats, is_waiting=word.is_waiting)
+        return PeerWord(word.out, beats=word.beats, is_waiting=word.is_waiting)
 
     def lose(self, nodes: Collection[str]) -> None:
         """Note the nodes that the run goes on without."""

@@ -40,7 +40,7 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedInputs:
     """What was opened: the findings, and what the memory that a run needs follows from."""
 
     findings: tuple[Finding, ...]
@@ -48,7 +48,7 @@ class Opened:
     sections: int = 1
 
 
-def open_inputs(config: RunConfig) -> Opened:
+def open_inputs(config: RunConfig) -> OpenedInputs:
     """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do."""
     findings: list[Finding] = []
     vocab_size, sections = 0, 1
@@ -75,7 +75,7 @@ def open_inputs(config: RunConfig) -> Opened:
             sections = len(load_algorithm(config.outer).sections)
         except ConfigError as error:
             findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
-    return Opened(tuple(findings), vocab_size, sections)
+    return OpenedInputs(tuple(findings), vocab_size, sections)
 
 
 def _weights(config: RunConfig, folder: Path) -> Iterator[Finding]:

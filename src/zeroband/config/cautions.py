@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroband.config.outer import RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.stability import Caution, Method, Setting, cautions
+from zeroband.config.stability import AlgorithmSetting, Caution, Method, cautions
 
 UNTIL_THE_NEXT = "full"
 """`outer.overlap` of a mean that travels until the next one is sent: a whole round where there is one fragment."""
@@ -54,7 +54,7 @@ def overlap_steps(outer: Mapping[str, Any]) -> int:
     return int(overlap)
 
 
-def setting_of(config: RunConfig, *, params: float | None) -> Setting | None:
+def setting_of(config: RunConfig, *, params: float | None) -> AlgorithmSetting | None:
     """What the rules look at; None for a node that trains alone. `params`: of the model, where known."""
     if config.outer is None:
         return None
@@ -62,10 +62,10 @@ def setting_of(config: RunConfig, *, params: float | None) -> Setting | None:
     method = method_of(outer)
     if method is None:
         return None
-    usual = Setting(method, config.elastic.start_nodes)
+    usual = AlgorithmSetting(method, config.elastic.start_nodes)
     optimizer = outer.get("optimizer") or outer
     k, chunk = outer.get("k"), outer.get("chunk")
-    return Setting(
+    return AlgorithmSetting(
         method=method,
         nodes=config.elastic.start_nodes,
         params=params,

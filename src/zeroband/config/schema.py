@@ -258,7 +258,7 @@ class CommConfig(Section):
     """Seal what the native path and recovery send, by keys agreed on with run.token; off only in trusted networks."""
     streams: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """TCP connections of the native path to each other node. None: as many as make it faster."""
-    pacing: bool = True
+    rate_control: bool = True
     """Send to several nodes over a slow access link at one even pace, which is found by trying, where transfers take a
     second and more; needs comm.streams = None. False: as fast as TCP finds each link to be."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)

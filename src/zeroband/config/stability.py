@@ -17,7 +17,7 @@ _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Setting:
+class AlgorithmSetting:
     """What the rules look at; None: not known, and no rule speaks about it."""
 
     method: Method
@@ -108,13 +108,13 @@ def safe_lr(method: Method, nodes: int, momentum: float) -> float:
     return 0.4 if method == "streaming" else 0.7
 
 
-def cautions(setting: Setting) -> tuple[Caution, ...]:
+def cautions(setting: AlgorithmSetting) -> tuple[Caution, ...]:
     """What is known to go wrong with these settings, the worst first."""
     found = [caution for rule in _RULES for caution in rule(setting)]
     return tuple(sorted(found, key=lambda caution: not caution.is_unstable))
 
 
-def _outer_lr(setting: Setting) -> Iterator[Caution]:
+def _outer_lr(setting: AlgorithmSetting) -> Iterator[Caution]:
     if setting.method in ("ddp", "demo"):
         return
     momentum = 0.0 if setting.method == "sparseloco" else setting.momentum
@@ -128,7 +128,7 @@ def _outer_lr(setting: Setting) -> Iterator[Caution]:
         yield Caution("outer.optimizer.lr", why, f"set it to {safe:g}, half of the limit", is_unstable=False)
 
 
-def _rounds(setting: Setting) -> Iterator[Caution]:
+def _rounds(setting: AlgorithmSetting) -> Iterator[Caution]:
     if setting.method in ("ddp", "demo"):
         return
     if setting.inner_steps is not None and setting.inner_steps > 1000:
@@ -147,7 +147,7 @@ def _rounds(setting: Setting) -> Iterator[Caution]:
         yield Caution("outer.optimizer.momentum", why, "use lr 1 and momentum 0, or shorter rounds", is_unstable=False)
 
 
-def _size(setting: Setting) -> Iterator[Caution]:
+def _size(setting: AlgorithmSetting) -> Iterator[Caution]:
     if setting.params is None:
         return
     seen = f"{setting.params:.3g} parameters"
@@ -166,7 +166,7 @@ def _size(setting: Setting) -> Iterator[Caution]:
         yield Caution("outer.type", why, "use fewer nodes, shorter rounds or ddp", is_unstable=False)
 
 
-def _overlap(setting: Setting) -> Iterator[Caution]:
+def _overlap(setting: AlgorithmSetting) -> Iterator[Caution]:
     if setting.method == "streaming":
         if setting.overlap > 10:
             why = f"{setting.overlap} steps; up to 5 are recommended, up to 10 cost less than 0.2 % (published)"
@@ -182,7 +182,7 @@ def _overlap(setting: Setting) -> Iterator[Caution]:
         yield Caution("outer.type", why, "use eager updates; this one is a baseline", is_unstable=False)
 
 
-def _sparse(setting: Setting) -> Iterator[Caution]:
+def _sparse(setting: AlgorithmSetting) -> Iterator[Caution]:
     if setting.method == "demo" and setting.nodes > 32:
         why = f"every node downloads {setting.nodes - 1} payloads a step"
         yield Caution("elastic.start_nodes", why, "use an aggregator", is_unstable=False)
@@ -195,4 +195,4 @@ def _sparse(setting: Setting) -> Iterator[Caution]:
             yield Caution("outer.decay", why, "set it to 0.95", is_unstable=True)
 
 
-_RULES: tuple[Callable[[Setting], Iterator[Caution]], ...] = (_outer_lr, _rounds, _size, _overlap, _sparse)
+_RULES: tuple[Callable[[AlgorithmSetting], Iterator[Caution]], ...] = (_outer_lr, _rounds, _size, _overlap, _sparse)

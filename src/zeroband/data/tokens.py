@@ -37,7 +37,7 @@ OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TokenManifest:
     """What a cache entry holds."""
 
     format: int
@@ -55,7 +55,7 @@ class Manifest:
 class TokenStore:
     """The documents of a corpus one after the other, an end-of-document id behind each. Read-only and mapped."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
         self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
             path, dtype=manifest.dtype, mode="r", shape=(manifest.tokens,)
@@ -119,7 +119,7 @@ def default_cache_dir() -> Path:
 def _open(entry: Path) -> TokenStore | None:
     """The entry if it is committed and whole, else None."""
     try:
-        manifest = Manifest(**json.loads(entry.with_suffix(".json").read_text()))
+        manifest = TokenManifest(**json.loads(entry.with_suffix(".json").read_text()))
         size = entry.stat().st_size
     except (FileNotFoundError, ValueError, TypeError):
         return None
@@ -166,7 +166,7 @@ def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_pro
         os.fsync(out.fileno())
     if not n_tokens:
         raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty)")
-    manifest = Manifest(
+    manifest = TokenManifest(
         format=_FORMAT,
         dtype=dtype.str,
         tokens=n_tokens,
@@ -180,7 +180,7 @@ def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_pro
     return TokenStore(entry, manifest)
 
 
-def _commit(entry: Path, manifest: Manifest) -> None:
+def _commit(entry: Path, manifest: TokenManifest) -> None:
     """Give the finished ids their name, then the manifest its own: that second rename makes the entry exist."""
     _partial(entry).replace(entry)
     draft = entry.with_suffix(".json.part")

@@ -18,7 +18,7 @@ from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import Leaving, StoreLost
 from zeroband.node.sharding import local_part
 from zeroband.observe.log import get_logger
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.state.flat import digest_of
 
 _ALONE_ROUNDS = 2
@@ -116,8 +116,8 @@ class Company:
         self._known.update(peers)
         for peer in (peer for peer, theirs in zip(peers, said, strict=True) if theirs == digest.encode()):
             _log.warning(
-                f"peer {node_id_of(peer)} learns from the same batches as this node: in round {report.round} the "
-                "gradients of the first step are equal bit for bit. Give each peer its own part of the data, or "
+                f"peer {node_id_of_member(peer)} learns from the same batches as this node: in round {report.round} "
+                "the gradients of the first step are equal bit for bit. Give each peer its own part of the data, or "
                 "another seed of its order"
             )
             self._say("same_batches", round=report.round, member_id=peer)

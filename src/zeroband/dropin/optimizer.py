@@ -21,7 +21,7 @@ from zeroband.dropin.inner import (
     default_inner,
 )
 from zeroband.dropin.outer_sgd import outer_sgd_of
-from zeroband.dropin.session import Session, Wish
+from zeroband.dropin.session import DropInOptions, Session
 from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.errors import ConfigError, RunOver
 
@@ -80,7 +80,7 @@ class DiLoCoOptimizer(Optimizer):
         for name, value in (("batch_size", batch_size), ("inner_steps", inner_steps), ("total_steps", total_steps)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}; set 1 or more")
-        wish = Wish(
+        wish = DropInOptions(
             batch_size=batch_size,
             inner_steps=inner_steps,
             total_steps=total_steps,

@@ -38,9 +38,9 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, join_
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.join import Entry, get_in
+from zeroband.runtime.join import Joiner, join_until_member
 from zeroband.runtime.node import NodeParts
-from zeroband.runtime.replica import RunParts
+from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import NodeReport
 from zeroband.state.flat import digest_of
 
@@ -48,7 +48,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class DropInOptions:
     """What the user asked for."""
 
     batch_size: int
@@ -69,7 +69,7 @@ class Session:
     StoreLost.
     """
 
-    def __init__(self, inner: ScheduledOptimizer, wish: Wish) -> None:
+    def __init__(self, inner: ScheduledOptimizer, wish: DropInOptions) -> None:
         groups = inner.optimizer.param_groups
         self._inner = inner
         self._wish = wish
@@ -138,13 +138,13 @@ class Session:
         on_first_rank(self._local, open_one)
         return reports[0] if reports else None
 
-    def _build_entry(self, stack: ExitStack) -> Entry:
+    def _build_entry(self, stack: ExitStack) -> Joiner:
         events = None if self._report is None else self._report.events
-        run = RunParts(self._node, on_event=say_nothing if events is None else events.emit)
+        run = Replica(self._node, on_event=say_nothing if events is None else events.emit)
         stack.push(run.leave)
         config = self._node.config
         batch_size, patience_s = config.train.batch_size, config.elastic.start_timeout_s
-        return Entry(run, self._local, events, batch_size=batch_size, patience_s=patience_s)
+        return Joiner(run, self._local, events, batch_size=batch_size, patience_s=patience_s)
 
     def _build_company(self, *, is_own: bool) -> Company | None:
         """On local rank 0."""
@@ -180,9 +180,9 @@ class Session:
             say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
 
     def _enter(self, why: Fenced | None) -> None:
-        joined = get_in(self._entry, why)
+        joined = join_until_member(self._entry, why)
         if self._report is not None:
-            self._report.belongs_to(self._entry.hooks.payload["session"])
+            self._report.belongs_to(self._entry.hooks.record["session"])
         if joined is not None:
             self.last_round = joined
             if self._report is not None:

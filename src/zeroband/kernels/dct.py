@@ -52,7 +52,7 @@ def _unit(chunks: Tensor) -> Tensor:
     return ((exponent - _VALUE_BITS + 1023) << 52).view(torch.float64)
 
 
-def waves(n: int, device: torch.device) -> Tensor:
+def basis(n: int, device: torch.device) -> Tensor:
     """The orthonormal DCT-II for a length of n, (frequency, place) float64, each entry rounded to 24 bits."""
     return _basis(n, device).mul(2.0**-_BASIS_BITS)
 

@@ -125,7 +125,7 @@ class RunView:
         known = [node for node in self.current if node.epoch is not None]
         if not known:
             return tuple(node.node_id for node in self.current if node.state == "training")
-        return tuple(node_id_of(m) for m in max(known, key=lambda n: n.epoch or 0).members)
+        return tuple(node_id_of_member(m) for m in max(known, key=lambda n: n.epoch or 0).members)
 
     @property
     def sent_bytes(self) -> int:
@@ -150,7 +150,7 @@ class RunView:
         return tuple(sorted((event for node in self.nodes for event in node.events), key=lambda e: e.at_s))
 
 
-def node_id_of(member_id: str) -> str:
+def node_id_of_member(member_id: str) -> str:
     """The node behind a membership."""
     return member_id.rpartition("#")[0] or member_id
 

@@ -31,7 +31,7 @@ def aggregator_of(opening: Opening) -> str:
     """The member with the fastest access link, as far as known; the next one where a round ended in a dispute."""
     rates = opening.network.rates or (0,) * len(opening.members)
     order = sorted(range(len(opening.members)), key=lambda member: (-rates[member], member))
-    return opening.members[order[opening.disputes % len(order)]]
+    return opening.members[order[opening.divergences % len(order)]]
 
 
 class AggregatedExchange(PayloadExchange):

@@ -30,9 +30,9 @@ class Alone:
         lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (1,))
         return Opening(round + 1, 1, round, *lists)
 
-    def adopt(self, round: int, payload: Mapping[str, Any]) -> None:
+    def adopt(self, round: int, record: Mapping[str, Any]) -> None:
         """Go on after a checkpoint that was saved after this round."""
-        before = Progress.from_record(payload["progress"])
+        before = Progress.from_record(record["progress"])
         self._round = round
         self._progress = before.begin(self._opening(round), self._shape, after_round=round)
 
@@ -45,7 +45,7 @@ class Alone:
         return self._round
 
     @property
-    def payload(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, Any]:
         return {"progress": self._progress.to_record(), "session": self._session}
 
     @property

@@ -32,21 +32,21 @@ class Ddp(EveryStep):
         super().__init__(parts)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._keeper.count(tokens)
+        self._coordinator.count(tokens)
         contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)
-        is_finite = self._keeper.is_contribution_finite(gradients)
-        self._committed = self._keeper.commit(self._keeper.offer(weighted=is_finite), self._describe)
-        payload = self._committed.verdict.payload
-        self._set_gradients(self._committed.result, payload)
-        return float(payload["grad_norm"])
+        is_finite = self._coordinator.is_contribution_finite(gradients)
+        self._committed = self._coordinator.commit(self._coordinator.offer(weighted=is_finite), self._describe)
+        record = self._committed.verdict.record
+        self._set_gradients(self._committed.result, record)
+        return float(record["grad_norm"])
 
-    def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Clipped by the norm that the verdict fixed for all nodes."""
-        super()._set_gradients(result, payload)
-        norm = float(payload["grad_norm"])
-        if payload["weight"] > 0 and self._clip_norm is not None and norm > self._clip_norm:
+        super()._set_gradients(result, record)
+        norm = float(record["grad_norm"])
+        if record["weight"] > 0 and self._clip_norm is not None and norm > self._clip_norm:
             for shard in gradient_shards(self._parts.model).values():
                 shard.mul_(self._clip_norm / norm)
 
@@ -65,6 +65,6 @@ class Ddp(EveryStep):
             SECOND_MOMENT: {name: second for name, (_, second) in moments.items()},
         }
 
-    def _seek(self, payload: Mapping[str, Any]) -> None:
-        updates = payload.get("updates_before", 0) + (payload["weight"] > 0)
-        self._parts.stepper.seek(Progress.from_record(payload["progress"]).inner_step, update_count=updates)
+    def _seek(self, record: Mapping[str, Any]) -> None:
+        updates = record.get("updates_before", 0) + (record["weight"] > 0)
+        self._parts.stepper.seek(Progress.from_record(record["progress"]).inner_step, update_count=updates)

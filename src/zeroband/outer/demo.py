@@ -29,7 +29,7 @@ from zeroband.errors import Fenced
 from zeroband.node.mesh import broadcast_json, clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.outer.local_memory import LocalMemory
@@ -41,10 +41,10 @@ MOMENTUM = "momentum"
 _log = get_logger(__name__)
 
 
-def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> ErrorFeedback:
+def momentum_rule(config: DemoConfig, layout: FlatLayout, *, device: torch.device | None = None) -> SparseResidual:
     """The momentum's rule with its codec. `device`: as `SparseCodec` says."""
     rule = SparseRule(k=config.k, chunk=config.chunk, values=config.values, transform="dct", uneven=config.uneven)
-    return ErrorFeedback(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
+    return SparseResidual(SparseCodec(layout, rule, device=device), decay=config.decay, share=config.share)
 
 
 class Demo(EveryStep):
@@ -63,7 +63,7 @@ class Demo(EveryStep):
         super().__init__(parts, self._exchange)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._keeper.count(tokens)
+        self._coordinator.count(tokens)
         norm = clip_grad_norm_(self._parts.model, self._clip_norm)
         self._committed = self._arrived()
         self._is_finite = self._contribute(norm)
@@ -72,14 +72,14 @@ class Demo(EveryStep):
         if self._committed is None:
             self._parts.stepper.zero_grad()  # the trainer's step moves nothing
         else:
-            self._set_gradients(self._committed.result, self._committed.verdict.payload)
+            self._set_gradients(self._committed.result, self._committed.verdict.record)
         return norm
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        reports = [] if self._committed is None else [self._take_over()]
+        reports = [] if self._committed is None else [self._apply_committed()]
         if self._overlaps:
             reports += self._send()
-        self._keeper.begin_phase()
+        self._coordinator.begin_phase()
         return reports
 
     def flush(self) -> Sequence[RoundReport]:
@@ -91,7 +91,7 @@ class Demo(EveryStep):
         waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
         if waits:
             return (self._step_by(self._commit()),)
-        self._keeper.start(self._keeper.offer(weighted=self._is_finite))
+        self._coordinator.start(self._coordinator.offer(weighted=self._is_finite))
         self._parts.inner.seek(self.inner_step)
         return ()
 
@@ -107,11 +107,11 @@ class Demo(EveryStep):
 
     def _commit(self) -> Committed:
         """Make the round of the payload while training waits."""
-        return self._settled(partial(self._keeper.commit, self._keeper.offer(weighted=self._is_finite)))
+        return self._settled(partial(self._coordinator.commit, self._coordinator.offer(weighted=self._is_finite)))
 
     def _arrived(self) -> Committed | None:
         """The round that travels beside this step, if one does; from here on there may be a new payload."""
-        return self._settled(self._keeper.arrived) if self._keeper.is_flying else None
+        return self._settled(self._coordinator.arrived) if self._coordinator.is_flying else None
 
     def _settled(self, bring: Callable[[], Committed]) -> Committed:
         """A round that this node's payload is in; where it never will be, what the payload took goes back."""
@@ -123,14 +123,14 @@ class Demo(EveryStep):
         self._memory.settle()
         return committed
 
-    def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
         self._parts.inner.seek(self.progress.inner_step)
-        super()._set_gradients(result, payload)
+        super()._set_gradients(result, record)
 
-    def _take_over(self) -> RoundReport:
+    def _apply_committed(self) -> RoundReport:
         refused = tuple(self._exchange.refused.items())
-        return replace(super()._take_over(), refused=refused, payload_bytes=self._exchange.payload_bytes)
+        return replace(super()._apply_committed(), refused=refused, payload_bytes=self._exchange.payload_bytes)
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {PARAMS: parameter_shards(self._parts.model)}

@@ -16,15 +16,15 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import KeptRounds, RoundKeeper
+from zeroband.elastic.rounds.coordinator import CoordinatedRounds, RoundCoordinator
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, MeanExchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.outer.device_state import DeviceState
+from zeroband.outer.inner_parameters import InnerParameters, build_replica
 from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
-from zeroband.outer.replica import Replica, build_replica
 from zeroband.outer.turns import Turns
 from zeroband.state.flat import digest_of, parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of
@@ -32,7 +32,7 @@ from zeroband.state.fragments import Fragment, bounds_of
 PARAMS, MOMENTUM = "params", "momentum"
 
 
-class DiLoCo(KeptRounds):
+class DiLoCo(CoordinatedRounds):
     """Outer state: parameters and momentum, in shared memory. The model holds the inner parameters.
 
     A phase of inner steps ends with a contribution to the next round, of the fragment whose turn it is. The state gets
@@ -62,12 +62,12 @@ class DiLoCo(KeptRounds):
             lambda: self._bounds[self._turn()],
             None if self._device is None else self._device.encoded,
         )
-        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
-        self._replica: Replica = self._device or build_replica(parts, config, self._buffers[PARAMS])
+        self._coordinator = RoundCoordinator(parts, self.sections, self.replay, exchange)
+        self._inner_parameters: InnerParameters = self._device or build_replica(parts, config, self._buffers[PARAMS])
         self._phase_steps = config.phase_steps
         travels = 1.0 if self._overlap is None else self._overlap / self._phase_steps
         self._turns = Turns(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
-        self._keeper.state = self._digest()
+        self._coordinator.state_digest = self._digest()
 
     def _open_device_state(self) -> DeviceState:
         assert isinstance(self._optimizer, OuterSGD), "require_device has seen to that"
@@ -87,23 +87,23 @@ class DiLoCo(KeptRounds):
         return None
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        self._keeper.count(tokens)
+        self._coordinator.count(tokens)
         if ends_round:
             return self._end_phase()
-        return self.flush() if self._keeper.steps == self._overlap else ()
+        return self.flush() if self._coordinator.steps == self._overlap else ()
 
     def flush(self) -> Sequence[RoundReport]:
-        if not self._keeper.is_flying:
+        if not self._coordinator.is_flying:
             return ()
-        report = self._receive(self._keeper.arrived(), since=self._keeper.steps / self._phase_steps)
+        report = self._receive(self._coordinator.arrived(), since=self._coordinator.steps / self._phase_steps)
         return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
         barrier(self._local)
-        committed = self._keeper.commit(self._keeper.offer(is_joining=True))
+        committed = self._coordinator.commit(self._coordinator.offer(is_joining=True))
         report = self._restart_on(committed)
         newest = [report, *self._close(report)][-1]
-        self._keeper.begin_phase()
+        self._coordinator.begin_phase()
         return newest
 
     # -- the end of a phase -------------------------------------------------------------------------------------
@@ -114,36 +114,36 @@ class DiLoCo(KeptRounds):
         A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
         relative to the outer ones before they move.
         """
-        keeper, reports = self._keeper, list[RoundReport]()
-        before = keeper.arrived() if keeper.is_flying else None
+        coordinator, reports = self._coordinator, list[RoundReport]()
+        before = coordinator.arrived() if coordinator.is_flying else None
         if before is not None and not self._is_delayed:
             reports.append(self._receive(before, since=1.0))
         self._turns.end_phase()
         turn = self._turn()
         is_finite = self._contribute(turn)
         if before is not None and self._is_delayed:
-            reports.append(self._take_over(before, self._replica.expect))
+            reports.append(self._apply_committed(before, self._inner_parameters.expect))
         if self.progress.is_complete:
             return reports
         if not is_finite:
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
         barrier(self._local)
-        offer = keeper.offer(weighted=is_finite, norm=self._norm(turn), trained=self._turns.contribute(turn))
+        offer = coordinator.offer(weighted=is_finite, norm=self._norm(turn), trained=self._turns.contribute(turn))
         if waits:
-            committed = keeper.commit(offer)
+            committed = coordinator.commit(offer)
             is_restart = self._overlap != 0 or closes
             reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
             if not is_finite:
                 self._restart()
             reports += self._close(reports[-1], is_due=closes)
         else:
-            keeper.start(offer)
+            coordinator.start(offer)
             if before is None and self._is_delayed:
-                self._replica.expect(turn)  # the round that has not arrived counts as one that changed nothing
-            share = 1 / len(keeper.members) if before is None else keeper.share  # all are equal after a flush
-            self._replica.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
-        keeper.begin_phase()
+                self._inner_parameters.expect(turn)  # the round that has not arrived counts as one that changed nothing
+            share = 1 / len(coordinator.members) if before is None else coordinator.share  # all are equal after a flush
+            self._inner_parameters.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
+        coordinator.begin_phase()
         return reports
 
     @property
@@ -156,12 +156,12 @@ class DiLoCo(KeptRounds):
 
         Then all nodes hold one model.
         """
-        keeper, shape, is_whole = self._keeper, self._parts.shape, len(self._bounds) == 1
+        coordinator, shape, is_whole = self._coordinator, self._parts.shape, len(self._bounds) == 1
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
-        is_new = is_member_new and keeper.has_new_members and is_whole
+        is_new = is_member_new and coordinator.has_new_members and is_whole
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
         held = count(self.progress.assigned.get(self._parts.mesh.member_id, ()))
-        is_idle = held <= keeper.steps * shape.batch_size  # until the round has dealt it more
+        is_idle = held <= coordinator.steps * shape.batch_size  # until the round has dealt it more
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
         waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
         return waits, closes
@@ -179,14 +179,14 @@ class DiLoCo(KeptRounds):
         for _ in self._bounds[1:]:
             if self.progress.is_complete:  # this node came to the closing rounds after the first of them
                 break
-            turn, made_steps = self._turn(), self._keeper.steps > 0
+            turn, made_steps = self._turn(), self._coordinator.steps > 0
             is_finite = self._contribute(turn)
             barrier(self._local)
             if made_steps:
                 self._turns.end_phase()
             own, trained = None if made_steps else weight, self._turns.contribute(turn)
-            offer = self._keeper.offer(weighted=is_finite, weight=own, norm=self._norm(turn), trained=trained)
-            reports.append(self._restart_on(self._keeper.commit(offer)))
+            offer = self._coordinator.offer(weighted=is_finite, weight=own, norm=self._norm(turn), trained=trained)
+            reports.append(self._restart_on(self._coordinator.commit(offer)))
         return reports
 
     def _is_closing(self) -> bool:
@@ -203,18 +203,18 @@ class DiLoCo(KeptRounds):
     def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
         if self._device is not None:
-            is_finite = self._keeper.is_finite_everywhere(self._device.contribute())
+            is_finite = self._coordinator.is_finite_everywhere(self._device.contribute())
             if is_finite and self._local.rank == 0:
                 self._device.encode_borders()
             return is_finite
         shards = self._shards_of(turn)
-        anchor = dict(self._parts.shards.parts(self._replica.anchor, shards))
+        anchor = dict(self._parts.shards.parts(self._inner_parameters.anchor, shards))
         contribution = self._buffers[CONTRIBUTION]
         for name, out in self._parts.sent.parts(contribution, shards):
             inner = self._parts.shards.own(name, shards[name]).to("cpu")
             self._optimizer.contribution(anchor[name], inner, out)
         self._parts.feedback.add_to(contribution, shards)
-        return self._keeper.is_contribution_finite(shards)
+        return self._coordinator.is_contribution_finite(shards)
 
     def _norm(self, turn: int) -> float:
         """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
@@ -231,42 +231,42 @@ class DiLoCo(KeptRounds):
     def _receive(self, committed: Committed, since: float) -> RoundReport:
         """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
         self._turns.receive(self._turn(), since, committed.verdict.opening.longest)
-        return self._take_over(committed, self._replica.receive)
+        return self._apply_committed(committed, self._inner_parameters.receive)
 
     def _restart_on(self, committed: Committed) -> RoundReport:
         """Take over a round, and train its fragment from the outer parameters."""
         self._turns.restart(self._turn())
-        return self._take_over(committed, self._replica.restart)
+        return self._apply_committed(committed, self._inner_parameters.restart)
 
-    def _take_over(self, committed: Committed, land: Callable[[int], None]) -> RoundReport:
-        """Take the outer step of a committed round. `land`: brings its fragment of the model up to it.
+    def _apply_committed(self, committed: Committed, merge_inner: Callable[[int], None]) -> RoundReport:
+        """Take the outer step of a committed round. `merge_inner`: brings its fragment of the model up to it.
 
         The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
         """
         started_at_s, turn = time.monotonic(), self._turn()
-        payload = committed.verdict.payload
-        with self._keeper.changing_state():
-            if self._device is not None and payload["weight"] > 0:
-                self._device.take_step(outer_step=self._step_of(payload))  # while the CPU does
-            self._apply(turn, committed.result, payload)
-            self._keeper.advance(committed.verdict, self._digest())
+        record = committed.verdict.record
+        with self._coordinator.changing_state():
+            if self._device is not None and record["weight"] > 0:
+                self._device.take_step(outer_step=self._step_of(record))  # while the CPU does
+            self._apply(turn, committed.result, record)
+            self._coordinator.advance(committed.verdict, self._digest())
         if self.progress.is_complete:
             self._restart()
         else:
-            land(turn)
+            merge_inner(turn)
         self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
-        self._keeper.record(committed)
+        self._coordinator.keep_in_journal(committed)
         self._parts.faults.at("applied", self.round)
-        return self._keeper.report(committed, time.monotonic() - started_at_s)
+        return self._coordinator.report(committed, time.monotonic() - started_at_s)
 
-    def _apply(self, turn: int, mean: Tensor, payload: Mapping[str, Any]) -> None:
+    def _apply(self, turn: int, mean: Tensor, record: Mapping[str, Any]) -> None:
         """Take the outer step, each local rank on its part.
 
         What this node learned and has not contributed stays what it is, relative to the outer parameters.
         """
-        if payload["weight"] > 0:
+        if record["weight"] > 0:
             contribution = self._buffers[CONTRIBUTION][self._bounds[turn]]
-            step = self._step_of(payload)
+            step = self._step_of(record)
             for here, there in self._parts_of_rank(self._parts.fragments[turn]):
                 params, momentum = self._buffers[PARAMS][here], self._buffers[MOMENTUM][here]
                 self._optimizer.detach(params, contribution[there])
@@ -274,9 +274,9 @@ class DiLoCo(KeptRounds):
                 self._optimizer.attach(params, contribution[there])
         barrier(self._local)
 
-    def _step_of(self, payload: Mapping[str, Any]) -> int:
+    def _step_of(self, record: Mapping[str, Any]) -> int:
         """Which outer step of its fragment a round is, from 1."""
-        return (Progress.from_record(payload["progress"]).outer_step - 1) // len(self._bounds) + 1
+        return (Progress.from_record(record["progress"]).outer_step - 1) // len(self._bounds) + 1
 
     def _parts_of_rank(self, fragment: Fragment) -> Iterator[tuple[slice, slice]]:
         """This rank's share of a fragment: where it lies in the outer state, and where in the fragment."""
@@ -290,24 +290,24 @@ class DiLoCo(KeptRounds):
         """Train from the outer parameters."""
         for turn in range(len(self._bounds)):
             self._turns.restart(turn)
-            self._replica.restart(turn)
+            self._inner_parameters.restart(turn)
 
     def _digest(self) -> str:
         barrier(self._local)
         return digest_of(self._buffers[PARAMS], self._buffers[MOMENTUM]) if self._local.rank == 0 else ""
 
-    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
-        with self._keeper.changing_state(sections):
-            self._keeper.settle(round, payload, self._digest())
+    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._coordinator.changing_state(sections):
+            self._coordinator.record_state(round, record, self._digest())
         self._restart()
         self._parts.inner.seek(self.progress.inner_step)
-        return self._keeper.state
+        return self._coordinator.state_digest
 
     def replay(self, missed: MissedRound) -> str:
         turn = self._turn()
-        with self._keeper.changing_state():
-            self._apply(turn, missed.result, missed.payload)
-            self._keeper.settle(missed.round, missed.payload, self._digest())
-        self._replica.restart(turn)
+        with self._coordinator.changing_state():
+            self._apply(turn, missed.result, missed.record)
+            self._coordinator.record_state(missed.round, missed.record, self._digest())
+        self._inner_parameters.restart(turn)
         self._parts.inner.seek(self.progress.inner_step)
-        return self._keeper.state
+        return self._coordinator.state_digest

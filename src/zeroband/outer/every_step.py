@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import KeptRounds, RoundKeeper
+from zeroband.elastic.rounds.coordinator import CoordinatedRounds, RoundCoordinator
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport
 from zeroband.elastic.rounds.transaction import RESULT, Committed, Exchange
 from zeroband.node.mesh import barrier
@@ -24,7 +24,7 @@ from zeroband.state.flat import digest_of, gradient_shards
 PARAMS = "params"
 
 
-class EveryStep(KeptRounds, ABC):
+class EveryStep(CoordinatedRounds, ABC):
     """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
 
     sections: tuple[str, ...] = (PARAMS,)
@@ -34,10 +34,10 @@ class EveryStep(KeptRounds, ABC):
         self._parts = parts
         self._buffers = parts.buffers
         self._local = parts.mesh.local
-        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
+        self._coordinator = RoundCoordinator(parts, self.sections, self.replay, exchange)
         self._committed: Committed | None = None
         parts.buffers.open(*self.sections, RESULT)
-        self._keeper.state = self._store_state()
+        self._coordinator.state_digest = self._store_state()
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -55,36 +55,36 @@ class EveryStep(KeptRounds, ABC):
         """What the verdict says beside the progress."""
         return {}
 
-    def _set_gradients(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+    def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Put a committed result into the model.
 
         Where nobody had weight there is no gradient at all, and the optimizer leaves parameters and moments alone.
         """
-        if payload["weight"] == 0:
+        if record["weight"] == 0:
             self._parts.stepper.zero_grad()
         else:
             self._parts.shards.load(gradient_shards(self._parts.model), result)
 
-    def _seek(self, payload: Mapping[str, Any]) -> None:
+    def _seek(self, record: Mapping[str, Any]) -> None:
         """Bring the inner optimizer to the place that a verdict stands for."""
-        self._parts.stepper.seek(Progress.from_record(payload["progress"]).inner_step)
+        self._parts.stepper.seek(Progress.from_record(record["progress"]).inner_step)
 
     # -- the round ----------------------------------------------------------------------------------------------
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        report = self._take_over()
-        self._keeper.begin_phase()
+        report = self._apply_committed()
+        self._coordinator.begin_phase()
         return (report,)
 
-    def _take_over(self) -> RoundReport:
+    def _apply_committed(self) -> RoundReport:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
-        with self._keeper.changing_state():
-            self._keeper.advance(committed.verdict, self._store_state())
-        self._keeper.record(committed)
+        with self._coordinator.changing_state():
+            self._coordinator.advance(committed.verdict, self._store_state())
+        self._coordinator.keep_in_journal(committed)
         self._parts.faults.at("applied", self.round)
-        return self._keeper.report(committed, time.monotonic() - started_at_s)
+        return self._coordinator.report(committed, time.monotonic() - started_at_s)
 
     def _store_state(self) -> str:
         """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
@@ -94,38 +94,38 @@ class EveryStep(KeptRounds, ABC):
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
     def join(self) -> RoundReport:
-        report = self._step_by(self._keeper.commit(self._keeper.offer(is_joining=True), self._describe))
-        self._keeper.begin_phase()
+        report = self._step_by(self._coordinator.commit(self._coordinator.offer(is_joining=True), self._describe))
+        self._coordinator.begin_phase()
         return report
 
     def _step_by(self, committed: Committed) -> RoundReport:
         """Step by a round for which the trainer makes no step."""
         self._committed = committed
-        self._step(committed.result, committed.verdict.payload)
-        return self._take_over()
+        self._step(committed.result, committed.verdict.record)
+        return self._apply_committed()
 
-    def _step(self, result: Tensor, payload: Mapping[str, Any]) -> None:
-        self._set_gradients(result, payload)
+    def _step(self, result: Tensor, record: Mapping[str, Any]) -> None:
+        self._set_gradients(result, record)
         self._parts.stepper.step()
         self._parts.stepper.zero_grad()
-        self._seek(payload)  # a round of joiners alone is no step of the schedule
+        self._seek(record)  # a round of joiners alone is no step of the schedule
 
-    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
-        with self._keeper.changing_state(sections):
-            self._load_state(payload)
-            self._keeper.settle(round, payload, self._store_state())
-        return self._keeper.state
+    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._coordinator.changing_state(sections):
+            self._load_state(record)
+            self._coordinator.record_state(round, record, self._store_state())
+        return self._coordinator.state_digest
 
-    def _load_state(self, payload: Mapping[str, Any]) -> None:
+    def _load_state(self, record: Mapping[str, Any]) -> None:
         """Take the training state from the sections."""
-        self._seek(payload)
+        self._seek(record)
         for section, shards in self._held().items():
             self._parts.shards.load(shards, self._buffers[section])
         barrier(self._local)  # all have read before anybody writes
 
     def replay(self, missed: MissedRound) -> str:
         barrier(self._local)
-        self._step(missed.result, missed.payload)
-        with self._keeper.changing_state():
-            self._keeper.settle(missed.round, missed.payload, self._store_state())
-        return self._keeper.state
+        self._step(missed.result, missed.record)
+        with self._coordinator.changing_state():
+            self._coordinator.record_state(missed.round, missed.record, self._store_state())
+        return self._coordinator.state_digest

@@ -13,14 +13,14 @@ from torch import Tensor
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import Part
 
 
 class LocalMemory:
     """One memory and its rule. Every method is called by all local ranks."""
 
-    def __init__(self, parts: OuterParts, name: str, feedback: ErrorFeedback) -> None:
+    def __init__(self, parts: OuterParts, name: str, feedback: SparseResidual) -> None:
         parts.buffers.open(name)
         self.buffer = parts.buffers[name]
         """(n,) float32, shared by the local ranks."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroband.config.outer import RoundsConfig
 from zeroband.config.section import Section
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import KeptRounds, Offer, RoundKeeper
+from zeroband.elastic.rounds.coordinator import CoordinatedRounds, Offer, RoundCoordinator
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
@@ -28,7 +28,7 @@ from zeroband.state.flat import digest_of, parameter_shards
 PARAMS = "params"
 
 
-class ManySteps(KeptRounds, ABC):
+class ManySteps(CoordinatedRounds, ABC):
     """Outer state: the parameters, and what else `sections` names, in shared memory. The model holds the inner ones.
 
     `settings`: the algorithm's own knobs. `exchange`: of a round; None: the mean of the contributions, in `comm.codec`.
@@ -48,10 +48,10 @@ class ManySteps(KeptRounds, ABC):
         self._buffers = parts.buffers
         self._local = parts.mesh.local
         self._clips = config.clip_to_median
-        self._keeper = RoundKeeper(parts, self.sections, self.replay, exchange)
+        self._coordinator = RoundCoordinator(parts, self.sections, self.replay, exchange)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
-        self._keeper.state = self._digest()
+        self._coordinator.state_digest = self._digest()
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class ManySteps(KeptRounds, ABC):
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
         deltas = self._write_pseudo_gradient()
         self._parts.feedback.add_to(self._buffers[CONTRIBUTION], deltas)
-        return self._keeper.is_contribution_finite(deltas)
+        return self._coordinator.is_contribution_finite(deltas)
 
     def _norm(self) -> float:
         """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
@@ -83,18 +83,18 @@ class ManySteps(KeptRounds, ABC):
         return None
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        self._keeper.count(tokens)
+        self._coordinator.count(tokens)
         if not ends_round:
             return ()
         is_finite = self._contribute()
         if not is_finite:
             self._parts.inner.forget_moments()
         barrier(self._local)
-        return (self._finish_round(self._keeper.offer(weighted=is_finite, norm=self._norm())),)
+        return (self._finish_round(self._coordinator.offer(weighted=is_finite, norm=self._norm())),)
 
     def join(self) -> RoundReport:
         barrier(self._local)
-        return self._finish_round(self._keeper.offer(is_joining=True))
+        return self._finish_round(self._coordinator.offer(is_joining=True))
 
     def _write_pseudo_gradient(self) -> dict[str, Tensor]:
         """Outer minus inner parameters into the contribution buffer; this rank's shards of it, by parameter."""
@@ -108,27 +108,27 @@ class ManySteps(KeptRounds, ABC):
     def _finish_round(self, offer: Offer) -> RoundReport:
         committed = self._commit(offer)
         started_at_s = time.monotonic()
-        with self._keeper.changing_state():
-            self._apply(committed.result, committed.verdict.payload)
-            self._keeper.advance(committed.verdict, self._digest())
-        self._keeper.begin_phase()
+        with self._coordinator.changing_state():
+            self._apply(committed.result, committed.verdict.record)
+            self._coordinator.advance(committed.verdict, self._digest())
+        self._coordinator.begin_phase()
         self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
-        self._keeper.record(committed)
+        self._coordinator.keep_in_journal(committed)
         self._parts.faults.at("applied", self.round)
-        return self._keeper.report(committed, time.monotonic() - started_at_s)
+        return self._coordinator.report(committed, time.monotonic() - started_at_s)
 
     def _commit(self, offer: Offer) -> Committed:
-        return self._keeper.commit(offer)
+        return self._coordinator.commit(offer)
 
-    def _apply(self, result: Tensor, payload: Mapping[str, Any]) -> None:
+    def _apply(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Take the outer step, each local rank on its part, and restart the inner parameters from it.
 
         What a late node has not contributed yet does not depend on the outer parameters.
         """
-        if payload["weight"] > 0:
+        if record["weight"] > 0:
             start, stop = lane_bounds(result.numel(), self._local.world_size)[self._local.rank]
             outer = {name: self._buffers[name][start:stop] for name in self.sections}
-            step = Progress.from_record(payload["progress"]).outer_step
+            step = Progress.from_record(record["progress"]).outer_step
             self.take_step(outer, result[start:stop], outer_step=step)
         barrier(self._local)
         self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
@@ -137,16 +137,16 @@ class ManySteps(KeptRounds, ABC):
         barrier(self._local)
         return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
 
-    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
-        with self._keeper.changing_state(sections):
-            self._keeper.settle(round, payload, self._digest())
+    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+        with self._coordinator.changing_state(sections):
+            self._coordinator.record_state(round, record, self._digest())
         self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
         self._parts.inner.seek(self.progress.inner_step)
-        return self._keeper.state
+        return self._coordinator.state_digest
 
     def replay(self, missed: MissedRound) -> str:
-        with self._keeper.changing_state():
-            self._apply(missed.result, missed.payload)
-            self._keeper.settle(missed.round, missed.payload, self._digest())
+        with self._coordinator.changing_state():
+            self._apply(missed.result, missed.record)
+            self._coordinator.record_state(missed.round, missed.record, self._digest())
         self._parts.inner.seek(self.progress.inner_step)
-        return self._keeper.state
+        return self._coordinator.state_digest

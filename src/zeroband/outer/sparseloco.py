@@ -20,7 +20,7 @@ from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.transaction import Committed
 from zeroband.errors import Fenced
 from zeroband.outer.compression.norms import norm_of
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import Payload, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.many_steps import PARAMS, ManySteps
@@ -30,7 +30,7 @@ from zeroband.state.flat import FlatLayout
 ERRORS = "errors"
 
 
-def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> ErrorFeedback:
+def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> SparseResidual:
     """The error buffer's rule with its codec."""
     rule = SparseRule(
         k=config.k,
@@ -40,7 +40,7 @@ def error_rule(config: SparseLocoConfig, layout: FlatLayout) -> ErrorFeedback:
         transform=None,
         keeps_density=True,
     )
-    return ErrorFeedback(SparseCodec(layout, rule), decay=config.decay)
+    return SparseResidual(SparseCodec(layout, rule), decay=config.decay)
 
 
 class SparseLoCo(ManySteps):
@@ -62,7 +62,7 @@ class SparseLoCo(ManySteps):
     def _contribute(self) -> bool:
         """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""
         deltas = self._write_pseudo_gradient()
-        if self._keeper.is_contribution_finite(deltas) and self._memory.accumulate(deltas):
+        if self._coordinator.is_contribution_finite(deltas) and self._memory.accumulate(deltas):
             self._memory.pack(self._exchange.payload)
             return True
         return False

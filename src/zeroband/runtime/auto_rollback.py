@@ -23,7 +23,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class GoingBack:
+class AutoRollback:
     """What a round's loss leads to. Called by all local ranks, before they announce themselves for the next round."""
 
     config: RollbackConfig

@@ -37,7 +37,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.ddp import Ddp
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.replica import RunParts
+from zeroband.runtime.replica import Replica
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 
 _LOCK_FILE = "checkpoint_writer.lock"
@@ -52,7 +52,7 @@ _log = get_logger(__name__)
 class Staging:
     """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
-    def __init__(self, node: TrainerParts, run: RunParts | None, stack: ExitStack) -> None:
+    def __init__(self, node: TrainerParts, run: Replica | None, stack: ExitStack) -> None:
         config, self._local = node.config, node.local
         self._node = node
         self._run = run
@@ -175,7 +175,7 @@ class Snapshots:
     def __init__(
         self,
         node: TrainerParts,
-        run: RunParts | None,
+        run: Replica | None,
         hooks: SyncHooks,
         events: EventLog | None,
         *,
@@ -206,7 +206,7 @@ class Snapshots:
     def _claim_folder(self, *, takes_over: bool) -> None:
         run_id = self._node.config.run.id
         assert self._config.path is not None
-        owner = Owner(run_id, self._hooks.payload["session"], self._layout_digest)
+        owner = Owner(run_id, self._hooks.record["session"], self._layout_digest)
         claim(open_storage(self._config.path, run_id, self._node.node_id), owner, takes_over=takes_over)
 
     def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
@@ -304,11 +304,11 @@ class Snapshots:
         corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
         return Stamp(
             run_id=config.run.id,
-            session=hooks.payload["session"],
+            session=hooks.record["session"],
             round=hooks.round,
             inner_step=hooks.progress.inner_step,
-            payload=hooks.payload,
-            state="" if self._run is None else self._run.outer.state,
+            record=hooks.record,
+            state_digest="" if self._run is None else self._run.outer.state_digest,
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,

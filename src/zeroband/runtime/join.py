@@ -20,7 +20,7 @@ from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
-from zeroband.elastic.membership.resume_rules import Beginning, Way, beginning_after, members_of, pending, way_in
+from zeroband.elastic.membership.resume_rules import RestartPoint, Way, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import RoundReport, SyncHooks, verify
 from zeroband.elastic.rounds.rollback import RolledBack
@@ -31,7 +31,7 @@ from zeroband.observe.events import EventLog
 from zeroband.observe.log import get_logger
 from zeroband.outer.alone import Alone
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.replica import RunParts, shape_of
+from zeroband.runtime.replica import Replica, shape_of
 from zeroband.state.crash_memory import HeldState
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 _log = get_logger(__name__)
 
 
-class LoneEntry:
+class LoneJoiner:
     """A node that trains alone is in its run at once."""
 
     run = None
@@ -69,7 +69,7 @@ class LoneEntry:
             owner = read_owner(storage)
         except OSError as error:
             raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
-        return owner is not None and owner.session == self._alone.payload["session"]
+        return owner is not None and owner.session == self._alone.record["session"]
 
     def _begin_again(self) -> None:
         """Go on from a checkpoint; anew where there is none. Every local rank reads it, and takes its shards.
@@ -96,29 +96,29 @@ class LoneEntry:
         if local.rank != 0:
             restorer.restore(saved["step"])
         ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.model), targets[PARAMS])
-        self._alone.adopt(saved["round"], saved["payload"])
+        self._alone.adopt(saved["round"], saved["record"])
         node.inner.seek(saved["step"])
         has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
         if self._events is not None:
-            place = {"round": saved["round"], "step": saved["step"], "digest": saved["state"]}
+            place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
             took_s = round(time.monotonic() - from_s, 3)
             self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
 
-    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+    def announce_leaving(self) -> Literal["together", "alone"] | None:
         return "alone"
 
     def come_back(self, why: Fenced | RolledBack) -> RoundReport | None:
         raise AssertionError("nobody fences a node that trains alone") from why
 
 
-class Entry:
+class Joiner:
     """Brings a node into its run. All local ranks call the methods together; `events` is there on local rank 0.
 
     `batch_size`: samples of an inner step.
     """
 
     def __init__(
-        self, run: RunParts, local: LocalMesh, events: EventLog | None, *, batch_size: int, patience_s: float
+        self, run: Replica, local: LocalMesh, events: EventLog | None, *, batch_size: int, patience_s: float
     ) -> None:
         self.hooks: SyncHooks = run.outer
         self.run = run
@@ -127,7 +127,7 @@ class Entry:
         self._batch_size = batch_size
         self._patience_s = patience_s
 
-    def leaves_nobody(self) -> Literal["together", "alone"] | None:
+    def announce_leaving(self) -> Literal["together", "alone"] | None:
         """Whether the run stands still when this node leaves: all members leave with this round, or it is the last one.
 
         Then it must save what it holds. Called once, by all local ranks.
@@ -143,7 +143,7 @@ class Entry:
 
         Raises ConfigError where another machine is in the run under this node's name.
         """
-        on_first_rank(self._local, lambda: self.run.mesh.member.outlive_namesakes())
+        on_first_rank(self._local, lambda: self.run.mesh.member.outlast_duplicates())
         report = self._go_on_from_memory()
         if report is not None:
             return report
@@ -164,7 +164,7 @@ class Entry:
             if way == "join" and agreed is not None and agreed.member in view.alive:
                 return "follow"
             if way != "wait":
-                return "begin" if isinstance(way, Beginning) else way
+                return "begin" if isinstance(way, RestartPoint) else way
             time.sleep(_RETRY_S)
 
     def _found(self, round: int) -> RoundReport | None:
@@ -185,8 +185,8 @@ class Entry:
         agreed = on_first_rank(self._local, self._agree)
         if agreed["way"] != "begin":
             return self._found(FOUNDING_ROUND) if agreed["way"] == "found" else None
-        digest = self.run.outer.adopt(agreed["after_round"], agreed["payload"])
-        verify(digest, agreed["state"], f"the checkpoint of step {agreed['step']}", self._local)
+        digest = self.run.outer.adopt(agreed["after_round"], agreed["record"])
+        verify(digest, agreed["state_digest"], f"the checkpoint of step {agreed['step']}", self._local)
         has_inner = self.run.load_inner(agreed["step"])
         took_s = round(time.monotonic() - from_s, 3)
         place = {"round": agreed["round"], "step": agreed["step"], "rejected": agreed["rejected"]}
@@ -205,28 +205,30 @@ class Entry:
                 continue
             if way in ("join", "found"):
                 return {"way": way}
-            step = way.step if isinstance(way, Beginning) else None
+            step = way.step if isinstance(way, RestartPoint) else None
             if not is_read or (step is not None and (saved is None or saved.step != step)):
                 saved, is_read = self.run.read_checkpoint(step), True
                 continue
             if saved is None:
                 return self._without_checkpoint(view)
-            beginning = self._beginning(view, way, saved)
-            if beginning is not None:
-                return {"way": "begin", **asdict(saved), "round": beginning.round, "after_round": saved.round}
+            restart_point = self._restart_point(view, way, saved)
+            if restart_point is not None:
+                return {"way": "begin", **asdict(saved), "round": restart_point.round, "after_round": saved.round}
 
-    def _beginning(self, view: View, way: Way | Beginning, saved: SavedState) -> Beginning | None:
+    def _restart_point(self, view: View, way: Way | RestartPoint, saved: SavedState) -> RestartPoint | None:
         """What is agreed on; None: look again. Raises RecoveryFailed where others have another checkpoint of a step."""
-        if isinstance(way, Beginning):
-            if way.state != saved.state:
+        if isinstance(way, RestartPoint):
+            if way.state_digest != saved.state_digest:
                 raise RecoveryFailed(
-                    f"the checkpoint of step {saved.step} is {saved.state} here, and {way.state} on {way.member}: "
-                    "ckpt.path is not the same folder on both"
+                    f"the checkpoint of step {saved.step} is {saved.state_digest} here, and {way.state_digest} on "
+                    f"{way.member}: ckpt.path is not the same folder on both"
                 )
             return way
         member_id = self.run.mesh.member.member_id
-        proposal = beginning_after(view, round=saved.round, step=saved.step, state=saved.state, member=member_id)
-        return proposal if self.run.store.propose_beginning(proposal, view) else None
+        proposal = restart_point_after(
+            view, round=saved.round, step=saved.step, state_digest=saved.state_digest, member=member_id
+        )
+        return proposal if self.run.store.propose_restart_point(proposal, view) else None
 
     def _without_checkpoint(self, view: View) -> dict[str, Any]:
         if view.committed is None:
@@ -244,15 +246,19 @@ class Entry:
         def recall() -> dict[str, Any] | None:
             found = self.run.memory.recall(self.run.buffers.numel)
             held.extend([] if found is None else [found])
-            return None if found is None else {"round": found.round, "payload": found.payload, "state": found.state}
+            return (
+                None
+                if found is None
+                else {"round": found.round, "record": found.record, "state_digest": found.state_digest}
+            )
 
         found = on_first_rank(self._local, recall)
         if found is None:
             return None
         sections = held.pop().sections if held else None
-        digest = self.run.outer.adopt(found["round"], found["payload"], sections)
+        digest = self.run.outer.adopt(found["round"], found["record"], sections)
         on_first_rank(self._local, self.run.memory.drop_held)
-        verify(digest, found["state"], "what this node had in memory", self._local)
+        verify(digest, found["state_digest"], "what this node had in memory", self._local)
         took_s = round(time.monotonic() - from_s, 3)
         on_first_rank(self._local, lambda: self._tell_of(found))
         self._emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
@@ -275,20 +281,20 @@ class Entry:
             round=verdict.round,
             epoch=opening.epoch,
             members=list(opening.members),
-            digest=found["state"],
+            digest=found["state_digest"],
             weights=list(opening.weights),
             samples=[steps * self._batch_size for steps in opening.steps],
             late=list(opening.late),
-            progress=found["payload"]["progress"],
+            progress=found["record"]["progress"],
         )
 
     def _roll_back(self, order: RolledBack) -> RoundReport:
         """Take the checkpoint that the members agreed to go back to. Returns the report of the newest round."""
         report, sections = order.report, self.run.take_staged()
-        digest = self.run.outer.adopt(report.round, order.payload, sections)
-        verify(digest, report.state, f"the checkpoint of step {order.step}", self._local)
+        digest = self.run.outer.adopt(report.round, order.record, sections)
+        verify(digest, report.state_digest, f"the checkpoint of step {order.step}", self._local)
         has_inner = self.run.load_inner(order.step)
-        skipped = [list(span) for span in order.payload.get("skipped", ())]
+        skipped = [list(span) for span in order.record.get("skipped", ())]
         place = {"round": report.round, "step": order.step, "digest": digest}
         self._emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self.run.point_latest(order.step))
@@ -358,9 +364,9 @@ class Entry:
     def _recover(self) -> int:
         """Fetch a committed state and take it over; its round. Raises RecoveryFailed."""
         fetched = on_first_rank(self._local, self._fetch)
-        digest = self.run.outer.adopt(fetched["round"], fetched["payload"])
+        digest = self.run.outer.adopt(fetched["round"], fetched["record"])
         try:
-            verify(digest, fetched["state"], f"the state of round {fetched['round']}", self._local)
+            verify(digest, fetched["state_digest"], f"the state of round {fetched['round']}", self._local)
         except RecoveryFailed:
             on_first_rank(self._local, self.run.fetcher.distrust_state)
             raise
@@ -369,7 +375,12 @@ class Entry:
 
     def _fetch(self) -> dict[str, Any]:
         fetched = self.run.fetcher.fetch_state()
-        return {"round": fetched.round, "payload": fetched.payload, "state": fetched.state, "took_s": fetched.took_s}
+        return {
+            "round": fetched.round,
+            "record": fetched.record,
+            "state_digest": fetched.state_digest,
+            "took_s": fetched.took_s,
+        }
 
     def _emit(self, kind: str, **fields: object) -> None:
         if self._events is not None:
@@ -380,7 +391,7 @@ def _say_new(url: str) -> None:
     _log.warning("nothing to resume: a new run begins", extra={"fields": {"no_checkpoint_in": url}})
 
 
-def get_in(entry: Entry | LoneEntry, why: Fenced | RolledBack | None = None) -> RoundReport | None:
+def join_until_member(entry: Joiner | LoneJoiner, why: Fenced | RolledBack | None = None) -> RoundReport | None:
     """Become a member, again and again if the run goes on, or back, without this node meanwhile.
 
     `why`: this node was a member before. Returns the report of the round that it became a member with.

@@ -32,9 +32,9 @@ from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import NoSnapshots, Snapshots
-from zeroband.runtime.join import Entry, LoneEntry, get_in
-from zeroband.runtime.replica import RunParts
-from zeroband.runtime.report import Committed, Learned, Report
+from zeroband.runtime.join import Joiner, LoneJoiner, join_until_member
+from zeroband.runtime.replica import Replica
+from zeroband.runtime.report import Report, RunProgress, StepResult
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -63,7 +63,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
         departure.on_cut_off = report.cut_off
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
-    entry = build_entry(node, report, stack)
+    entry = build_joiner(node, report, stack)
     joined = enter(entry, report)
     snapshots = build_snapshots(node, entry, report, stack)
     if joined is not None:
@@ -97,7 +97,7 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
 
 
 def leave_if_asked(
-    node: TrainerParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+    node: TrainerParts, entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
 
@@ -115,25 +115,25 @@ def leave_if_asked(
         raise Leaving(f"left as asked, after round {round}")
 
 
-def save_if_last(entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots) -> None:
+def save_if_last(entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots) -> None:
     """Take a checkpoint if nobody goes on with the run when this node leaves."""
-    if (last := entry.leaves_nobody()) is not None:
+    if (last := entry.announce_leaving()) is not None:
         snapshots.take_before_leaving(is_alone=last == "alone")
 
 
-def build_entry(node: TrainerParts, report: Report | None, stack: ExitStack) -> Entry | LoneEntry:
+def build_joiner(node: TrainerParts, report: Report | None, stack: ExitStack) -> Joiner | LoneJoiner:
     """The way into the run that the configuration asks for."""
     events = report.events if report is not None else None
     if node.config.outer is None:
-        return LoneEntry(node, events)
-    run = RunParts(node, on_event=events.emit if events is not None else say_nothing)
+        return LoneJoiner(node, events)
+    run = Replica(node, on_event=events.emit if events is not None else say_nothing)
     stack.push(run.leave)
     batch_size, patience_s = node.config.train.batch_size, node.config.elastic.start_timeout_s
-    return Entry(run, node.local, events, batch_size=batch_size, patience_s=patience_s)
+    return Joiner(run, node.local, events, batch_size=batch_size, patience_s=patience_s)
 
 
 def build_snapshots(
-    node: TrainerParts, entry: Entry | LoneEntry, report: Report | None, stack: ExitStack
+    node: TrainerParts, entry: Joiner | LoneJoiner, report: Report | None, stack: ExitStack
 ) -> Snapshots | NoSnapshots:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
@@ -149,19 +149,19 @@ def build_snapshots(
 
 
 def enter(
-    entry: Entry | LoneEntry, report: Report | None, why: Fenced | RolledBack | None = None
+    entry: Joiner | LoneJoiner, report: Report | None, why: Fenced | RolledBack | None = None
 ) -> RoundReport | None:
     """Become a member. Returns the report of the round that it became a member with."""
-    joined = get_in(entry, why)
+    joined = join_until_member(entry, why)
     if report is not None:
-        report.belongs_to(entry.hooks.payload["session"])
+        report.belongs_to(entry.hooks.record["session"])
     if report is not None and joined is not None:
         report.entered(joined)
     return joined
 
 
 def train_round(
-    node: TrainerParts, entry: Entry | LoneEntry, snapshots: Snapshots | NoSnapshots, report: Report | None
+    node: TrainerParts, entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots, report: Report | None
 ) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
     hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
@@ -192,11 +192,11 @@ def train_round(
         with blocked:
             synced = hooks.sync_parameters(step, learned_tokens, ends_round=ends_round)
         step += 1
-        committed = Committed(hooks.progress, is_now=hooks.progress is not before)
+        committed = RunProgress(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
             snapshots.take_if_due(synced[-1] if synced else None)
         if report is not None:
-            learned = Learned(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
+            learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
             report.stepped(step, learned, synced, committed, snapshots.measured())
 
 
@@ -221,7 +221,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """What the forward and backward passes of one inner step showed, over all ranks of the node."""
 
     loss: float
@@ -232,7 +232,7 @@ class Passed:
     """A rank found that the round should end here."""
 
 
-def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> Passed:
+def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> PassResult:
     """Gradients of one inner step on this rank."""
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
@@ -250,7 +250,7 @@ def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> Pa
     ends_round = node.departure.is_hurried or is_time_over()
     agreed = torch.stack([total, torch.tensor(float(ends_round))])  # one exchange for both
     dist.all_reduce(agreed, group=node.local.control)
-    return Passed(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
+    return PassResult(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:

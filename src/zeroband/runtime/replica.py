@@ -31,21 +31,21 @@ from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_fi
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
-from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.board import NodeBoard
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.outer.build import are_rounds_steps, build_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
-from zeroband.runtime.auto_rollback import GoingBack
+from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node import NodeParts
 from zeroband.runtime.transport_setup import PlaneParts, codec_of
 from zeroband.runtime.vacancy import Vacancy
@@ -77,11 +77,11 @@ def shape_of(config: RunConfig) -> RunShape:
             return shape
 
 
-def pace_of(config: RunConfig) -> Pace:
+def phase_length_of(config: RunConfig) -> PhaseLength:
     """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
     if not isinstance(config.outer, RoundsConfig):
-        return Pace(1)
-    return Pace(config.outer.phase_steps, config.outer.inner_seconds)
+        return PhaseLength(1)
+    return PhaseLength(config.outer.phase_steps, config.outer.inner_seconds)
 
 
 def rules_of(config: RunConfig) -> Rules:
@@ -90,7 +90,7 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
 
 
-class RunParts:
+class Replica:
     """A node's place in a run of several: owns the membership, the shared memory and the state server.
 
     Made by all local ranks together; `close()` gives everything back. `on_event`: told of events on local rank 0.
@@ -119,10 +119,10 @@ class RunParts:
                 is_restart=self._is_restart,
             )
             on_first_rank(local, lambda: self._claim_folder(stack))
-            self._board = NodeBoard(self._folder / "board", create=False)
-            stack.callback(self._board.close)
+            self._flags = SharedFlags(self._folder / "flags", create=False)
+            stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = PlaneParts(config, self.store, self._board, local, self._answer_requests)
+            self._plane = PlaneParts(config, self.store, self._flags, local, self._answer_requests)
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
@@ -130,7 +130,7 @@ class RunParts:
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.fetcher = Fetcher(
-                self.store, self._plane.dialler(node.node_id), self.buffers, self._board, node.faults
+                self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults
             )
             self._restorer: Restorer | None = None
             self.outer = self._build_outer(layout)
@@ -179,7 +179,7 @@ class RunParts:
             config.node.shm_dir, config.run.id, self._node.node_id, self.memory.set_aside, launcher=launcher
         )
         stack.callback(lambda: folder.close(is_left=self._is_left))
-        NodeBoard(folder.path / "board", create=True).close()
+        SharedFlags(folder.path / "flags", create=True).close()
 
     def _new_member(self) -> Member | None:
         """Another membership of this node; on local rank 0 only."""
@@ -188,7 +188,7 @@ class RunParts:
         config = self._node.config
         identity = NodeIdentity(
             node_id=self._node.node_id,
-            door=self._plane.door,
+            listen=self._plane.listen,
             rank_pids=self._pids,
             launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid(),
             shm_dir=self._folder,
@@ -202,7 +202,7 @@ class RunParts:
             inbox=self._plane.inbox,
             on_event=self._on_event,
         )
-        return Member(run, identity, self._board, config.fault.time_outs, self._node.departure)
+        return Member(run, identity, self._flags, config.fault.time_outs, self._node.departure)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)
@@ -213,7 +213,7 @@ class RunParts:
             local.twin(),
             self._new_member(),
             self._plane.open(),
-            self._board,
+            self._flags,
             rules_of(config),
             start_timeout_s=config.elastic.start_timeout_s,
         )
@@ -240,24 +240,24 @@ class RunParts:
             feedback=ErrorFeedback(self.buffers, sent, codec),
             journal=self.journal,
             shape=shape_of(config),
-            pace=pace_of(config),
+            phase_length=phase_length_of(config),
             departure=self._node.departure,
             faults=self._node.faults,
             fetch_entry=self._fetch_entry,
             stage=self._stage,
             flush_every=every if config.ckpt.path is not None else None,
             step_loss=self._node.step_loss,
-            going_back=self._going_back(),
+            auto_rollback=self._auto_rollback(),
             memory=self.memory if local.rank == 0 else None,
         )
         assert config.outer is not None, "a run of several nodes has an outer algorithm"
         return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
 
-    def _going_back(self) -> GoingBack | None:
+    def _auto_rollback(self) -> AutoRollback | None:
         config = self._node.config.rollback
         if config is None:
             return None
-        return GoingBack(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
+        return AutoRollback(config, self.store, lambda: self.restorer, self.mesh.local, self._on_event)
 
     def _fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedRound:
         updates: list[Tensor] = []
@@ -265,7 +265,7 @@ class RunParts:
         def fetch() -> dict[str, Any]:
             entry = self.fetcher.fetch_entry(round, room)
             updates.append(entry.update)
-            return {"payload": entry.payload, "state": entry.state}
+            return {"record": entry.record, "state_digest": entry.state_digest}
 
         return FetchedRound(**on_first_rank(self.mesh.local, fetch), update=updates[0] if updates else None)
 
@@ -299,7 +299,7 @@ class RunParts:
             return None
         source = source_for(config, node.node_id)
         targets = {name: self.buffers[name] for name in self.outer.sections}
-        return Restorer(source, node.node_id, layout, targets, node.faults, self._board.advance)
+        return Restorer(source, node.node_id, layout, targets, node.faults, self._flags.advance)
 
     @property
     def restorer(self) -> Restorer:
@@ -318,7 +318,7 @@ class RunParts:
     def _stage(self, step: int) -> StagedState:
         def stage() -> dict[str, Any]:
             saved = self.restorer.stage(step)
-            return {"round": saved.round, "payload": saved.payload, "state": saved.state}
+            return {"round": saved.round, "record": saved.record, "state_digest": saved.state_digest}
 
         return StagedState(**on_first_rank(self.mesh.local, stage))
 
@@ -358,7 +358,7 @@ class RunParts:
                 self.outer.copy_state, self.journal.await_entry, current_round=lambda: self.outer.round
             )
             stack.callback(self._server.close)
-            self._board.set_serves_state(True)
+            self._flags.set_serves_state(True)
 
     def _answer_requests(self, connection: socket.socket, what: HandedOver) -> None:
         if self._server is None:

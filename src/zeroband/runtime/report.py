@@ -107,7 +107,7 @@ class NodeReport:
             "outer/round": round.round,
             "outer/epoch": round.epoch,
             "outer/nodes": nodes,
-            "outer/digest": round.state,
+            "outer/digest": round.state_digest,
             "outer/wait_s": sum(r.wait_s for r in rounds),
             "outer/transfer_s": sum(r.transfer_s for r in rounds),
             "outer/apply_s": sum(r.apply_s for r in rounds),
@@ -139,7 +139,7 @@ class NodeReport:
             round=round.round,
             epoch=round.epoch,
             members=list(round.members),
-            digest=round.state,
+            digest=round.state_digest,
             weights=list(round.weights),
             samples=list(round.samples),
             late=list(round.late),
@@ -189,7 +189,7 @@ def _claim(node: NodeParts) -> int:
 
 
 @dataclass(frozen=True)
-class Learned:
+class StepResult:
     """What one inner step showed, summed over the node's ranks."""
 
     loss: float
@@ -203,7 +203,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class Committed:
+class RunProgress:
     """The run after its newest committed round."""
 
     progress: Progress
@@ -239,9 +239,9 @@ class Report(NodeReport):
     def stepped(
         self,
         step: int,
-        learned: Learned,
+        learned: StepResult,
         synced: Sequence[RoundReport],
-        committed: Committed,
+        committed: RunProgress,
         checkpoints: Mapping[str, MetricValue | None],
     ) -> None:
         """Inner step `step` (counted from 1) is done."""

@@ -101,7 +101,7 @@ class RunFolder:
 def _continues(held: str, config: RunConfig, node_id: str) -> bool:
     """Whether the run that this start gets into is that of a session, or goes on from its state."""
     newest = _newest_verdict(config) if config.outer is not None else None
-    if newest is not None and (newest.payload["session"] == held or _has_begun_again(newest.payload)):
+    if newest is not None and (newest.record["session"] == held or _has_begun_again(newest.record)):
         return True
     return config.resume is not None and _has_saved(held, config, node_id)
 
@@ -122,8 +122,8 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
             time.sleep(_LOOK_S)
 
 
-def _has_begun_again(payload: Mapping[str, object]) -> bool:
-    progress = Progress.from_record(cast("Mapping[str, object]", payload["progress"]))
+def _has_begun_again(record: Mapping[str, object]) -> bool:
+    progress = Progress.from_record(cast("Mapping[str, object]", record["progress"]))
     return progress.follows is not None
 
 
@@ -138,7 +138,7 @@ def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
             return False
         if owner is not None and owner.session == held:
             return True
-        return _has_begun_again(open_checkpoint(storage, steps[0]).manifest.stamp.payload)
+        return _has_begun_again(open_checkpoint(storage, steps[0]).manifest.stamp.record)
     except OSError as error:
         raise ConfigError(f"ckpt.path: cannot look into {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged:

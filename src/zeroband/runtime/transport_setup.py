@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
-from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.epoch import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
@@ -27,8 +27,8 @@ from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.node.board import NodeBoard
 from zeroband.node.mesh import LocalMesh
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
 _log = get_logger(__name__)
@@ -44,14 +44,14 @@ class PlaneParts:
         self,
         config: RunConfig,
         store: Store,
-        board: NodeBoard,
+        flags: SharedFlags,
         local: LocalMesh,
         answer_requests: Callable[[socket.socket, HandedOver], None],
     ) -> None:
         assert config.store.url is not None
         self._config = config
         self._store = store
-        self._board = board
+        self._flags = flags
         self._local = local
         self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
         self.inbox: Inbox | None = None
@@ -71,9 +71,9 @@ class PlaneParts:
         self.inbox = Inbox(takers)
 
     @property
-    def door(self) -> Door:
+    def listen(self) -> ListenAddress:
         """Of local rank 0."""
-        return door_of(self._config, self._host, self._key)
+        return listen_address_of(self._config, self._host, self._key)
 
     def dialler(self, node_id: str) -> Dialler:
         """For asking other nodes for their state in the name of this one."""
@@ -86,16 +86,16 @@ class PlaneParts:
             reach = None if self._links is None else Reach(self._links, self._addresses)
             return NativePlane(
                 self._config.run.id,
-                self._board,
+                self._flags,
                 codec_of(self._config),
                 reach,
                 streams=comm.streams,
-                paced=comm.pacing,
+                paced=comm.rate_control,
                 bounds=TransferBounds.of(time_outs),
             )
         return LaneGroups(
             self._store,
-            self._board,
+            self._flags,
             LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
@@ -112,10 +112,10 @@ class PlaneParts:
             self.inbox.close()
 
 
-def door_of(config: RunConfig, host: str, key: RunKey) -> Door:
+def listen_address_of(config: RunConfig, host: str, key: RunKey) -> ListenAddress:
     """Where this node listens, and as what the others know it."""
     node = config.node
-    return Door(
+    return ListenAddress(
         host=host,
         port=node.advertise_port,
         bind_host=node.bind_host or _address_to_listen_on(host),

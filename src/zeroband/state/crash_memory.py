@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Stamp:
+class MemoryStamp:
     """What lies in the section buffers."""
 
     launcher: str
@@ -36,9 +36,9 @@ class Stamp:
     """Digest of the parameters' names and shapes."""
     sections: tuple[str, ...]
     round: int
-    payload: Mapping[str, Any]
+    record: Mapping[str, Any]
     """Of the round's verdict."""
-    state: str
+    state_digest: str
     """Digest of the sections, in their order."""
 
 
@@ -47,8 +47,8 @@ class HeldState:
     """What a trainer left behind, verified."""
 
     round: int
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
     sections: Mapping[str, Tensor]
     """(n,) float32 each, on CPU."""
 
@@ -66,10 +66,10 @@ class NodeMemory:
         self._layout = layout
         self._lacks = "the trainer before left none" if is_restart and launcher else ""
 
-    def stamp(self, sections: tuple[str, ...], round: int, payload: Mapping[str, Any], state: str) -> None:
+    def stamp(self, sections: tuple[str, ...], round: int, record: Mapping[str, Any], state: str) -> None:
         """The buffers hold the state of this round."""
         if self._launcher:
-            stamp = Stamp(self._launcher, self._layout, sections, round, payload, state)
+            stamp = MemoryStamp(self._launcher, self._layout, sections, round, record, state)
             beside = self._folder / f".{STAMP}"
             beside.write_text(json.dumps(asdict(stamp)), encoding="utf-8")
             beside.replace(self._folder / STAMP)
@@ -109,9 +109,9 @@ class NodeMemory:
         else:
             sections = {n: torch.from_file(str(f), shared=True, size=numel) for n, f in files.items()}
             digest = digest_of(*sections.values())
-            if digest == stamp.state:
-                return HeldState(stamp.round, stamp.payload, stamp.state, sections)
-            why = f"it was being changed when the trainer died: it has digest {digest}, its stamp says {stamp.state}"
+            if digest == stamp.state_digest:
+                return HeldState(stamp.round, stamp.record, stamp.state_digest, sections)
+            why = f"it was being changed when the trainer died: digest {digest}, its stamp says {stamp.state_digest}"
         _refuse(round=stamp.round, why=why)
         return None
 
@@ -125,9 +125,9 @@ def _refuse(**fields: object) -> None:
     _log.warning("what this node had in memory is not taken", extra={"fields": fields})
 
 
-def _read(path: Path) -> Stamp | None:
+def _read(path: Path) -> MemoryStamp | None:
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         fields: dict[str, Any] = {**record, "sections": tuple(record["sections"])}
-        return Stamp(**fields)
+        return MemoryStamp(**fields)
     return None

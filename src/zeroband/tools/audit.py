@@ -23,7 +23,7 @@ _EXIT_CONFIG, _EXIT_INEXACT = 2, 3
 
 
 @dataclass(frozen=True)
-class CommittedRound:
+class AuditedRound:
     """What one round recorded of the data."""
 
     round: int
@@ -58,7 +58,7 @@ class Audit:
         return not (self.repeated or self.skipped or self.missing_rounds)
 
 
-def audit(rounds: Iterable[CommittedRound], left_out: Iterable[Range] = ()) -> Audit:
+def audit(rounds: Iterable[AuditedRound], left_out: Iterable[Range] = ()) -> Audit:
     """Replay committed rounds, in any order; a round may stand in it several times, once for each node.
 
     `left_out`: what rollbacks recorded that they skip on purpose.
@@ -91,14 +91,14 @@ def audit(rounds: Iterable[CommittedRound], left_out: Iterable[Range] = ()) -> A
 class _Segment:
     """The part of a line of rounds that counts."""
 
-    rounds: Mapping[int, CommittedRound]
+    rounds: Mapping[int, AuditedRound]
     first: int
     last: int
 
 
-def _line(rounds: Iterable[CommittedRound]) -> list[_Segment]:
+def _line(rounds: Iterable[AuditedRound]) -> list[_Segment]:
     """What led to the newest state, in order: of each line its rounds up to the one that the next line began with."""
-    lines: dict[str, dict[int, CommittedRound]] = {}
+    lines: dict[str, dict[int, AuditedRound]] = {}
     for record in rounds:
         lines.setdefault(record.founding, {})[record.round] = record
     begins = {founding: min(record.at_s for record in line.values()) for founding, line in lines.items()}
@@ -122,7 +122,7 @@ def _inherited(line: Sequence[_Segment]) -> list[Range]:
     return list(holes(_owed(first), first.ledger.next))
 
 
-def _owed(record: CommittedRound) -> list[Range]:
+def _owed(record: AuditedRound) -> list[Range]:
     """Handed out after a round and not trained by then."""
     return [*record.ledger.returned, *(span for spans in record.assigned.values() for span in spans)]
 
@@ -137,7 +137,7 @@ def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(overlaps)
 
 
-def read_rounds(run_dir: Path) -> list[CommittedRound]:
+def read_rounds(run_dir: Path) -> list[AuditedRound]:
     """The committed rounds in the events of all nodes of a run."""
     return [
         _round_of(event)
@@ -153,9 +153,9 @@ def read_left_out(run_dir: Path) -> list[Range]:
     return [(start, stop) for e in events if e.get("kind") == "rolled_back" for start, stop in e.get("skipped", [])]
 
 
-def _round_of(event: Mapping[str, Any]) -> CommittedRound:
+def _round_of(event: Mapping[str, Any]) -> AuditedRound:
     progress = event["progress"]
-    return CommittedRound(
+    return AuditedRound(
         round=event["round"],
         used={
             member: samples

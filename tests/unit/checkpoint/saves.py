@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.owner import Owner, claim
-from zeroband.checkpoint.saving import Heard, Save, SaveRules, Staged
+from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.elastic.recovery.chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
@@ -46,8 +46,8 @@ def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1")
         session=session,
         round=step // 10,
         inner_step=step,
-        payload={"progress": {"inner_step": step}, "weight": 3},
-        state=digest_of(*buffers_of(step).values()),
+        record={"progress": {"inner_step": step}, "weight": 3},
+        state_digest=digest_of(*buffers_of(step).values()),
         sections=SECTIONS,
         members=tuple(members),
         layout=layout().digest(),
@@ -74,7 +74,7 @@ class Around:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     on_sleep: Callable[[], None] = lambda: None
     gone: tuple[str, ...] = ()
-    words: dict[str, Heard] = field(default_factory=dict[str, Heard])
+    words: dict[str, PeerWord] = field(default_factory=dict[str, PeerWord])
     excuses: list[str | None] = field(default_factory=list)
 
     def now_s(self) -> float:
@@ -94,8 +94,8 @@ class Around:
     def excuse(self, attempt: str, why: str | None) -> None:
         self.excuses.append(why)
 
-    def heard(self, member: str) -> Heard:
-        return Heard("lost", is_lost=True) if member in self.gone else self.words.get(member, Heard())
+    def heard(self, member: str) -> PeerWord:
+        return PeerWord("lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
 
     def at(self, point: str) -> None:
         self.on_point(point)

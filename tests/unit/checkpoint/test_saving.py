@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.unit.checkpoint.saves import SHAPES, Around, SaveRules, buffers_of, files_of, layout, own, save_of, saved
 
 from zeroband.checkpoint.loading import open_checkpoint, restore
-from zeroband.checkpoint.saving import POINTS, Heard, Save
+from zeroband.checkpoint.saving import POINTS, PeerWord, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
 from zeroband.errors import RecoveryFailed
 
@@ -112,8 +112,8 @@ def test_first_save_killed_before_latest_is_found(storage: LocalStorage) -> None
 
 def test_step_that_is_saved_anew_after_a_rollback_replaces_the_old_one(storage: LocalStorage) -> None:
     saved(storage, 10, 20)
-    assert save_of(storage, 20, Around(), payload={"other": 1}).run()
-    assert open_checkpoint(storage, 20).manifest.stamp.payload == {"other": 1}
+    assert save_of(storage, 20, Around(), record={"other": 1}).run()
+    assert open_checkpoint(storage, 20).manifest.stamp.record == {"other": 1}
     assert restored_step(storage) == 20
 
 
@@ -198,7 +198,7 @@ def test_member_that_does_not_take_part_is_not_awaited(storage: LocalStorage) ->
 
 def test_member_whose_storage_fails_is_not_awaited(storage: LocalStorage) -> None:
     own(storage)
-    first = Around(on_sleep=lambda: pytest.fail("waited"), words={"b": Heard(out="the disk is full")})
+    first = Around(on_sleep=lambda: pytest.fail("waited"), words={"b": PeerWord(out="the disk is full")})
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert first.told[0] == ("checkpoint_without", {**AT, "nodes": ["b"], "why": {"b": "the disk is full"}})
     manifest = open_checkpoint(storage, 10).manifest
@@ -211,7 +211,7 @@ def test_member_that_is_at_work_is_awaited_for_as_long_as_that_takes(storage: Lo
     second = save_of(storage, 10, Around(), node_id="b", members=("a", "b"), rules=PATIENT)
 
     def work() -> None:
-        first.words["b"] = Heard(beats=(number := next(sleeps)))
+        first.words["b"] = PeerWord(beats=(number := next(sleeps)))
         if number == 300:
             killed_at("published", second)
 
@@ -224,7 +224,7 @@ def test_members_that_wait_for_one_another_in_vain_do_not_wait_for_ever(storage:
     """Each has another folder, against what ckpt.shared says."""
     own(storage)
     first, beats = Around(), iter(range(1, 10**6))
-    first.on_sleep = lambda: first.words.update(b=Heard(beats=next(beats), is_waiting=True))
+    first.on_sleep = lambda: first.words.update(b=PeerWord(beats=next(beats), is_waiting=True))
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert first.clock_s == pytest.approx(60.0, abs=2.0) and open_checkpoint(storage, 10).manifest.nodes == ("a",)
 
@@ -250,7 +250,7 @@ def test_member_whose_storage_fails_tries_no_longer_than_until_the_others_are_do
 
 def test_records_of_an_earlier_attempt_do_not_count(storage: LocalStorage) -> None:
     own(storage)
-    killed_at("published", save_of(storage, 10, Around(), node_id="b", members=("a", "b"), payload={"old": 1}))
+    killed_at("published", save_of(storage, 10, Around(), node_id="b", members=("a", "b"), record={"old": 1}))
     first = Around()
     assert save_of(storage, 10, first, members=("a", "b")).run()
     assert first.kinds == ["checkpoint_without", "checkpoint_committed"]

@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.config import load_config
 from zeroband.config.cautions import cautions_of, method_of, overlap_steps, round_steps, setting_of
-from zeroband.config.stability import Setting
+from zeroband.config.stability import AlgorithmSetting
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
 
@@ -46,7 +46,7 @@ def test_length_of_a_round_is_known_unless_a_time_decides() -> None:
 def test_settings_of_diloco_reach_the_rules() -> None:
     flags = ("--outer.type=diloco", "--outer.inner-steps=20", "--train.total-steps=400", "--elastic.start-nodes=4")
     config = load_config([*flags, "--outer.optimizer.lr=0.5", "--outer.optimizer.momentum=0.8"], STORE)
-    expected = Setting("diloco", 4, 1e6, inner_steps=20, total_steps=400, lr=0.5, momentum=0.8)
+    expected = AlgorithmSetting("diloco", 4, 1e6, inner_steps=20, total_steps=400, lr=0.5, momentum=0.8)
     assert setting_of(config, params=1e6) == expected
     assert [caution.key for caution in cautions_of(config, params=1e6)] == ["outer.optimizer.momentum"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.config.stability import Setting, cautions, largest_stable_lr, safe_lr
+from zeroband.config.stability import AlgorithmSetting, cautions, largest_stable_lr, safe_lr
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_safe_learning_rates_of_eager_updates_are_half_of_the_limit() -> None:
 
 def test_published_settings_raise_no_alarm() -> None:
     quiet = [
-        Setting("diloco", 8, params=150e6, inner_steps=500, total_steps=88_000, lr=0.7),
-        Setting("streaming", 2, params=1e9, inner_steps=30, lr=0.4, overlap=5),
-        Setting("eager", 2, params=1e9, inner_steps=30, lr=0.4),
-        Setting("demo", 16, params=1.2e9),
-        Setting("sparseloco", 20, params=72e9, inner_steps=30, total_steps=100_000, lr=1.0, density=64 / 4096),
-        Setting("ddp", 8, params=1e6),
+        AlgorithmSetting("diloco", 8, params=150e6, inner_steps=500, total_steps=88_000, lr=0.7),
+        AlgorithmSetting("streaming", 2, params=1e9, inner_steps=30, lr=0.4, overlap=5),
+        AlgorithmSetting("eager", 2, params=1e9, inner_steps=30, lr=0.4),
+        AlgorithmSetting("demo", 16, params=1.2e9),
+        AlgorithmSetting("sparseloco", 20, params=72e9, inner_steps=30, total_steps=100_000, lr=1.0, density=64 / 4096),
+        AlgorithmSetting("ddp", 8, params=1e6),
     ]
     assert [cautions(setting) for setting in quiet] == [()] * len(quiet)
 
@@ -48,14 +48,14 @@ def test_published_settings_raise_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("setting", "key", "way_out"),
     [
-        (Setting("eager", 8, lr=0.7), "outer.optimizer.lr", "0.16 or below"),
-        (Setting("delayed", 2, lr=0.4), "outer.optimizer.lr", "0.13 or below"),
-        (Setting("diloco", 2, lr=1.5), "outer.optimizer.lr", "0.7 or below"),
-        (Setting("streaming", 2, lr=0.4, alpha=1.0), "outer.alpha", "0.5"),
-        (Setting("sparseloco", 4, lr=1.0, decay=0.0), "outer.decay", "0.95"),
+        (AlgorithmSetting("eager", 8, lr=0.7), "outer.optimizer.lr", "0.16 or below"),
+        (AlgorithmSetting("delayed", 2, lr=0.4), "outer.optimizer.lr", "0.13 or below"),
+        (AlgorithmSetting("diloco", 2, lr=1.5), "outer.optimizer.lr", "0.7 or below"),
+        (AlgorithmSetting("streaming", 2, lr=0.4, alpha=1.0), "outer.alpha", "0.5"),
+        (AlgorithmSetting("sparseloco", 4, lr=1.0, decay=0.0), "outer.decay", "0.95"),
     ],
 )
-def test_what_diverges_is_called_unstable_with_a_way_out(setting: Setting, key: str, way_out: str) -> None:
+def test_what_diverges_is_called_unstable_with_a_way_out(setting: AlgorithmSetting, key: str, way_out: str) -> None:
     first = cautions(setting)[0]
     assert (first.key, first.is_unstable) == (key, True)
     assert way_out in str(first)
@@ -64,28 +64,31 @@ def test_what_diverges_is_called_unstable_with_a_way_out(setting: Setting, key: 
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        (Setting("eager", 2, lr=0.6), "within a quarter of the limit"),
-        (Setting("diloco", 2, inner_steps=2000), "2000 was tried by nobody"),
-        (Setting("diloco", 2, inner_steps=20, total_steps=1200), "60 rounds are few for an outer gain"),
-        (Setting("sparseloco", 2, lr=1.0, inner_steps=30, total_steps=3000), "100 rounds are too few to drain"),
-        (Setting("diloco", 8, params=35e6), "DiLoCo loses about 4 %"),
-        (Setting("demo", 8, params=150e6), "50M and 300M"),
-        (Setting("demo", 8, params=600e6), "DisTrO's did below 1.2B"),
-        (Setting("demo", 100, params=2e9), "downloads 99 payloads"),
-        (Setting("eager", 2, params=35e6, lr=0.3), "eager updates lose about 3 %"),
-        (Setting("eager", 4, lr=0.2), "the paper has two"),
-        (Setting("streaming", 2, lr=0.4, overlap=11), "up to 5 are recommended"),
-        (Setting("delayed", 2, lr=0.1), "naively delayed"),
-        (Setting("sparseloco", 4, lr=1.0, density=0.3), "30 % of the values"),
+        (AlgorithmSetting("eager", 2, lr=0.6), "within a quarter of the limit"),
+        (AlgorithmSetting("diloco", 2, inner_steps=2000), "2000 was tried by nobody"),
+        (AlgorithmSetting("diloco", 2, inner_steps=20, total_steps=1200), "60 rounds are few for an outer gain"),
+        (
+            AlgorithmSetting("sparseloco", 2, lr=1.0, inner_steps=30, total_steps=3000),
+            "100 rounds are too few to drain",
+        ),
+        (AlgorithmSetting("diloco", 8, params=35e6), "DiLoCo loses about 4 %"),
+        (AlgorithmSetting("demo", 8, params=150e6), "50M and 300M"),
+        (AlgorithmSetting("demo", 8, params=600e6), "DisTrO's did below 1.2B"),
+        (AlgorithmSetting("demo", 100, params=2e9), "downloads 99 payloads"),
+        (AlgorithmSetting("eager", 2, params=35e6, lr=0.3), "eager updates lose about 3 %"),
+        (AlgorithmSetting("eager", 4, lr=0.2), "the paper has two"),
+        (AlgorithmSetting("streaming", 2, lr=0.4, overlap=11), "up to 5 are recommended"),
+        (AlgorithmSetting("delayed", 2, lr=0.1), "naively delayed"),
+        (AlgorithmSetting("sparseloco", 4, lr=1.0, density=0.3), "30 % of the values"),
     ],
 )
-def test_what_loses_quality_is_said(setting: Setting, why: str) -> None:
+def test_what_loses_quality_is_said(setting: AlgorithmSetting, why: str) -> None:
     (caution,) = cautions(setting)
     assert not caution.is_unstable
     assert why in caution.why
 
 
 def test_limit_of_streaming_is_that_of_its_outer_optimizer() -> None:
-    quiet = Setting("streaming", 2, lr=1.3, overlap=1)
+    quiet = AlgorithmSetting("streaming", 2, lr=1.3, overlap=1)
     assert cautions(quiet) == ()
     assert cautions(replace(quiet, lr=1.4))[0].is_unstable

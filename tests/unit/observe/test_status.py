@@ -16,7 +16,7 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
 from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, main, render
-from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of
+from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of_member
 
 
 class Node:
@@ -272,7 +272,7 @@ def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
 
 
 def test_node_id_of_a_member() -> None:
-    assert (node_id_of("a-1#ff#02"), node_id_of("plain")) == ("a-1#ff", "plain")
+    assert (node_id_of_member("a-1#ff#02"), node_id_of_member("plain")) == ("a-1#ff", "plain")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,6 @@ def test_alone_that_stops_early_is_not_complete_and_has_used_what_it_was_dealt()
 
 def test_payload_of_alone_records_its_progress_and_one_session() -> None:
     hooks = Alone(RunShape(total_steps=3, batch_size=4))
-    session = hooks.payload["session"]
+    session = hooks.record["session"]
     step(hooks, 0)
-    assert hooks.payload == {"progress": hooks.progress.to_record(), "session": session}
+    assert hooks.record == {"progress": hooks.progress.to_record(), "session": session}

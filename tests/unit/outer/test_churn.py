@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import PARAMS
-from zeroband.tools.audit import CommittedRound, audit
+from zeroband.tools.audit import AuditedRound, audit
 
 Run = Any
 BATCH, NAMES = 4, ("a", "b", "c", "d")
@@ -60,12 +60,12 @@ def settings_of(reference: Streaming) -> DilocoConfig:
 
 
 def audit_of(run: Run) -> bool:
-    rounds: list[CommittedRound] = []
+    rounds: list[AuditedRound] = []
     for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.payload["progress"])
+        progress = Progress.from_record(verdict.record["progress"])
         used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
         rounds.append(
-            CommittedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
+            AuditedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
         )
     return audit(rounds).is_exact
 
@@ -97,7 +97,7 @@ class Churn:
                 self.together(overlap, names=[joiner])
             nodes = [self.run[name] for name in self.there]
             assert {node.outer.round for node in nodes} == {round}
-            assert len({node.outer.state for node in nodes}) == 1
+            assert len({node.outer.state_digest for node in nodes}) == 1
             found.append(nodes[0].buffers[PARAMS].clone())
         return found
 

@@ -51,7 +51,7 @@ def test_it_is_equal_to_the_formula_over_twenty_rounds(start_run: StartRun, nois
         m = m * BETA1 + d * (1 - BETA1)
         v = v * BETA2 + d * d * (1 - BETA2)
         theta = theta - m / (v.sqrt() + TAU) * LR
-        assert {report.state for report in reports.values()} == {digest_of(theta, m, v)}, number
+        assert {report.state_digest for report in reports.values()} == {digest_of(theta, m, v)}, number
         assert torch.equal(run["a"].params, theta)
 
 
@@ -70,7 +70,7 @@ def test_round_that_loses_a_member_goes_on_with_the_others(start_run: StartRun, 
         "a": (("a", "b"), 1),
         "b": (("a", "b"), 1),
     }
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
 
 
 def test_joiner_gets_the_whole_outer_state(start_run: StartRun, noise: Noise) -> None:
@@ -78,9 +78,9 @@ def test_joiner_gets_the_whole_outer_state(start_run: StartRun, noise: Noise) ->
     run.round(a=noise(1), b=noise(2))
     copy = run["a"].outer.copy_state()
     assert tuple(copy.sections) == ("params", "mean", "squares")
-    run.add("c").outer.adopt(copy.round, copy.payload, copy.sections)
+    run.add("c").outer.adopt(copy.round, copy.record, copy.sections)
     reports = run.round_with_joiner("c", a=noise(3), b=noise(4))
-    assert len(reports) == 3 and len({report.state for report in reports.values()}) == 1
+    assert len(reports) == 3 and len({report.state_digest for report in reports.values()}) == 1
 
 
 def test_update_that_is_not_finite_is_left_out(start_run: StartRun, noise: Noise) -> None:

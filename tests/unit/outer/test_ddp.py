@@ -37,7 +37,7 @@ def test_two_nodes_train_as_one_with_the_mean_gradient_bit_for_bit(
         for name in ("a", "b"):
             assert torch.equal(run[name].params, alone.params)
             moments = (flat(run, "alone", 0), flat(run, "alone", 1))
-            assert reports[name].state == digest_of(alone.params, *moments)
+            assert reports[name].state_digest == digest_of(alone.params, *moments)
             assert torch.equal(flat(run, name, 1), flat(run, "alone", 1))
 
 
@@ -59,7 +59,7 @@ def test_copy_holds_the_moments_of_the_step_that_ended(start_run: StartRun, nois
     run.round(a=noise(1))
     run.round(a=noise(2))
     copy = run["a"].outer.copy_state()
-    assert (copy.round, copy.state) == (2, run["a"].outer.state)
+    assert (copy.round, copy.state_digest) == (2, run["a"].outer.state_digest)
     assert torch.equal(copy.sections["params"], run["a"].params)
     for number, section in enumerate(("exp_avg", "exp_avg_sq")):
         assert torch.equal(copy.sections[section], flat(run, "a", number))
@@ -70,7 +70,7 @@ def test_copy_is_no_view_of_the_state_that_goes_on(start_run: StartRun, noise: N
     run.round(a=noise(2))
     copy = run["a"].outer.copy_state()
     run.round(a=noise(3))
-    assert digest_of(*copy.sections.values()) == copy.state != run["a"].outer.state
+    assert digest_of(*copy.sections.values()) == copy.state_digest != run["a"].outer.state_digest
 
 
 def test_copies_that_joiners_ask_for_between_two_steps_are_whole(start_run: StartRun, noise: Noise) -> None:
@@ -87,4 +87,4 @@ def test_copies_that_joiners_ask_for_between_two_steps_are_whole(start_run: Star
 
     run.together(a=train, b=ask, c=ask, d=ask)
     assert len(copies) == 30
-    assert all(digest_of(*copy.sections.values()) == copy.state for copy in copies)
+    assert all(digest_of(*copy.sections.values()) == copy.state_digest for copy in copies)

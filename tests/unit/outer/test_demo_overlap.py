@@ -47,7 +47,7 @@ def train(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
         assert node.dealt_steps == 1
         for report in node.gradient_step(problem.gradient("abcd".index(name), len(history) + 1, node.params)):
             assert len(history) < STEPS - 1 or report.round >= STEPS - 1
-        assert len(history) == STEPS - 1 or digest_of(node.params) == node.outer.state
+        assert len(history) == STEPS - 1 or digest_of(node.params) == node.outer.state_digest
         history.append(node.params)
     return history
 
@@ -76,7 +76,7 @@ def test_step_does_not_wait_for_its_payload(start_run: StartRun, noise: Noise) -
     flush(run)
     without = start_again(run, WAITING, "a", "b")
     go_on(without, noise, 1)
-    assert run["a"].outer.state == run["b"].outer.state == without["a"].outer.state
+    assert run["a"].outer.state_digest == run["b"].outer.state_digest == without["a"].outer.state_digest
 
 
 def test_node_joins_between_steps_of_the_others(start_run: StartRun, noise: Noise) -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_on_its_way_at_a_checkpoint(start_run: StartRun, noise: Noise
     for step in range(7):
         go_on(run, noise, 1, first=step)
         rounds.append(run["a"].outer.round)
-        assert run["a"].outer.state == run["b"].outer.state == digest_of(run["b"].params)
+        assert run["a"].outer.state_digest == run["b"].outer.state_digest == digest_of(run["b"].params)
     assert rounds == [0, 1, 3, 3, 4, 6, 6]
 
 
@@ -126,7 +126,7 @@ def test_node_that_leaves_hands_over_its_last_payload(start_run: StartRun, noise
     assert run["b"].reports[-1].weights == (10, 10) and run["b"].outer.round == 3
     flush(run)
     run["b"].member.close()
-    assert run["a"].outer.state == run["b"].outer.state
+    assert run["a"].outer.state_digest == run["b"].outer.state_digest
     go_on(run, noise, 3, "a", first=3)
     assert run.store.verdicts[-1].members == ("a",)
     assert_every_sample_once(run)
@@ -157,6 +157,6 @@ def test_node_that_learned_nothing_finite_sends_nothing(start_run: StartRun, noi
     run.together(**works)
     flush(run)
     verdict = run.store.verdicts[-1]
-    assert verdict.opening.weights == (10, 0) and run["a"].outer.state == run["b"].outer.state
+    assert verdict.opening.weights == (10, 0) and run["a"].outer.state_digest == run["b"].outer.state_digest
     assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
     assert_every_sample_once(run)

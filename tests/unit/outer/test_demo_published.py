@@ -52,7 +52,7 @@ def train(start_run: Callable[..., Any], config: DemoConfig, adamw: AdamWConfig)
     for step in range(1, STEPS + 1):
         gradients = [flat(mlp_gradient(n, step, by_name(run[name].params))) for n, name in enumerate(NAMES)]
         run.together(**{n: partial(run[n].gradient_step, g) for n, g in zip(NAMES, gradients, strict=True)})
-        assert len({node.outer.state for node in run.nodes.values()}) == 1
+        assert len({node.outer.state_digest for node in run.nodes.values()}) == 1
         history.append(run["a"].params)
     return history
 

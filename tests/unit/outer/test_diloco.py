@@ -43,7 +43,7 @@ def test_two_nodes_take_the_nesterov_step_on_their_mean_bit_for_bit(start_run: S
         reports = run.round(**updates)
         for name in ("a", "b"):
             assert torch.equal(run[name].params, theta)
-            assert reports[name].state == digest_of(theta, velocity)
+            assert reports[name].state_digest == digest_of(theta, velocity)
 
 
 def test_one_node_with_plain_average_keeps_every_bit_of_its_inner_steps(start_run: StartRun, noise: Noise) -> None:
@@ -106,11 +106,11 @@ def test_joiner_goes_on_with_the_learning_rate_of_the_others(start_run: StartRun
 @pytest.mark.defect(9)
 def test_copies_made_while_rounds_go_on_are_each_of_one_round(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(), "a")
-    digests, copies, is_over = {0: run["a"].outer.state}, [], threading.Event()
+    digests, copies, is_over = {0: run["a"].outer.state_digest}, [], threading.Event()
 
     def train() -> None:
         for round in range(1, 60):
-            digests[round] = run["a"].take_step(noise(round), 10).state
+            digests[round] = run["a"].take_step(noise(round), 10).state_digest
         is_over.set()
 
     def serve() -> None:
@@ -120,8 +120,8 @@ def test_copies_made_while_rounds_go_on_are_each_of_one_round(start_run: StartRu
     run.together(train=train, serve=serve)
     assert len({copy.round for copy in copies}) > 5
     for copy in copies:
-        assert digest_of(copy.sections[PARAMS], copy.sections[MOMENTUM]) == copy.state == digests[copy.round]
-        assert copy.payload["progress"]["inner_step"] == copy.round
+        assert digest_of(copy.sections[PARAMS], copy.sections[MOMENTUM]) == copy.state_digest == digests[copy.round]
+        assert copy.record["progress"]["inner_step"] == copy.round
 
 
 def test_no_rank_applies_before_the_first_one_keeps_copies_away(
@@ -130,7 +130,7 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
     """Only local rank 0 makes copies, so the other ranks have to wait until it holds the lock."""
     run = start_run(diloco(), "a")
     outer, order = run["a"].outer, []
-    lock, apply = outer._keeper.state_lock, outer._optimizer.apply
+    lock, apply = outer._coordinator.state_lock, outer._optimizer.apply
 
     def barrier_(local) -> None:
         order.append("barrier, copies kept away" if lock.locked() else "barrier")

@@ -15,7 +15,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.flat import digest_of
-from zeroband.tools.audit import Audit, CommittedRound, audit
+from zeroband.tools.audit import Audit, AuditedRound, audit
 
 BATCH = 4
 StartRun = Callable[..., Any]
@@ -75,9 +75,9 @@ def audit_of(run: Any) -> Audit:
     """What the committed rounds say of the samples."""
     history = []
     for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.payload["progress"])
+        progress = Progress.from_record(verdict.record["progress"])
         used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
-        history.append(CommittedRound(verdict.round, used, progress.ledger, progress.assigned))
+        history.append(AuditedRound(verdict.round, used, progress.ledger, progress.assigned))
     return audit(history)
 
 
@@ -112,7 +112,7 @@ def test_late_node_catches_up_and_contributes_what_it_learned_from_its_old_start
     expected.step(weighted(sent, {"a": 10, "b": 10, "c": 20}))
     for name, report in reports.items():
         assert (report.round, report.weights, report.samples) == (missed + 1, (10, 10, 20), (4, 4, 8))
-        assert report.state == digest_of(expected.theta, expected.velocity)
+        assert report.state_digest == digest_of(expected.theta, expected.velocity)
         assert torch.equal(run[name].params, expected.theta)
     assert not torch.equal(expected.theta, starts[-1])
 
@@ -123,7 +123,7 @@ def test_late_node_goes_on_as_a_member_like_the_others(start_run: StartRun, nois
     run.store.given_up.clear()
     reports = run.round(a=noise(4), b=noise(5), c=noise(6))
     assert reports["c"].members == ("a", "b", "c") and reports["c"].late == ()
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
     assert run["c"].inner.step_count == run["a"].inner.step_count == 4
     assert run["c"].outer.progress == run["a"].outer.progress
 
@@ -160,11 +160,11 @@ def test_late_node_whose_missed_rounds_nobody_keeps_is_fenced_and_keeps_its_stat
     start_run: StartRun, noise: Noise
 ) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2, journal_rounds=1)
-    state = run["c"].outer.state
+    state = run["c"].outer.state_digest
     outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
     assert isinstance(outcome, Fenced)
     assert "late" in str(outcome) and "round 1" in str(outcome)
-    assert (run["c"].outer.round, run["c"].outer.state) == (0, state)
+    assert (run["c"].outer.round, run["c"].outer.state_digest) == (0, state)
 
 
 def test_late_node_that_catches_up_with_a_journal_of_another_state_is_fenced(start_run: StartRun, noise: Noise) -> None:
@@ -180,7 +180,7 @@ def test_late_node_at_the_end_of_the_run_is_told_that_it_is_over(start_run: Star
     assert run["a"].outer.progress.is_complete
     outcome = run.together(c=lambda: run["c"].take_steps([noise(1)], 10))["c"]
     assert isinstance(outcome, RunOver) and "round 2" in str(outcome)
-    assert run["c"].outer.state == run["a"].outer.state
+    assert run["c"].outer.state_digest == run["a"].outer.state_digest
     assert torch.equal(run["c"].params, run["a"].params)
     assert run["a"].outer.progress.ledger.returned == ((8, 12),)  # what it learned counts nowhere
     assert audit_of(run).is_exact
@@ -208,7 +208,7 @@ def test_late_update_that_is_not_finite_is_left_out(
     run = start_without_c(start_run, noise, diloco(optimizer=reference.config), missed=1)
     reports = run.round_with_late("c", [noise(1) * float("nan")], a=noise(2), b=noise(3))
     assert reports["c"].weights == (10, 10, 0) and reports["c"].is_left_out
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
     assert run["c"].params.isfinite().all()
     assert audit_of(run).is_exact
 

@@ -59,7 +59,7 @@ def test_unequal_steps_weigh_by_their_tokens(start_run: StartRun, noise: Noise) 
     mean = torch.zeros(22) + (theta - inner["a"]) * (40 / 60) + (theta - inner["b"]) * (20 / 60)
     expected = theta - (mean * 0.9 + mean) * 0.7
     for name, report in reports.items():
-        assert (report.weights, report.samples, report.state) == ((40, 20), (16, 8), digest_of(expected, mean))
+        assert (report.weights, report.samples, report.state_digest) == ((40, 20), (16, 8), digest_of(expected, mean))
         assert torch.equal(run[name].params, expected)
 
 
@@ -91,7 +91,7 @@ def test_nodes_ask_for_no_more_steps_than_the_run_has_left(start_run: StartRun, 
         a=lambda: run["a"].take_steps(sequence(noise, 0, 4), 10),
         b=lambda: run["b"].take_steps(sequence(noise, 10, 2), 10),
     )
-    assert [run.store.ready[1][name].wants for name in ("a", "b")] == [2, 2]
+    assert [run.store.ready[1][name].steps_requested for name in ("a", "b")] == [2, 2]
     assert run["a"].dealt_steps == run["b"].dealt_steps == 2
     reports = run.together(
         a=lambda: run["a"].take_steps(sequence(noise, 20, 2), 10),
@@ -120,7 +120,7 @@ def test_round_of_joiners_alone_moves_nothing(start_run: StartRun, noise: Noise,
     report = run.together(b=run["b"].outer.join)["b"]
     assert (report.members, report.weights, report.samples) == (("b",), (0,), (0,))
     assert (report.progress.inner_step, report.progress.tokens) == (before.inner_step, before.tokens)
-    assert report.state == run["a"].outer.state
+    assert report.state_digest == run["a"].outer.state_digest
     assert report.progress.assigned == {"b": before.assigned["a"]}
     assert run.round(b=noise(2))["b"].progress.inner_step == before.inner_step + 1
 
@@ -142,7 +142,9 @@ def test_nodes_that_come_after_a_round_of_joiners_alone_stay(
         run["c"].receive(run["b"])
     reports = run.round_with_joiner("c", b=noise(3))
     for seed in (4, 6):
-        assert {name: report.state for name, report in reports.items()} == dict.fromkeys("bc", run["b"].outer.state)
+        assert {name: report.state_digest for name, report in reports.items()} == dict.fromkeys(
+            "bc", run["b"].outer.state_digest
+        )
         assert [run[name].inner.step_count for name in "bc"] == [run["b"].outer.progress.inner_step] * 2
         reports = run.round(b=noise(seed), c=noise(seed + 1))
 
@@ -157,7 +159,7 @@ def test_node_that_leaves_hands_over_what_it_learned_and_is_dealt_nothing(
     run = start_run(algorithm, "a", "b")
     run["b"].departure.ask(0.0)
     report = run.round(a=noise(1), b=noise(2))["b"]
-    assert [run.store.ready[1][name].wants for name in ("a", "b")] == [1, 0]
+    assert [run.store.ready[1][name].steps_requested for name in ("a", "b")] == [1, 0]
     assert report.weights == (10, 10) and not report.progress.is_complete
     assert report.progress.assigned.keys() == {"a"} and report.progress.ledger.returned == ()
     run["b"].member.close()
@@ -236,9 +238,9 @@ def test_joiner_that_misses_rounds_while_joining_catches_up_and_joins_the_next(
     reports = run.round_with_joiner("b", a=noise(2))
     assert reports["b"].round == 2 + missed
     assert (reports["b"].members, reports["b"].weights) == (("a", "b"), (10, 0))
-    assert reports["a"].state == reports["b"].state
+    assert reports["a"].state_digest == reports["b"].state_digest
     reports = run.round(a=noise(3), b=noise(4))
-    assert reports["a"].state == reports["b"].state and reports["a"].weights == (10, 10)
+    assert reports["a"].state_digest == reports["b"].state_digest and reports["a"].weights == (10, 10)
     assert torch.equal(run["a"].params, run["b"].params)
     assert run["a"].inner.step_count == run["b"].inner.step_count
 
@@ -268,7 +270,7 @@ def test_joiner_whose_round_was_committed_without_it_tries_the_next(
     joiner.member.vote = vote_too_late
     reports = run.together(a=make_rounds, b=joiner.outer.join)
     assert [v.members for v in run.store.verdicts] == [("a",), ("a",), ("a", "b")]
-    assert reports["b"].round == 2 and reports["a"].state == reports["b"].state
+    assert reports["b"].round == 2 and reports["a"].state_digest == reports["b"].state_digest
 
 
 def test_joiner_whose_missed_rounds_nobody_keeps_has_to_fetch_the_state_again(
@@ -282,7 +284,7 @@ def test_joiner_whose_missed_rounds_nobody_keeps_has_to_fetch_the_state_again(
         run["b"].outer.join()
     run["b"].receive(run["a"])
     reports = run.round_with_joiner("b", a=noise(3))
-    assert reports["a"].state == reports["b"].state
+    assert reports["a"].state_digest == reports["b"].state_digest
 
 
 @ALGORITHMS
@@ -295,7 +297,7 @@ def test_joiner_that_comes_when_the_run_ends_is_told_that_it_is_over(
     run.round(a=noise(2))
     with pytest.raises(RunOver, match="round 2"):
         run["b"].outer.join()
-    assert run["b"].outer.state == run["a"].outer.state
+    assert run["b"].outer.state_digest == run["a"].outer.state_digest
 
 
 def test_node_that_comes_back_after_a_fence_brings_no_steps_of_its_old_life(start_run: StartRun, noise: Noise) -> None:

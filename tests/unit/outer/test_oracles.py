@@ -13,7 +13,7 @@ from zeroband.config.outer import DemoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.config.stability import largest_stable_lr
 from zeroband.model.optim import sign_step
 from zeroband.outer.compression.bits import ALIGNMENT
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.optimizer import OuterSGD
@@ -83,7 +83,7 @@ def run_eager(problem: Problem, config: OuterSGDConfig) -> tuple[list[list[Tenso
 
 
 def run_demo(
-    problem: Problem, feedback: ErrorFeedback, lr: float, peers: list[int], steps: int = ROUNDS
+    problem: Problem, feedback: SparseResidual, lr: float, peers: list[int], steps: int = ROUNDS
 ) -> list[Tensor]:
     codec = feedback.codec
     theta, momenta = problem.start(), [zeros() for _ in range(problem.nodes)]
@@ -182,7 +182,7 @@ def test_ddp_is_one_node_with_the_batch_of_all() -> None:
 def test_demo_is_its_oracle(share: float) -> None:
     problem = Problem(4)
     codec = SparseCodec(LAYOUT, SparseRule(k=2, chunk=4, uneven="divide"))
-    ours = run_demo(problem, ErrorFeedback(codec, decay=0.99, share=share), 0.01, [0, 1, 2, 3])
+    ours = run_demo(problem, SparseResidual(codec, decay=0.99, share=share), 0.01, [0, 1, 2, 3])
     theirs = demo(problem, ROUNDS, chunk=4, k=2, lr=0.01, decay=0.99, share=share)
     assert equal(ours, theirs)
 

@@ -17,7 +17,7 @@ from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.fragments import fragments_of
-from zeroband.tools.audit import CommittedRound, audit
+from zeroband.tools.audit import AuditedRound, audit
 
 StartRun = Callable[..., Any]
 Run = Any
@@ -70,7 +70,7 @@ def go_on(run: Run, steps: int, *names: str, nodes: int | None = None) -> dict[s
 def assert_one_outer_state(run: Run, *names: str) -> None:
     first, *others = names or tuple(run.nodes)
     for other in others:
-        assert run[other].outer.state == run[first].outer.state
+        assert run[other].outer.state_digest == run[first].outer.state_digest
         for section in (PARAMS, MOMENTUM):
             assert torch.equal(run[other].buffers[section], run[first].buffers[section])
 
@@ -78,10 +78,10 @@ def assert_one_outer_state(run: Run, *names: str) -> None:
 def assert_every_sample_once(run: Run) -> None:
     rounds = []
     for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.payload["progress"])
+        progress = Progress.from_record(verdict.record["progress"])
         used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
         rounds.append(
-            CommittedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
+            AuditedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
         )
     assert audit(rounds).is_exact
 

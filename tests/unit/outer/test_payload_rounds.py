@@ -18,7 +18,7 @@ from torch import Tensor
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.elastic.membership.epoch import Opening
-from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.aggregator import aggregator_of
@@ -53,7 +53,7 @@ def train_demo(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
     node, history = run[name], list[Tensor]()
     for step in range(1, ROUNDS + 1):
         report = node.ddp_step(problem.gradient("abcd".index(name), step, node.params), 10)
-        assert report is not None and digest_of(node.params) == report.state
+        assert report is not None and digest_of(node.params) == report.state_digest
         history.append(node.params)
     return history
 
@@ -76,7 +76,7 @@ def train_sparseloco(run: FakeRun, problem: Problem, name: str) -> list[Tensor]:
         first = 1 + round * INNER_STEPS
         node.set_params(problem.inner_steps("ab".index(name), first, INNER_STEPS, node.params))
         (report,) = node.outer.sync_parameters(first, 10, ends_round=True)
-        assert digest_of(node.params) == report.state
+        assert digest_of(node.params) == report.state_digest
         history.append(node.params)
     return history
 
@@ -116,7 +116,7 @@ def test_nodes_hold_one_state_and_memories_of_their_own(
     run = start_run(algorithm, "a", "b")
     for seed in range(3):
         reports = run.round(a=noise(2 * seed), b=noise(2 * seed + 1))
-        assert reports["a"].state == reports["b"].state == digest_of(run["a"].params)
+        assert reports["a"].state_digest == reports["b"].state_digest == digest_of(run["a"].params)
     assert torch.equal(run["a"].params, run["b"].params)
     assert not torch.equal(memory_of(run["a"]), memory_of(run["b"]))
 
@@ -130,9 +130,9 @@ def test_joiner_begins_with_an_empty_memory_and_learns_with_the_others(
     assert memory_of(run["a"]).any()
     run.add("b").receive(run["a"])
     reports = run.round_with_joiner("b", a=noise(2))
-    assert reports["a"].state == reports["b"].state and not memory_of(run["b"]).any()
+    assert reports["a"].state_digest == reports["b"].state_digest and not memory_of(run["b"]).any()
     reports = run.round(a=noise(3), b=noise(4))
-    assert reports["a"].weights == (10, 10) and reports["a"].state == reports["b"].state
+    assert reports["a"].weights == (10, 10) and reports["a"].state_digest == reports["b"].state_digest
     assert memory_of(run["b"]).any()
 
 
@@ -147,7 +147,7 @@ def test_retry_sends_the_same_payload_and_takes_it_out_once(
     alone = start_again(run, algorithm, "a", "b")
     expected = alone.round(a=noise(1), b=noise(2))
     for name in ("a", "b"):
-        assert reports[name].state == expected[name].state
+        assert reports[name].state_digest == expected[name].state_digest
         assert torch.equal(memory_of(run[name]), memory_of(alone[name]))
 
 
@@ -174,7 +174,7 @@ def test_node_that_learned_nothing_finite_sends_nothing_and_keeps_its_memory(
     kept = memory_of(run["b"]).clone()
     reports = run.round(a=noise(3), b=noise(4) * float("nan"))
     assert (reports["b"].weights, reports["b"].is_left_out, reports["b"].payload_bytes) == ((10, 0), True, None)
-    assert reports["a"].state == reports["b"].state and torch.equal(run["a"].params, run["b"].params)
+    assert reports["a"].state_digest == reports["b"].state_digest and torch.equal(run["a"].params, run["b"].params)
     assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
 
 
@@ -200,9 +200,9 @@ def test_what_is_no_payload_is_left_out_by_all_and_named(
     run["b"].lanes.forge[0] = lambda payload: payload[32:].fill_(0xFF)
     reports = run.round(a=noise(1), b=noise(2), c=noise(3))
     assert {name for report in reports.values() for name, _ in report.refused} == {"b"}
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
     without = start_again(run, algorithm, "a", "c").round(a=noise(1), c=noise(3))
-    assert reports["a"].state == without["a"].state
+    assert reports["a"].state_digest == without["a"].state_digest
     assert run.round(a=noise(4), b=noise(5), c=noise(6))["a"].refused == ()
 
 
@@ -224,7 +224,7 @@ def test_payload_with_which_the_sum_is_not_finite_is_left_out(start_run: StartRu
     reports: dict[str, RoundReport] = run.round(a=noise(1), b=noise(2), c=noise(3))
     (refused,) = {report.refused for report in reports.values()}
     assert len(refused) == 1 and "larger than float32 holds" in refused[0][1]
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
     assert all(node.params.isfinite().all() for node in run.nodes.values())
 
 
@@ -259,7 +259,7 @@ def test_late_node_sends_what_it_learned_in_a_later_round(start_run: StartRun, n
     ours = {name: middle - (middle + noise(seed)) for name, seed in (("a", 5), ("b", 6))}
     mean = sum(ours.values(), torch.zeros(22)) * 0.25 + learned * 0.5
     torch.testing.assert_close(run["b"].params, middle - 0.5 * mean, rtol=0, atol=1e-6)
-    assert len({report.state for report in reports.values()}) == 1
+    assert len({report.state_digest for report in reports.values()}) == 1
 
 
 # -- the aggregator -------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_aggregator_gives_everybody_the_bits_of_all_payloads(
     for seed in range(0, 9, 3):
         updates = {name: noise(seed + i) for i, name in enumerate("abc")}
         reports, expected = run.round(**updates), plain.round(**updates)
-        assert {report.state for report in reports.values()} == {expected["a"].state}
+        assert {report.state_digest for report in reports.values()} == {expected["a"].state_digest}
     payload = expected["b"].payload_bytes
     assert [reports[name].payload_bytes for name in "abc"] == [None, payload, payload]
     assert [reports[name].sent_bytes for name in "bc"] == [payload, payload]
@@ -288,7 +288,7 @@ def test_round_that_loses_its_aggregator_has_another_one(start_run: StartRun, no
     reports = run.round(a=noise(1), b=noise(2), c=noise(3))
     assert reports["b"].members == ("b", "c") and reports["b"].retries == 1
     without = start_again(run, DEMO, "b", "c").round(b=noise(2), c=noise(3))
-    assert {report.state for report in reports.values()} == {without["b"].state}
+    assert {report.state_digest for report in reports.values()} == {without["b"].state_digest}
     assert reports["b"].payload_bytes is None and reports["c"].payload_bytes is not None
 
 
@@ -297,7 +297,7 @@ def test_payload_that_the_aggregator_finds_bad_is_left_out_for_all(start_run: St
     run["b"].lanes.forge[0] = lambda payload: payload[32:].fill_(0xFF)
     reports = run.round(a=noise(1), b=noise(2), c=noise(3))
     without = start_again(run, DEMO, "a", "c").round(a=noise(1), c=noise(3))
-    assert {report.state for report in reports.values()} == {without["a"].state}
+    assert {report.state_digest for report in reports.values()} == {without["a"].state_digest}
     assert [member for member, _ in reports["a"].refused] == ["b"]
 
 
@@ -309,14 +309,14 @@ def test_round_moves_nothing_where_the_aggregator_sends_nonsense(
     run["a"].lanes.forge[number] = lambda content: content[:8].fill_(0x7F)
     before = run["a"].params
     reports = run.round(a=noise(1), b=noise(2))
-    assert reports["a"].state == reports["b"].state == digest_of(before)
-    assert run.round(a=noise(1), b=noise(2))["a"].state != digest_of(before)
+    assert reports["a"].state_digest == reports["b"].state_digest == digest_of(before)
+    assert run.round(a=noise(1), b=noise(2))["a"].state_digest != digest_of(before)
 
 
 def test_aggregator_is_the_member_with_the_fastest_link_and_the_next_one_after_a_dispute() -> None:
-    opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=Network(rates=(5, 20, 20)))
-    assert [aggregator_of(replace(opening, disputes=n)) for n in range(4)] == ["b", "c", "a", "b"]
-    assert aggregator_of(replace(opening, network=Network())) == "a"
+    opening = Opening(1, 1, 1, ("a", "b", "c"), (1, 1, 1), network=LinkTable(rates=(5, 20, 20)))
+    assert [aggregator_of(replace(opening, divergences=n)) for n in range(4)] == ["b", "c", "a", "b"]
+    assert aggregator_of(replace(opening, network=LinkTable())) == "a"
 
 
 # -- the journal ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_journal_keeps_what_was_sent_and_replays_it_bit_for_bit(
         entries = [run[name].entry(round) for name in "abc"]
         assert entries[0] is not None
         assert all(entry is not None and torch.equal(entry.update, entries[0].update) for entry in entries)
-        assert joiner.replay(entries[0]) == run["a"].outer.state
+        assert joiner.replay(entries[0]) == run["a"].outer.state_digest
     assert torch.equal(joiner.params, run["c"].params)
 
 

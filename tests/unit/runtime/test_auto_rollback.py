@@ -15,10 +15,10 @@ from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh
-from zeroband.runtime.auto_rollback import GoingBack
+from zeroband.runtime.auto_rollback import AutoRollback
 
 SPIKE = LossRecord(loss=9.0, mean=3.0, rounds=8, from_step=40)
-Asks = Callable[..., tuple[GoingBack, list[tuple[str, dict[str, Any]]]]]
+Asks = Callable[..., tuple[AutoRollback, list[tuple[str, dict[str, Any]]]]]
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def member(store: Store, local: LocalMesh) -> Asks:
         restorer: Any = SimpleNamespace(steps=lambda: steps, is_whole=lambda step: step not in damaged)
         config = RollbackConfig(most=most)
         tell = lambda kind, **fields: said.append((kind, fields))  # noqa: E731
-        return GoingBack(config, store, lambda: restorer, local, tell), said
+        return AutoRollback(config, store, lambda: restorer, local, tell), said
 
     return make
 
@@ -40,16 +40,16 @@ def orders(store: Store) -> Orders:
 
 
 def test_run_goes_back_to_the_newest_whole_checkpoint_from_before_the_round(member: Asks, store: Store) -> None:
-    going_back, said = member([50, 40, 30, 20], damaged=(40,))
-    going_back.answer(9, SPIKE)
+    auto_rollback, said = member([50, 40, 30, 20], damaged=(40,))
+    auto_rollback.answer(9, SPIKE)
     assert orders(store) == Orders(1, rollback=30, skips_data=True, answered=9, returned_to=30, returns=1)
     reason = "a loss of 9 after a mean of 3 (rollback.on_spike=2)"
     assert said == [("rollback_ordered", {"round": 9, "step": 30, "reason": reason, "times": 1})]
 
 
 def test_round_whose_loss_is_fine_changes_nothing(member: Asks, store: Store) -> None:
-    going_back, said = member([40])
-    going_back.answer(9, LossRecord(loss=3.1, mean=3.0, rounds=8, from_step=40))
+    auto_rollback, said = member([40])
+    auto_rollback.answer(9, LossRecord(loss=3.1, mean=3.0, rounds=8, from_step=40))
     assert orders(store) == Orders() and said == []
 
 
@@ -68,15 +68,15 @@ def test_second_member_finds_the_round_answered_also_when_the_run_went_back_mean
 def test_run_stands_still_after_most_returns_in_a_row_until_an_operator_lets_it_go_on(
     member: Asks, store: Store
 ) -> None:
-    going_back, said = member([40], most=2)
+    auto_rollback, said = member([40], most=2)
     for round in (9, 19, 29):
-        going_back.answer(round, SPIKE)
+        auto_rollback.answer(round, SPIKE)
         store.give_orders(lambda given: replace(given, version=given.version + 1, rollback=None))  # it has gone back
     assert [kind for kind, _ in said] == ["rollback_ordered", "rollback_ordered", "rollback_given_up"]
     assert [fields.get("times") for _, fields in said] == [1, 2, None] and said[2][1]["most"] == 2
     assert orders(store).is_paused and orders(store).rollback is None
     store.give_orders(go_on)
-    going_back.answer(39, SPIKE)
+    auto_rollback.answer(39, SPIKE)
     assert (orders(store).is_paused, orders(store).rollback, orders(store).returns) == (False, 40, 1)
 
 
@@ -89,25 +89,25 @@ def test_returns_to_a_newer_checkpoint_are_counted_anew(member: Asks, store: Sto
 
 @pytest.mark.parametrize("steps", [[], [50]])
 def test_run_without_a_checkpoint_from_before_stands_still(member: Asks, store: Store, steps: list[int]) -> None:
-    going_back, said = member(steps)
-    going_back.answer(9, SPIKE)
+    auto_rollback, said = member(steps)
+    auto_rollback.answer(9, SPIKE)
     assert orders(store) == Orders(1, is_paused=True, answered=9)
     assert [kind for kind, _ in said] == ["rollback_given_up"] and said[0][1]["step"] is None
 
 
 def test_storage_out_of_reach_counts_as_no_checkpoint(member: Asks, store: Store) -> None:
-    going_back, said = member([40])
+    auto_rollback, said = member([40])
 
     def fails() -> list[int]:
         raise RecoveryFailed("no route to it")
 
-    going_back.restorer().steps = fails  # pyright: ignore[reportAttributeAccessIssue]
-    going_back.answer(9, SPIKE)
+    auto_rollback.restorer().steps = fails  # pyright: ignore[reportAttributeAccessIssue]
+    auto_rollback.answer(9, SPIKE)
     assert orders(store).is_paused and len(said) == 1
 
 
 def test_order_of_an_operator_stays(member: Asks, store: Store) -> None:
     store.give_orders(lambda given: roll_back(given, 10, [10]))
-    going_back, said = member([40])
-    going_back.answer(9, SPIKE)
+    auto_rollback, said = member([40])
+    auto_rollback.answer(9, SPIKE)
     assert orders(store) == Orders(2, rollback=10, answered=9) and said == []

@@ -14,10 +14,10 @@ from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.fetcher import Fetcher
 from zeroband.elastic.recovery.recovery import FetchedState
 from zeroband.errors import ConfigError, RecoveryFailed
-from zeroband.node.board import NodeBoard
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
-from zeroband.runtime.join import Entry
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.runtime.join import Joiner
 
 PATIENCE_S = 300.0
 WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
@@ -35,7 +35,7 @@ class Attempts:
         self.sections = ("params",)
         self.round = -1
         self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
-        self.digest = WHOLE.state
+        self.digest = WHOLE.state_digest
         self._replays = 0
 
     def fetch(self, donors: Sequence[Donor], count: Callable[[int, int], None]) -> FetchedState:
@@ -61,7 +61,7 @@ class Attempts:
         return SimpleNamespace(round=self.round)
 
 
-def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = WHOLE.state) -> Act:
+def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = WHOLE.state_digest) -> Act:
     def act(attempts: Attempts) -> int | None:
         for _ in range(chunks):
             attempts.count(1, 100)
@@ -82,17 +82,17 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.elastic.recovery.fetcher.StateFetch", lambda dialler, sections: attempts)
         monkeypatch.setattr(Fetcher, "_donors", lambda self: [])
-        monkeypatch.setattr(Entry, "_way_in", lambda self: "join")
-        monkeypatch.setattr(Entry, "_say_wait", lambda self, why, since_s: None)
+        monkeypatch.setattr(Joiner, "_way_in", lambda self: "join")
+        monkeypatch.setattr(Joiner, "_say_wait", lambda self, why, since_s: None)
         anything: Any = {"params": None}
-        board = NodeBoard(tmp_path / "board", create=True)
-        fetcher = Fetcher(anything, anything, anything, board, FaultPoints(()))
+        flags = SharedFlags(tmp_path / "flags", create=True)
+        fetcher = Fetcher(anything, anything, anything, flags, FaultPoints(()))
         mesh = SimpleNamespace(member_id="a#1")
         parts: Any = SimpleNamespace(outer=attempts, fetcher=fetcher, mesh=mesh)
         try:
-            return Entry(parts, local, None, batch_size=4, patience_s=PATIENCE_S).join().round
+            return Joiner(parts, local, None, batch_size=4, patience_s=PATIENCE_S).join().round
         finally:
-            board.close()
+            flags.close()
 
     return run
 
@@ -134,10 +134,10 @@ def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) 
     def refuse() -> None:
         raise ConfigError("node.id='a' is in this run already")
 
-    member = SimpleNamespace(outlive_namesakes=refuse)
+    member = SimpleNamespace(outlast_duplicates=refuse)
     parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
     with pytest.raises(ConfigError, match="in this run already"):
-        Entry(parts, local, None, batch_size=4, patience_s=PATIENCE_S).enter()
+        Joiner(parts, local, None, batch_size=4, patience_s=PATIENCE_S).enter()
 
 
 @pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])
@@ -150,13 +150,13 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     told: list[tuple[str, dict[str, Any]]] = []
     verdict = None if committed is None else SimpleNamespace(round=committed, opening=opening)
     outer = SimpleNamespace(adopt=lambda *state: "digest", join=lambda: SimpleNamespace(round=6, member_id="a#2"))
-    held = SimpleNamespace(round=5, payload={"progress": progress}, state="digest", sections={})
+    held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
     memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
     store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
     mesh, buffers = SimpleNamespace(member_id="a#2"), SimpleNamespace(numel=8)
     run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, mesh=mesh, buffers=buffers)
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
-    report = Entry(run, local, events, batch_size=4, patience_s=PATIENCE_S)._go_on_from_memory()
+    report = Joiner(run, local, events, batch_size=4, patience_s=PATIENCE_S)._go_on_from_memory()
     assert report is not None and report.round == 6
     kinds = [kind for kind, _ in told]
     assert kinds == [*(["round_committed"] if is_told else []), "recovered", "joined"]

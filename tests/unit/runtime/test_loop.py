@@ -36,11 +36,11 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
         node.config.optim, node.config.train.batch_size, node.loader.remaining = optim, 4, 40
         node.faults.extra_s.return_value = 0.0
 
-        def pass_backward(*_: object) -> loop.Passed:
+        def pass_backward(*_: object) -> loop.PassResult:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             model.weight.grad[0, 0] = left.pop(0)  # pyright: ignore[reportOptionalSubscript]
-            return loop.Passed(1.0, 10, 0.0, ends_round=not left)
+            return loop.PassResult(1.0, 10, 0.0, ends_round=not left)
 
         monkeypatch.setattr(loop, "forward_backward", pass_backward)
         hooks.inner_step, hooks.progress = 0, SimpleNamespace(is_complete=False)
@@ -65,7 +65,7 @@ def test_inner_steps_end_where_a_round_that_travelled_completes_the_run(monkeypa
         return ()
 
     hooks.inner_step, hooks.sync_parameters = 0, MagicMock(side_effect=sync)
-    monkeypatch.setattr(loop, "forward_backward", lambda *_: loop.Passed(1.0, 10, 0.0, ends_round=False))
+    monkeypatch.setattr(loop, "forward_backward", lambda *_: loop.PassResult(1.0, 10, 0.0, ends_round=False))
     loop.train_round(node, MagicMock(hooks=hooks), NoSnapshots(), None)
     assert hooks.sync_parameters.call_count == 3
 

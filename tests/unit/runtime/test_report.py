@@ -16,9 +16,9 @@ from zeroband.config import load_config
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.runtime.report import Committed, Learned, Report
+from zeroband.runtime.report import Report, RunProgress, StepResult
 
-LEARNED = Learned(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
+LEARNED = StepResult(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def round_after(progress: Progress, uncommitted_tokens: int) -> RoundReport:
     times = {"wait_s": 0.0, "transfer_s": 0.0, "apply_s": 0.0, "sent_bytes": 0, "received_bytes": 0}
     own = {"member_id": "a#1", "members": ("a#1",), "weights": (10,), "samples": (1,), "late": (), "failures": ()}
     kept: Any = {**times, **own, "uncommitted_tokens": uncommitted_tokens}
-    return RoundReport(round=1, epoch=1, state="", progress=progress, is_left_out=False, **kept)
+    return RoundReport(round=1, epoch=1, state_digest="", progress=progress, is_left_out=False, **kept)
 
 
-def tokens_of(node: Any, steps: Sequence[tuple[Committed, Sequence[RoundReport]]]) -> list[int]:
+def tokens_of(node: Any, steps: Sequence[tuple[RunProgress, Sequence[RoundReport]]]) -> list[int]:
     report = Report(node)
     for step, (committed, synced) in enumerate(steps, start=1):
         report.stepped(step, LEARNED, synced, committed, {})
@@ -54,11 +54,11 @@ def tokens_of(node: Any, steps: Sequence[tuple[Committed, Sequence[RoundReport]]
 
 def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node: Any) -> None:
     start, committed = after(0), after(40)
-    arrival = (Committed(committed, is_now=True), [round_after(committed, uncommitted_tokens=10)])
-    steps = [*[(Committed(start, is_now=False), [])] * 2, arrival, (Committed(committed, is_now=False), [])]
+    arrival = (RunProgress(committed, is_now=True), [round_after(committed, uncommitted_tokens=10)])
+    steps = [*[(RunProgress(start, is_now=False), [])] * 2, arrival, (RunProgress(committed, is_now=False), [])]
     assert tokens_of(node, steps) == [10, 20, 50, 60]
 
 
 def test_tokens_of_a_node_that_trains_alone_are_counted_once(node: Any) -> None:
-    steps = [(Committed(after(0), is_now=False), []), (Committed(after(20), is_now=True), [])]
+    steps = [(RunProgress(after(0), is_now=False), []), (RunProgress(after(20), is_now=True), [])]
     assert tokens_of(node, steps) == [10, 20]

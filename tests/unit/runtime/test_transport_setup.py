@@ -9,13 +9,13 @@ import pytest
 
 from zeroband.config.schema import NodeSection, RunConfig
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.runtime.transport_setup import door_of
+from zeroband.runtime.transport_setup import listen_address_of
 
 ALL = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def listens_on(host: str, **node: Any) -> str | None:
-    return door_of(RunConfig(node=NodeSection(**node)), host, RunKey(b"k" * 32)).bind_host
+    return listen_address_of(RunConfig(node=NodeSection(**node)), host, RunKey(b"k" * 32)).bind_host
 
 
 def test_node_listens_on_the_advertised_address_where_it_has_it_else_on_all() -> None:

@@ -43,7 +43,7 @@ def test_state_of_a_crashed_trainer_is_taken_by_the_next_one(tmp_path: Path) -> 
     state = write(tmp_path, a_memory(tmp_path))
     held = restart(tmp_path)
     assert held is not None
-    assert (held.round, held.payload, held.state) == (3, PAYLOAD, state)
+    assert (held.round, held.record, held.state_digest) == (3, PAYLOAD, state)
     assert held.sections["momentum"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 

@@ -13,7 +13,7 @@ from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
-from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.membership.resume_rules import RestartPoint
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import Fenced
 from zeroband.kernels.codec import CODECS
@@ -146,7 +146,7 @@ def test_run_that_goes_back_forgets_what_the_rounds_after_the_checkpoint_left(
         order(run, 1)
         go_back(run, a=noise(5), b=noise(6))
         assert not residual_of(run, "a").any() and not residual_of(run, "b").any()
-        again.append([run.round(a=noise(10 + n), b=noise(20 + n))["a"].state for n in range(2)])
+        again.append([run.round(a=noise(10 + n), b=noise(20 + n))["a"].state_digest for n in range(2)])
     assert again[0] == again[1]
 
 
@@ -158,8 +158,8 @@ def test_node_that_founds_the_run_again_begins_without_a_residual(start_run: Sta
     run.round(a=noise(2))
     assert residual_of(run, "a").any()
     run.replace_member("a")
-    run.store.beginning = Beginning(9, 1, copy.state, "a-again")
-    run["a"].outer.adopt(copy.round, copy.payload, copy.sections)
+    run.store.beginning = RestartPoint(9, 1, copy.state_digest, "a-again")
+    run["a"].outer.adopt(copy.round, copy.record, copy.sections)
     run["a"].outer.found(9)
     assert not residual_of(run, "a").any()
 

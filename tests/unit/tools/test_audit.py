@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroband.data.ledger import Ledger, Range, holes
 from zeroband.observe.events import EventLog
-from zeroband.tools.audit import CommittedRound, audit, main
+from zeroband.tools.audit import AuditedRound, audit, main
 
 A, B, C = "a#1", "b#1", "c#1"
 
@@ -21,14 +21,14 @@ def run_of(
     each: int = 10,
     late: Mapping[int, str] = MappingProxyType({}),
     unused: Mapping[int, int] = MappingProxyType({}),
-) -> list[CommittedRound]:
+) -> list[AuditedRound]:
     """Rounds of two members as the rules make them.
 
     `deaths[r]` does not contribute to round r; `late[r]` neither, but keeps its samples; `unused[r]`: samples that each
     member did not come to in round r.
     """
     assigned, ledger = Ledger().allocate({A: each, B: each})
-    history = [CommittedRound(0, {}, ledger, assigned)]
+    history = [AuditedRound(0, {}, ledger, assigned)]
     for number in range(1, rounds):
         absent = (deaths.get(number), late.get(number))
         used = {member: each - unused.get(number, 0) for member in (A, B) if member not in absent}
@@ -36,7 +36,7 @@ def run_of(
         ledger = ledger.settle(assigned, used, kept)
         dealt, ledger = ledger.allocate({member: each for member in (A, B) if member not in kept})
         assigned = {**dealt, **kept}
-        history.append(CommittedRound(number, used, ledger, assigned))
+        history.append(AuditedRound(number, used, ledger, assigned))
     return history
 
 
@@ -111,7 +111,7 @@ def test_audit_names_rounds_that_nobody_recorded() -> None:
     assert not result.is_exact
 
 
-def emit(log: EventLog, record: CommittedRound) -> None:
+def emit(log: EventLog, record: AuditedRound) -> None:
     progress = {
         "ledger": record.ledger.to_json(),
         "assigned": {member: [list(span) for span in spans] for member, spans in record.assigned.items()},
@@ -154,16 +154,16 @@ def test_command_fails_where_no_sample_was_trained(tmp_path: Path, capsys: pytes
 # -- runs that began again --------------------------------------------------------------------------------------------
 
 
-def again(history: list[CommittedRound], after: int, *, gap: int = 0, name: str = "again") -> list[CommittedRound]:
+def again(history: list[AuditedRound], after: int, *, gap: int = 0, name: str = "again") -> list[AuditedRound]:
     """Three rounds of one member, on the state of a round of this history; `gap`: numbers that nobody used."""
     start, begin = history[after], history[-1].round + 1 + gap
     ledger = start.ledger.settle(start.assigned, {})
     assigned, ledger = ledger.allocate({C: 20})
-    line = [CommittedRound(begin, {}, ledger, assigned)]
+    line = [AuditedRound(begin, {}, ledger, assigned)]
     for number in range(begin + 1, begin + 3):
         ledger = ledger.settle(assigned, {C: 15})
         assigned, ledger = ledger.allocate({C: 20})
-        line.append(CommittedRound(number, {C: 15}, ledger, assigned))
+        line.append(AuditedRound(number, {C: 15}, ledger, assigned))
     follows = (start.founding, after)
     return [replace(r, founding=name, follows=follows, at_s=1.0 + r.round) for r in line]
 

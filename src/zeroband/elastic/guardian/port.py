@@ -1,6 +1,6 @@
 """The node's one port: takes every connection, finds out what it wants, and hands it to whoever answers such calls.
 
-Runs in an event loop of the guardian, so that strangers at the door cost the trainer nothing. Whoever does not say what
+Runs in an event loop of the guardian, so that strangers at the port cost the trainer nothing. Whoever does not say what
 it wants, or cannot prove that it may, is shut out after seconds and a few hundred bytes.
 """
 
@@ -44,7 +44,7 @@ _Crowd = dict[asyncio.Task[None], str]
 """Who is being received, the oldest first, and from which address."""
 
 
-class Heard:
+class SeenCalls:
     """First messages of callers, each of which counts once: whoever recorded one must not come in by repeating it."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 async def shake_hands(
-    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: Heard | None = None
+    connection: socket.socket, key: RunKey, *, callee: str, is_sealed: bool, heard: SeenCalls | None = None
 ) -> HandedOver:
     """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError."""
     async with asyncio.timeout(_PATIENCE_S):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from zeroband.elastic.guardian.port import Heard, Port, shake_hands
+from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address, call, read_exactly
 from zeroband.elastic.transport.handover import HandedOver
@@ -92,10 +92,10 @@ class LinkMonitor:
         self._links: dict[str, _Link] = {}
         self._measure = measure
         self._take = take
-        self._heard = Heard()
+        self._heard = SeenCalls()
         self._askers: dict[str, asyncio.Task[None]] = {}
         """Who answers the probes of each member."""
-        self._door = Port({DATA_CALL: self._answer})
+        self._listener = Port({DATA_CALL: self._answer})
         self._beat_at_s = time.monotonic()
         self._bursts = asyncio.Lock()
         """One at a time, so that they do not slow one another."""
@@ -153,11 +153,11 @@ class LinkMonitor:
             self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
-        self.port = self._door.open(host, port)
+        self.port = self._listener.open(host, port)
 
     async def _hang_up(self) -> None:
         """Close all connections, so that those who ask learn at once that nobody answers any more."""
-        self._door.close()
+        self._listener.close()
         for link in self._links.values():
             link.task.cancel()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -32,7 +32,7 @@ from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.errors import ConfigError, StoreLost, ZerobandError
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import remove_abandoned
 from zeroband.observe.log import get_logger, setup_logging
 
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """The node's one port: where it listens, and as what the others know it."""
 
     host: str
@@ -70,8 +70,8 @@ class GuardianOrder:
     run_id: str
     member_id: str
     node_id: str
-    door: Door
-    board: str
+    listen: ListenAddress
+    flags: str
     shm_dir: str
     rank_pids: tuple[int, ...]
     launcher_pid: int
@@ -165,7 +165,7 @@ def speaks(pipe: IO[bytes], within_s: float) -> bool:
     return bool(poll.poll(1000 * within_s))
 
 
-class Vigil:
+class LivenessRule:
     """Decides at each tick whether the trainer still deserves its lease. Time is an argument."""
 
     def __init__(self, *, hung_s: float, started_at_s: float) -> None:
@@ -192,27 +192,27 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def _take_post(order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> _Watch:
+def _take_post(order: GuardianOrder, store: Store, flags: SharedFlags, calls: socket.socket) -> _Watch:
     """Raises ConfigError where the node's port stays taken: the guardian before this one may hold it for a moment."""
     end_s = time.monotonic() + _PREDECESSOR_S
     while True:
         try:
-            return _Watch(order, store, board, calls)
+            return _Watch(order, store, flags, calls)
         except ConfigError:
             if time.monotonic() > end_s:
                 raise
         time.sleep(_TICK_S)
 
 
-def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
+def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
-    key = RunKey(bytes.fromhex(order.door.run_key)) if order.door.run_key else None
+    key = RunKey(bytes.fromhex(order.listen.run_key)) if order.listen.run_key else None
     store = Store(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
     store.trust_address()  # the trainer was answered there
-    board = NodeBoard(Path(order.board), create=False)
+    flags = SharedFlags(Path(order.flags), create=False)
     try:
-        watch = _take_post(order, store, board, calls)
+        watch = _take_post(order, store, flags, calls)
     except ConfigError as error:  # the trainer says it
         say.write(f"{error}\n".encode())
         say.flush()
@@ -240,23 +240,23 @@ def stand_guard(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls:
 class _Watch:
     """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
 
-    def __init__(self, order: GuardianOrder, store: Store, board: NodeBoard, calls: socket.socket) -> None:
+    def __init__(self, order: GuardianOrder, store: Store, flags: SharedFlags, calls: socket.socket) -> None:
         self._order = order
         self._store = store
-        self._board = board
-        self._vigil = Vigil(hung_s=order.hung_s, started_at_s=time.monotonic())
+        self._flags = flags
+        self._vigil = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._calls = calls
-        door = order.door
-        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(door.run_key)), door.is_sealed)
+        listen = order.listen
+        self._identity = Identity(order.member_id, RunKey(bytes.fromhex(listen.run_key)), listen.is_sealed)
         self._links = LinkMonitor(
-            door.bind_host or door.host,
-            port=door.bind_port,
+            listen.bind_host or listen.host,
+            port=listen.bind_port,
             identity=self._identity,
             take=self._pass_on,
             detect_s=order.lease_s,
             on_gone=self._gone.put,
-            measure=self._measure_rate if door.run_key else None,
+            measure=self._measure_rate if listen.run_key else None,
         )
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
@@ -273,7 +273,7 @@ class _Watch:
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
         states = [process_state(pid) for pid in self._order.rank_pids]
-        deserves_lease = self._vigil.deserves_lease(now_s, progress=self._board.progress, states=states)
+        deserves_lease = self._vigil.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
             self.renew()
@@ -285,32 +285,32 @@ class _Watch:
             self._store.expire_lease(self._gone.get())
 
     def renew(self, *, is_first: bool = False) -> None:
-        """Keep the lease; a refusal goes to the node's board. Raises StoreLost."""
+        """Keep the lease; a refusal goes to the node's flags. Raises StoreLost."""
         self._cut_off = self._links.cut_off()
         order = self._order
-        port = order.door.port or self._links.port
+        port = order.listen.port or self._links.port
         peer = Peer(
             order.node_id,
-            order.door.host,
+            order.listen.host,
             port,
-            self._board.serves_state,
+            self._flags.serves_state,
             self._cut_off,
             self._links.rates(),
             self._links.longest_rtt_ms(),
         )
-        if self._store.session != self._board.session:
-            self._store.session = self._board.session
+        if self._store.session != self._flags.session:
+            self._store.session = self._flags.session
         members = self._store.renew_lease(order.member_id, peer, first=is_first)
         self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
         if members is None:
-            self._board.set_fenced(True)
+            self._flags.set_fenced(True)
             return
         others = {m: (p.host, p.port) for m, p in members.items() if m != order.member_id}
         self._links.watch(others)
 
     async def _pass_on(self, connection: socket.socket, what: HandedOver) -> None:
         """Give the trainer a connection of which the other end is a node of this run."""
-        if not self._order.door.run_key:
+        if not self._order.listen.run_key:
             return
         if what.kind == Purpose.RATE:
             await answer_rate(connection)
@@ -341,11 +341,11 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
     record: dict[str, Any] = json.loads(trainer.readline())
-    record |= {"rank_pids": tuple(record["rank_pids"]), "door": Door(**record["door"])}
+    record |= {"rank_pids": tuple(record["rank_pids"]), "listen": ListenAddress(**record["listen"])}
     setup_logging("WARNING", record["node_id"], 0)
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
-    stand_guard(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)
+    run_guardian(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)
 
 
 if __name__ == "__main__":

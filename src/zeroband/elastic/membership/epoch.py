@@ -18,8 +18,8 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.resume_rules import Beginning, begins_with, is_abandoned
-from zeroband.elastic.membership.topology import Network, Seen, plan
+from zeroband.elastic.membership.resume_rules import RestartPoint, is_abandoned, restarts_with
+from zeroband.elastic.membership.topology import LinkObservation, LinkTable, plan
 
 if TYPE_CHECKING:
     from zeroband.elastic.membership.epoch import View
@@ -40,11 +40,11 @@ class Ready:
     round: int
     weight: int
     """Tokens it contributes; 0 for a joiner, and for a node whose update was not finite."""
-    state: str
+    state_digest: str
     """Digest of the outer state that it holds; only members with the same state reduce together."""
     steps: int = 0
     """Inner steps behind what it contributes."""
-    wants: int = 0
+    steps_requested: int = 0
     """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
     round."""
     rate: int = 0
@@ -75,12 +75,12 @@ class Opening:
     weights: tuple[int, ...]
     """Of each member, as in its `Ready`; so are the next two."""
     steps: tuple[int, ...] = ()
-    wants: tuple[int, ...] = ()
+    steps_requested: tuple[int, ...] = ()
     late: tuple[str, ...] = ()
     """Members that the others stopped waiting for: what they learned goes into the round after."""
-    disputes: int = 0
+    divergences: int = 0
     """How often this round ended in different results before."""
-    network: Network = field(default_factory=Network)
+    network: LinkTable = field(default_factory=LinkTable)
     """What the members plan the transfer with."""
     orders: int = 0
     """Version of the operators' orders that it was proposed under."""
@@ -154,7 +154,7 @@ class Opening:
 
     def wanted(self) -> dict[str, int]:
         """Inner steps that the members ask samples for."""
-        return dict(zip(self.members, self.wants, strict=True))
+        return dict(zip(self.members, self.steps_requested, strict=True))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Verdict:
     opening: Opening
     digest: str
     """Digest of the reduced result."""
-    payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    record: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What else the round fixed for everybody: data ledger, progress, norm of the mean gradient."""
 
     @property
@@ -182,7 +182,7 @@ class Verdict:
         A founding begins another session. It names the one that it goes on from, so that a member of that one which
         turns out to live finds itself left behind; one that is not named is another run's.
         """
-        named = (self.payload.get("session"), self.payload.get("session_before"), *self.opening.sessions)
+        named = (self.record.get("session"), self.record.get("session_before"), *self.opening.sessions)
         return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
 
     @property
@@ -230,7 +230,7 @@ class View:
     is_settling: bool = False
     """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
     orders: Orders = field(default_factory=Orders)
-    beginning: Beginning | None = None
+    restart_point: RestartPoint | None = None
     """The newest agreement to begin again on a checkpoint."""
 
     def are_cut(self, one: str, other: str) -> bool:
@@ -307,11 +307,11 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         return Wait("the run is paused; `zeroband ctl resume` lets it go on")
     expected = view.committed.members if view.committed is not None else ()
     missing = tuple(m for m in expected if m in view.alive and m not in view.ready)
-    is_last = all(ready.wants == 0 for ready in view.ready.values())
+    is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
     if missing and not (patience.stragglers_are_late and not is_last):
         return Wait(f"{len(missing)} of {len(expected)} members have not reached round {round}", missing)
     members = _that_can_reduce(view, round, expected)
-    is_founding = round == FOUNDING_ROUND or begins_with(view, round)
+    is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
     if is_founding and len(members) < rules.start_nodes and not patience.start_is_over:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
@@ -325,14 +325,14 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         members=members,
         weights=tuple(r.weight for r in ready),
         steps=tuple(r.steps for r in ready),
-        wants=tuple(r.wants for r in ready),
+        steps_requested=tuple(r.steps_requested for r in ready),
         norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
         late=_late(view, missing),
-        disputes=disputes(view, round),
+        divergences=divergences(view, round),
         network=plan(
             members,
             [_seen(view, m) for m in members],
-            current.network if current is not None and keeps_groups else Network(),
+            current.network if current is not None and keeps_groups else LinkTable(),
         ),
         orders=view.orders.version,
         rollback=None if is_founding else view.orders.rollback,
@@ -345,20 +345,20 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
 
 def _has_lost_verdict(view: View, round: int) -> bool:
     """Whether the run has committed rounds that the store does not show: who holds no state must not begin another."""
-    if view.committed is not None or begins_with(view, round):
+    if view.committed is not None or restarts_with(view, round):
         return False
     if round > FOUNDING_ROUND:
         return True
     return view.opening is not None and view.opening.round > FOUNDING_ROUND and not is_abandoned(view)
 
 
-def _seen(view: View, member: str) -> Seen:
+def _seen(view: View, member: str) -> LinkObservation:
     """What a member's transfers and its guardian's probes showed; of two rates the higher: a link shared while it was
     measured carries more."""
     ready, peer = view.ready[member], view.peers.get(member)
     probed = {} if peer is None else peer.links
     links = {m: max(probed.get(m, 0), ready.links.get(m, 0)) for m in {*probed, *ready.links}}
-    return Seen(ready.rate, links, 0 if peer is None else peer.rtt_ms, ready.took_ms)
+    return LinkObservation(ready.rate, links, 0 if peer is None else peer.rtt_ms, ready.took_ms)
 
 
 def has_quorum(view: View) -> bool:
@@ -377,7 +377,7 @@ def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
 def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
     """Of those at the boundary, the members that can bring the round to its end together, in the order of their ids."""
     wrong = outvoted(view, round)
-    states = {m: r.state for m, r in view.ready.items() if m in view.alive and m not in wrong}
+    states = {m: r.state_digest for m, r in view.ready.items() if m in view.alive and m not in wrong}
     return _connected(view, _same_state(states, expected), expected)
 
 
@@ -409,12 +409,12 @@ def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) 
 
         def blame(member: str, cuts: Mapping[str, int] = cuts) -> tuple[bool, bool, int, int, str]:
             ready = view.ready[member]
-            return (member not in expected, ready.wants == 0, cuts[member], -ready.weight, member)
+            return (member not in expected, ready.steps_requested == 0, cuts[member], -ready.weight, member)
 
         left.remove(max((m for m in left if cuts[m]), key=blame))
 
 
-def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Verdict | Wait | None:
+def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Verdict | Wait | None:
     """The verdict that the votes call for; None where they contradict each other and the round must be opened again."""
     if view.is_settling:
         return Wait("the store lost its record; members are given time to bring it back")
@@ -423,7 +423,7 @@ def next_verdict(view: View, opening: Opening, payload: Mapping[str, Any]) -> Ve
         reason = f"{len(missing)} of {len(opening.members)} members have not voted on round {opening.round}"
         return Wait(reason, missing)
     digests = {view.votes[m] for m in opening.members}
-    return Verdict(opening, digests.pop(), dict(payload)) if len(digests) == 1 else None
+    return Verdict(opening, digests.pop(), dict(record)) if len(digests) == 1 else None
 
 
 def must_leave(view: View, member_id: str, round: int) -> Excluded | None:
@@ -457,23 +457,23 @@ def to_json(value: Ready | Opening | Verdict | Peer) -> str:
     return json.dumps(to_record(value), sort_keys=True)
 
 
-def _is_disputed(view: View, round: int) -> bool:
+def _has_diverged(view: View, round: int) -> bool:
     current = view.opening
     if current is None or current.round != round:
         return False
     return len({view.votes[m] for m in current.members if m in view.votes}) > 1
 
 
-def disputes(view: View, round: int) -> int:
+def divergences(view: View, round: int) -> int:
     """How often this round ended in different results."""
     current = view.opening
-    return current.disputes + _is_disputed(view, round) if current is not None and current.round == round else 0
+    return current.divergences + _has_diverged(view, round) if current is not None and current.round == round else 0
 
 
 def outvoted(view: View, round: int) -> frozenset[str]:
     """Members whose result differed from that of the most, when this happened for the second time in one round."""
     current = view.opening
-    if current is None or current.disputes == 0 or not _is_disputed(view, round):
+    if current is None or current.divergences == 0 or not _has_diverged(view, round):
         return frozenset()
     by_digest: dict[str, list[str]] = {}
     for member in current.members:
@@ -481,7 +481,7 @@ def outvoted(view: View, round: int) -> frozenset[str]:
             by_digest.setdefault(view.votes[member], []).append(member)
 
     def trust(group: list[str]) -> tuple[int, int]:
-        return (len(group), sum(view.ready[m].wants > 0 for m in group if m in view.ready))
+        return (len(group), sum(view.ready[m].steps_requested > 0 for m in group if m in view.ready))
 
     believed = max(by_digest.values(), key=trust)  # of two as large, who stays; then the one of the first member
     return frozenset(m for group in by_digest.values() if group is not believed for m in group)

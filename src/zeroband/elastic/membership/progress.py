@@ -75,9 +75,9 @@ class Progress:
         """What members still train on: those that are late, and, where they read ahead, those that stay."""
         kept = {m: spans for m, spans in self.assigned.items() if m in opening.late}
         if shape.reads_ahead:
-            for member, steps, wants in zip(opening.members, opening.steps, opening.wants, strict=True):
+            for member, steps, requested in zip(opening.members, opening.steps, opening.steps_requested, strict=True):
                 _, rest = take(self.assigned.get(member, ()), steps * shape.batch_size)
-                if wants and rest:
+                if requested and rest:
                     kept[member] = rest
         return kept
 

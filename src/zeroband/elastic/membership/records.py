@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.membership.topology import LinkTable
 
 
 def view_to_record(view: View) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def view_to_record(view: View) -> dict[str, Any]:
 def opening_from(record: Mapping[str, Any]) -> Opening:
     """The inverse of `to_record`."""
     fields = _with_tuples(record)
-    fields["network"] = Network(**_with_tuples(record["network"]))
+    fields["network"] = LinkTable(**_with_tuples(record["network"]))
     return Opening(**fields)
 
 
@@ -29,7 +29,7 @@ def _with_tuples(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def verdict_from(record: Mapping[str, Any]) -> Verdict:
     """The inverse of `to_record`."""
-    return Verdict(opening_from(record["opening"]), record["digest"], record["payload"])
+    return Verdict(opening_from(record["opening"]), record["digest"], record["record"])
 
 
 def ready_from(record: Mapping[str, Any]) -> Ready:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RestartPoint:
     """What was agreed on for the founding of a run from a checkpoint."""
 
     round: int
     """That founds it: above all rounds before."""
     step: int
     """Inner step of the checkpoint."""
-    state: str
+    state_digest: str
     """Digest of its outer state."""
     member: str
     """Who proposed it."""
@@ -35,22 +35,22 @@ class Beginning:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-def beginning_from(record: Mapping[str, Any]) -> Beginning:
-    """The inverse of `Beginning.to_json`, its JSON read."""
+def restart_point_from(record: Mapping[str, Any]) -> RestartPoint:
+    """The inverse of `RestartPoint.to_json`, its JSON read."""
     fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
-    return Beginning(**fields)
+    return RestartPoint(**fields)
 
 
-def pending(view: View) -> Beginning | None:
+def pending(view: View) -> RestartPoint | None:
     """What is agreed on for a founding that is not committed yet."""
     newest = -1 if view.committed is None else view.committed.round
-    return view.beginning if view.beginning is not None and view.beginning.round > newest else None
+    return view.restart_point if view.restart_point is not None and view.restart_point.round > newest else None
 
 
-def begins_with(view: View, round: int) -> bool:
+def restarts_with(view: View, round: int) -> bool:
     """Whether a line of rounds begins with this one on a checkpoint."""
-    beginning = pending(view)
-    return beginning is not None and beginning.round == round
+    restart_point = pending(view)
+    return restart_point is not None and restart_point.round == round
 
 
 def members_of(view: View) -> frozenset[str]:
@@ -68,8 +68,8 @@ Way = Literal["found", "join", "begin", "wait"]
 """Found a new run, join the running one, begin again on a checkpoint, or look again in a moment."""
 
 
-def way_in(view: View, *, resumes: bool) -> Way | Beginning:
-    """How a node that holds no state comes into the run; a Beginning is one to take part in.
+def way_in(view: View, *, resumes: bool) -> Way | RestartPoint:
+    """How a node that holds no state comes into the run; a RestartPoint is one to take part in.
 
     `resumes`: it may begin again on a checkpoint.
     """
@@ -85,8 +85,8 @@ def way_in(view: View, *, resumes: bool) -> Way | Beginning:
     return "begin" if resumes and is_abandoned(view) else "join"
 
 
-def beginning_after(view: View, *, round: int, step: int, state: str, member: str) -> Beginning:
+def restart_point_after(view: View, *, round: int, step: int, state_digest: str, member: str) -> RestartPoint:
     """The proposal to begin on a checkpoint that was saved after this round."""
     newest = -1 if view.committed is None else view.committed.round
     sessions = () if view.committed is None else view.committed.sessions
-    return Beginning(max(newest, round) + 1, step, state, member, sessions)
+    return RestartPoint(max(newest, round) + 1, step, state_digest, member, sessions)

@@ -21,7 +21,7 @@ WORTH = 1.25
 
 
 @dataclass(frozen=True)
-class Seen:
+class LinkObservation:
     """What a member knows of its way to the others."""
 
     rate: int = UNKNOWN
@@ -35,7 +35,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Network:
+class LinkTable:
     """What the members of an opening plan with: the same for all, and nearly as they see it."""
 
     rates: tuple[int, ...] = ()
@@ -51,17 +51,17 @@ class Network:
     """Of the last transfer, of the member that it took longest; 0 unless all had it."""
 
 
-def plan(members: Sequence[str], seen: Sequence[Seen], before: Network) -> Network:
+def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable) -> LinkTable:
     """What to plan with: what was planned with before, but for what has really changed.
 
-    `seen`: by each of the members. `before`: of the same members, or Network() where they are others.
+    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
     links = _links(members, [s.links for s in seen])
     order = steady_order(len(members), links, before.order)
     known = {pair: rate for pair, rate in links.items() if rate != UNKNOWN}
     ring = order or tuple(range(len(members)))
-    return Network(
+    return LinkTable(
         rates=rates,
         order=order,
         slowest_link=_steady(min(known.values(), default=UNKNOWN), before.slowest_link),

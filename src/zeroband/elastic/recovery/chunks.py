@@ -44,13 +44,13 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StateManifest:
     """What a donor claims to hold. Two donors agree when their `claim` is equal."""
 
     round: int
-    state: str
+    state_digest: str
     """Digest of the outer state after the round."""
-    payload: Mapping[str, Any]
+    record: Mapping[str, Any]
     chunk_bytes: int
     lengths: Mapping[str, int]
     """Bytes of each section."""
@@ -79,8 +79,8 @@ class Manifest:
         """What crosses the wire; equal manifests give equal bytes."""
         record = {
             "round": self.round,
-            "state": self.state,
-            "payload": json.loads(json.dumps(self.payload)),  # keys become strings before they are sorted
+            "state_digest": self.state_digest,
+            "record": json.loads(json.dumps(self.record)),  # keys become strings before they are sorted
             "chunk_bytes": self.chunk_bytes,
             "sections": {
                 name: {"bytes": self.lengths[name], "hashes": list(self.hashes[name])} for name in self.lengths
@@ -88,9 +88,9 @@ class Manifest:
         }
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
-    def difference(self, other: Manifest) -> str:
+    def difference(self, other: StateManifest) -> str:
         """The first value in which another manifest differs from this one, in words; empty if none does."""
-        for name in ("round", "state", "chunk_bytes", "lengths"):
+        for name in ("round", "state_digest", "chunk_bytes", "lengths"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return f"its {name} is {theirs!r:.{_SHOWN}}, the others' is {ours!r:.{_SHOWN}}"
@@ -98,7 +98,7 @@ class Manifest:
             ours, theirs = (manifest.hashes[chunk.section][chunk.index] for manifest in (self, other))
             if ours != theirs:
                 return f"its {chunk} has hash {theirs}, the others' has {ours}"
-        return "" if self.claim == other.claim else f"its payload is {other.payload!r:.{_SHOWN}}, not the others'"
+        return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the others'"
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
@@ -111,17 +111,17 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Buffer, tensor.numpy())).cast("B")
 
 
-def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> Manifest:
+def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManifest:
     """Read a donor's manifest; `lengths`: bytes of each section that the joiner has room for, None if any will do.
 
     Raises RecoveryFailed unless every value is of its type, within its bounds, and fits the others.
     """
     try:
         record = json.loads(data)
-        manifest = Manifest(
+        manifest = StateManifest(
             round=_number(record["round"], 0, 1 << 62),
-            state=_text(record["state"]),
-            payload=_mapping(record["payload"]),
+            state_digest=_text(record["state_digest"]),
+            record=_mapping(record["record"]),
             chunk_bytes=_number(record["chunk_bytes"], 1, MAX_CHUNK_BYTES),
             lengths={n: _number(s["bytes"], 0, MAX_SECTION_BYTES) for n, s in _mapping(record["sections"]).items()},
             hashes={n: tuple(_text(h) for h in s["hashes"]) for n, s in record["sections"].items()},

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.recovery.chunks import Manifest, bytes_of, chunk_hash
+from zeroband.elastic.recovery.chunks import StateManifest, bytes_of, chunk_hash
 
 COPY_LIFE_S = 120.0
 """A copy that nobody asked for during this time is dropped."""
@@ -41,9 +41,9 @@ class ServedState(Protocol):
     @property
     def sections(self) -> Mapping[str, Tensor]: ...
     @property
-    def payload(self) -> Mapping[str, Any]: ...
+    def record(self) -> Mapping[str, Any]: ...
     @property
-    def state(self) -> str: ...
+    def state_digest(self) -> str: ...
 
 
 class ServedEntry(Protocol):
@@ -54,9 +54,9 @@ class ServedEntry(Protocol):
     @property
     def update(self) -> Tensor: ...
     @property
-    def payload(self) -> Mapping[str, Any]: ...
+    def record(self) -> Mapping[str, Any]: ...
     @property
-    def state(self) -> str: ...
+    def state_digest(self) -> str: ...
 
 
 class Promise:
@@ -101,7 +101,9 @@ class Hasher:
             hashes = {name: tuple(self._hashes(view)) for name, view in views.items()}
         if not self._is_closed.is_set():
             lengths = {name: len(view) for name, view in views.items()}
-            manifest = Manifest(served.round, served.state, served.payload, self.chunk_bytes, lengths, hashes)
+            manifest = StateManifest(
+                served.round, served.state_digest, served.record, self.chunk_bytes, lengths, hashes
+            )
             promise.keep(manifest.to_json())
 
     def _hashes(self, view: memoryview) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from zeroband.elastic.recovery.chunks import Manifest, parse_manifest
+from zeroband.elastic.recovery.chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 
@@ -40,7 +40,7 @@ class Donor:
 
 
 @dataclass(frozen=True)
-class Patience:
+class DonorTimeouts:
     """How much of its time a joiner gives to a donor."""
 
     connect_s: float = 5.0
@@ -74,7 +74,7 @@ class Inquiry:
     dialler: Dialler
     lengths: Mapping[str, int] | None
     """Bytes of each section that the joiner has room for; None if any will do."""
-    patience: Patience
+    patience: DonorTimeouts
     connections: int = 3
     """To each donor: one TCP stream does not fill a long link."""
 
@@ -95,7 +95,7 @@ class Inquiry:
                 raise RecoveryFailed(reason_of(error)) from error
         return round
 
-    def manifest_of(self, donor: Donor, round: int) -> Manifest | Refusal:
+    def manifest_of(self, donor: Donor, round: int) -> StateManifest | Refusal:
         """What a donor claims of a round, once it has hashed it."""
         with contextlib.closing(DonorConnection(donor, self.dialler, self.patience)) as connection:
             try:
@@ -124,7 +124,7 @@ class Inquiry:
 class DonorConnection:
     """One connection to a donor, opened again where it broke. For one thread; any other may `abort()` it."""
 
-    def __init__(self, donor: Donor, dialler: Dialler, patience: Patience) -> None:
+    def __init__(self, donor: Donor, dialler: Dialler, patience: DonorTimeouts) -> None:
         self._donor = donor
         self._dialler = dialler
         self._connection: Any = http.client.HTTPConnection(donor.host, donor.port)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroband.elastic.recovery.chunks import Manifest
+from zeroband.elastic.recovery.chunks import StateManifest
 from zeroband.elastic.recovery.donors import Donor, Inquiry, Refusal
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 class Believed:
     """The outcome: a manifest, and who stands behind it."""
 
-    manifest: Manifest
+    manifest: StateManifest
     supporters: tuple[Donor, ...]
     dropped: Mapping[str, str]
     """Members that claim something else, and in what they differ."""
@@ -33,11 +33,11 @@ class Believed:
 class Poll:
     """What donors answered about one round."""
 
-    claims: Mapping[Donor, Manifest]
+    claims: Mapping[Donor, StateManifest]
     refusals: Mapping[Donor, Refusal]
 
 
-def elect(claims: Mapping[Donor, Manifest]) -> Believed:
+def elect(claims: Mapping[Donor, StateManifest]) -> Believed:
     """Believe the largest group of donors that claim the same; of equal groups, that of the donor that comes first."""
     groups: dict[str, list[Donor]] = {}
     for donor, manifest in claims.items():
@@ -48,13 +48,13 @@ def elect(claims: Mapping[Donor, Manifest]) -> Believed:
     return Believed(manifest, tuple(largest), dropped)
 
 
-def ask_all(donors: Sequence[Donor], voters: int, ask: Callable[[Donor], Manifest | Refusal]) -> Poll:
+def ask_all(donors: Sequence[Donor], voters: int, ask: Callable[[Donor], StateManifest | Refusal]) -> Poll:
     """Ask donors at once until `voters` of them made a claim, or so many agree that the rest changes nothing.
 
     A donor that refuses is replaced by the next one. Claims are in the order of the donors.
     """
-    answers: queue.SimpleQueue[tuple[Donor, Manifest | Refusal]] = queue.SimpleQueue()
-    waiting, claims, refusals = list(donors), dict[Donor, Manifest](), dict[Donor, Refusal]()
+    answers: queue.SimpleQueue[tuple[Donor, StateManifest | Refusal]] = queue.SimpleQueue()
+    waiting, claims, refusals = list(donors), dict[Donor, StateManifest](), dict[Donor, Refusal]()
     asked = 0
     while not _is_decided(claims, min(voters, len(donors))):
         while waiting and asked - len(refusals) < voters:
@@ -74,17 +74,17 @@ def ask_all(donors: Sequence[Donor], voters: int, ask: Callable[[Donor], Manifes
 
 def _put_answer(
     donor: Donor,
-    ask: Callable[[Donor], Manifest | Refusal],
-    answers: queue.SimpleQueue[tuple[Donor, Manifest | Refusal]],
+    ask: Callable[[Donor], StateManifest | Refusal],
+    answers: queue.SimpleQueue[tuple[Donor, StateManifest | Refusal]],
 ) -> None:
-    answer: Manifest | Refusal = Refusal("this node failed to ask it")
+    answer: StateManifest | Refusal = Refusal("this node failed to ask it")
     try:
         answer = ask(donor)
     finally:
         answers.put((donor, answer))
 
 
-def _is_decided(claims: Mapping[Donor, Manifest], voters: int) -> bool:
+def _is_decided(claims: Mapping[Donor, StateManifest], voters: int) -> bool:
     """Whether more than half of the voters claim the same."""
     said = [manifest.claim for manifest in claims.values()]
     return any(2 * said.count(claim) > voters for claim in set(said))

@@ -15,8 +15,8 @@ from zeroband.elastic.recovery.recovery import FetchedEntry, FetchedState, State
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RunOver
-from zeroband.node.board import NodeBoard
 from zeroband.node.faults import FaultPoints
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import SharedBuffers
 
@@ -29,12 +29,12 @@ class Fetcher:
     """Asks the members that the store shows at that moment."""
 
     def __init__(
-        self, store: Store, dialler: Dialler, buffers: SharedBuffers, board: NodeBoard, faults: FaultPoints
+        self, store: Store, dialler: Dialler, buffers: SharedBuffers, flags: SharedFlags, faults: FaultPoints
     ) -> None:
         self._store = store
         self._dialler = dialler
         self._buffers = buffers
-        self._board = board
+        self._flags = flags
         self._faults = faults
         self._state: StateFetch | None = None
         self.verified_bytes = 0
@@ -46,7 +46,7 @@ class Fetcher:
 
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
-        meter = _Meter(self._board, self._faults)
+        meter = _Meter(self._flags, self._faults)
 
         def count(chunk_bytes: int, total_bytes: int) -> None:
             self.verified_bytes += chunk_bytes
@@ -66,7 +66,7 @@ class Fetcher:
 
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
         """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
-        meter = _Meter(self._board, self._faults)
+        meter = _Meter(self._flags, self._faults)
         return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)
 
     def _donors(self) -> list[Donor]:
@@ -75,7 +75,7 @@ class Fetcher:
         if view.committed is None:
             return []
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
-        if not alive and Progress.from_record(view.committed.payload["progress"]).is_complete:
+        if not alive and Progress.from_record(view.committed.record["progress"]).is_complete:
             raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
         donors = [Donor(m, view.peers[m].host, view.peers[m].port) for m in alive if view.peers[m].serves_state]
         random.shuffle(donors)
@@ -85,15 +85,15 @@ class Fetcher:
 class _Meter:
     """Logs how far a fetch is, and shows the guardian that the trainer moves."""
 
-    def __init__(self, board: NodeBoard, faults: FaultPoints) -> None:
-        self._board = board
+    def __init__(self, flags: SharedFlags, faults: FaultPoints) -> None:
+        self._flags = flags
         self._faults = faults
         self._started_at_s = self._said_at_s = time.monotonic()
         self._done_bytes = 0
 
     def count(self, chunk_bytes: int, total_bytes: int) -> None:
         self._done_bytes += chunk_bytes
-        self._board.advance()
+        self._flags.advance()
         if 2 * self._done_bytes >= total_bytes:
             self._faults.at("joining", 0)
         now_s = time.monotonic()

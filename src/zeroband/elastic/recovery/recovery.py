@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.recovery.chunk_queue import STRAGGLER_S, ChunkQueue
-from zeroband.elastic.recovery.chunks import Chunk, Manifest, bytes_of
-from zeroband.elastic.recovery.donors import Donor, Inquiry, Patience
+from zeroband.elastic.recovery.chunks import Chunk, StateManifest, bytes_of
+from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round
-from zeroband.elastic.recovery.transfer import Tally, Transfer
+from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed
 
@@ -33,7 +33,7 @@ class FetchLimits:
     donors_at_once: int = 3
     connections: int = 3
     """To each donor."""
-    patience: Patience = field(default_factory=Patience)
+    patience: DonorTimeouts = field(default_factory=DonorTimeouts)
     straggler_s: float = STRAGGLER_S
     """A chunk that is longer on its way than this, and than two usual chunks, is fetched from another donor too."""
 
@@ -46,8 +46,8 @@ class FetchedState:
     """What a fetch brought, besides the sections."""
 
     round: int
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
     """The digest that the donors claim; the caller computes its own and compares."""
     received_bytes: Mapping[str, int]
     """Verified bytes by member, also of calls that failed before. More in sum than the state only where two donors
@@ -65,8 +65,8 @@ class FetchedEntry:
     round: int
     update: Tensor
     """(nbytes,) uint8, as the donors packed it."""
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
 
 
 def _ignore(chunk_bytes: int, total_bytes: int) -> None:
@@ -88,7 +88,7 @@ class StateFetch:
         self._forget()
 
     def _forget(self) -> None:
-        self._manifest: Manifest | None = None
+        self._manifest: StateManifest | None = None
         self._missing: tuple[Chunk, ...] = ()
         self._tally = Tally()
         self._took_s = 0.0
@@ -107,8 +107,8 @@ class StateFetch:
             self._took_s += time.monotonic() - started_at_s
         return FetchedState(
             round=manifest.round,
-            payload=manifest.payload,
-            state=manifest.state,
+            record=manifest.record,
+            state_digest=manifest.state_digest,
             received_bytes={member: sent for member, sent in self._tally.received_bytes.items() if sent},
             dropped=dict(self._tally.dropped),
             took_s=self._took_s,
@@ -123,7 +123,7 @@ class StateFetch:
         """All but the distrusted; all where nobody else is left."""
         return [donor for donor in donors if donor.member_id not in self._distrusted] or donors
 
-    def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> Manifest:
+    def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> StateManifest:
         begun, missing = self._manifest, self._missing
         if begun is not None and missing:
             try:
@@ -138,10 +138,10 @@ class StateFetch:
         self._tally.dropped |= believed.dropped
         return self._pull(believed, donors, on_chunk)
 
-    def _pull(self, believed: Believed, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> Manifest:
+    def _pull(self, believed: Believed, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> StateManifest:
         """Fetch what is missing. Raises RecoveryFailed when no donor is left."""
         chunks = ChunkQueue(self._missing, straggler_s=self._limits.straggler_s)
-        transfer = Transfer(believed.manifest, self._inquiry, self._targets, chunks, self._tally)
+        transfer = StateTransfer(believed.manifest, self._inquiry, self._targets, chunks, self._tally)
         try:
             transfer.run(
                 believed.supporters, believed.spare(donors), on_chunk, donors_at_once=self._limits.donors_at_once
@@ -172,6 +172,6 @@ def fetch_entry(
         raise RecoveryFailed(f"the journal of round {round} has sections {dict(manifest.lengths)!r:.100}")
     update = room(manifest.lengths[_UPDATE])
     chunks = ChunkQueue(manifest.chunks(), straggler_s=limits.straggler_s)
-    transfer = Transfer(manifest, inquiry, {_UPDATE: bytes_of(update)}, chunks, Tally())
+    transfer = StateTransfer(manifest, inquiry, {_UPDATE: bytes_of(update)}, chunks, Tally())
     transfer.run(believed.supporters, believed.spare(donors), on_chunk, donors_at_once=limits.donors_at_once)
-    return FetchedEntry(round, update, manifest.payload, manifest.state)
+    return FetchedEntry(round, update, manifest.record, manifest.state_digest)

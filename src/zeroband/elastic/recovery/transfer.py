@@ -1,7 +1,7 @@
 """Fetching the chunks of one manifest from several donors at once. Owns the threads that do it.
 
 Every chunk is held against the manifest before it is written. A donor that sends a wrong one is dropped; one that
-breaks off is tried again for a while. The target is not written to once `Transfer.run` returned.
+breaks off is tried again for a while. The target is not written to once `StateTransfer.run` returned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from zeroband.elastic.recovery.chunk_queue import ChunkQueue
-from zeroband.elastic.recovery.chunks import Chunk, Manifest, chunk_hash
+from zeroband.elastic.recovery.chunks import Chunk, StateManifest, chunk_hash
 from zeroband.elastic.recovery.donors import NONSENSE, Donor, DonorConnection, Inquiry, Refusal, reason_of
 from zeroband.elastic.recovery.election import no_donor
 from zeroband.errors import RecoveryFailed
@@ -57,7 +57,7 @@ class _Ended:
 @dataclass(frozen=True)
 class _Enlisted:
     donor: Donor
-    answer: Manifest | Refusal
+    answer: StateManifest | Refusal
 
 
 @dataclass
@@ -76,12 +76,12 @@ class _Source:
             connection.abort()
 
 
-class Transfer:
+class StateTransfer:
     """One fetch of the chunks that a queue holds. `run` is for one thread, which also gets the calls of `on_chunk`."""
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: StateManifest,
         inquiry: Inquiry,
         targets: Mapping[str, memoryview],
         chunks: ChunkQueue,
@@ -147,7 +147,7 @@ class Transfer:
                 self._asked -= 1
                 self._note_answer(event.donor, event.answer)
 
-    def _note_answer(self, donor: Donor, answer: Manifest | Refusal) -> None:
+    def _note_answer(self, donor: Donor, answer: StateManifest | Refusal) -> None:
         if isinstance(answer, Refusal):
             self._problems[str(donor)] = answer.why
             if not answer.is_other_round:
@@ -183,7 +183,7 @@ class Transfer:
         self._spawn(lambda: self._put_answer(donor))
 
     def _put_answer(self, donor: Donor) -> None:
-        answer: Manifest | Refusal = Refusal("this node failed to ask it")
+        answer: StateManifest | Refusal = Refusal("this node failed to ask it")
         try:
             answer = self._inquiry.manifest_of(donor, self._manifest.round)
         finally:

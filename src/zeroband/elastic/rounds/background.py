@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Flight(Generic[_T]):
+class BackgroundRound(Generic[_T]):
     """Starts `work` in a thread at once. The thread is a daemon: a trainer that crashes does not wait for it."""
 
     def __init__(self, work: Callable[[], _T], *, name: str = "outer-step") -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.background import Flight
+from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, StateCopy, verify
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, describe_return
@@ -49,7 +49,7 @@ class Offer:
     weight: int
     """Tokens; 0: it counts for nothing."""
     steps: int
-    wants: int
+    steps_requested: int
     norm: float = 0.0
     """Of the contribution; 0: nobody asks."""
     loss: float | None = None
@@ -62,7 +62,7 @@ class Offer:
     """It learned something that is not finite."""
 
 
-class RoundKeeper:
+class RoundCoordinator:
     """The bookkeeping of rounds that the algorithms share by composition.
 
     `sections`: of the outer state. `replay`: the algorithm's, for rounds that were committed while this node was late
@@ -81,8 +81,8 @@ class RoundKeeper:
         self._sections = sections
         self.round = -1
         self.progress = Progress.at_start()
-        self.payload: Mapping[str, Any] = {}
-        self.state = ""
+        self.record: Mapping[str, Any] = {}
+        self.state_digest = ""
         self.share = 0.0
         """Of this node in the newest round."""
         self.members: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class RoundKeeper:
         self._steps = 0
         self._offered_steps = 0
         """In a round that the state does not hold yet."""
-        self._flight: tuple[Offer, Extra, Flight[Committed | Verdict]] | None = None
+        self._background: tuple[Offer, Extra, BackgroundRound[Committed | Verdict]] | None = None
         self._loss_sum = 0.0
         self._is_left_out = False
 
@@ -117,7 +117,7 @@ class RoundKeeper:
     @property
     def is_flying(self) -> bool:
         """Whether a round is on its way beside training."""
-        return self._flight is not None
+        return self._background is not None
 
     @property
     def steps(self) -> int:
@@ -138,7 +138,7 @@ class RoundKeeper:
         """The samples that this node trains on up to its next contribution."""
         shape, held = self.parts.shape, self.progress.assigned.get(self.parts.mesh.member_id, ())
         _, ahead = take(held, self._offered_steps * shape.batch_size)
-        steps = min(self.parts.pace.most_steps, max(0, shape.total_steps - self.inner_step))
+        steps = min(self.parts.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
 
     def count(self, tokens: int) -> None:
@@ -147,51 +147,51 @@ class RoundKeeper:
         self._tokens += tokens
         self._steps += 1
         if self.parts.mesh.local.rank == 0:
-            self.parts.mesh.board.advance()
+            self.parts.mesh.flags.advance()
 
     def is_time_over(self, steps: int) -> bool:
         """Whether the phase should end with its `steps`-th inner step."""
-        return self.goes_back or self.parts.pace.is_over(time.monotonic(), steps)
+        return self.goes_back or self.parts.phase_length.is_over(time.monotonic(), steps)
 
     def begin_phase(self) -> None:
         """Training goes on: the inner steps until the next contribution begin."""
         self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
-        self.parts.pace.begin(time.monotonic())
+        self.parts.phase_length.begin(time.monotonic())
 
     def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
         """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
 
-        `extra`: what the algorithm adds to the verdict's payload. Raises Fenced if the run started without this node.
+        `extra`: what the algorithm adds to the verdict's record. Raises Fenced if the run started without this node.
         """
         self.parts.feedback.forget()
         self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
-        founded = found_run(self.parts.mesh, round, self.state, partial(self.describe_beginning, extra))
-        self.advance(founded.verdict, self.state)
+        founded = found_run(self.parts.mesh, round, self.state_digest, partial(self.describe_founding, extra))
+        self.advance(founded.verdict, self.state_digest)
         self.begin_phase()
         return self.report(founded, apply_s=0.0)
 
-    def describe_beginning(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
+    def describe_founding(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
         """What a verdict says that begins a line of rounds with the state that this node holds."""
         after_round = self.round if self.round >= FOUNDING_ROUND else None
         progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
-        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state}
-        said[RECORD] = LossRecord.of(self.payload).carried().to_record()
-        if self.payload.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
-            said["session_before"] = self.payload["session"]
+        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state_digest}
+        said[RECORD] = LossRecord.of(self.record).carried().to_record()
+        if self.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
+            said["session_before"] = self.record["session"]
         return {**said, "session": uuid.uuid4().hex, **extra}
 
     def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
         """Stage the checkpoint that an opening names; its digest, and what the verdict will say."""
         assert opening.rollback is not None
         staged = self.parts.stage(opening.rollback)
-        before = {"state_before": self.state, "session": self.payload["session"]}
-        return staged.state, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
+        before = {"state_before": self.state_digest, "session": self.record["session"]}
+        return staged.state_digest, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
 
     def _announce(self, round: int, offer: Offer) -> None:
         faults, passes = self.parts.faults, not offer.is_joining
         if passes:
             faults.at("ready", round)
-        ready = Ready(round, offer.weight, self.state, offer.steps, offer.wants)
+        ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
         self.parts.mesh.announce_ready(replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained))
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
@@ -199,13 +199,13 @@ class RoundKeeper:
     @property
     def goes_back(self) -> bool:
         """Whether the newest round called for going back, so that the steps until then are in vain."""
-        watch = self.parts.going_back
-        return watch is not None and watch.is_due(LossRecord.of(self.payload))
+        watch = self.parts.auto_rollback
+        return watch is not None and watch.is_due(LossRecord.of(self.record))
 
     def _wanted_steps(self, steps: int, *, phases: int) -> int:
         """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
         left = self.parts.shape.total_steps - self.progress.inner_step - steps
-        return min(self.parts.pace.wanted_steps() * phases, max(left, 0))
+        return min(self.parts.phase_length.wanted_steps() * phases, max(left, 0))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class RoundKeeper:
         if is_joining:  # what it did before it was voted out went back to the run
             self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
             parts.feedback.forget()
-        parts.pace.learn(time.monotonic(), self._steps)
+        parts.phase_length.learn(time.monotonic(), self._steps)
         counts = weighted and not is_joining
         tokens, self._tokens = self._tokens, 0
         steps, self._steps = self._steps, 0
@@ -236,7 +236,7 @@ class RoundKeeper:
         return Offer(
             weight=(tokens if weight is None else weight) if counts else 0,
             steps=steps,
-            wants=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
+            steps_requested=0 if is_leaving else self._wanted_steps(steps, phases=2 if parts.shape.reads_ahead else 1),
             norm=norm if counts else 0.0,
             loss=nats / tokens if tokens and math.isfinite(nats) else None,
             trained=trained,
@@ -248,32 +248,32 @@ class RoundKeeper:
     def commit(self, offer: Offer, extra: Extra = nothing_more) -> Committed:
         """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
 
-        `extra`: what the algorithm adds to the verdict's payload.
+        `extra`: what the algorithm adds to the verdict's record.
         """
         return self._finish(offer, extra, self._attempt(offer, extra))
 
     def start(self, offer: Offer, extra: Extra = nothing_more) -> None:
         """Begin the next round beside training; the contribution and result buffers are its own until `arrived`."""
-        self.parts.mesh.board.count_only(threading.get_ident())
-        self._flight = offer, extra, Flight(partial(self._attempt, offer, extra))
+        self.parts.mesh.flags.count_only(threading.get_ident())
+        self._background = offer, extra, BackgroundRound(partial(self._attempt, offer, extra))
 
     def arrived(self) -> Committed:
         """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
-        assert self._flight is not None, "no round is on its way"
-        (offer, extra, flight), board = self._flight, self.parts.mesh.board
-        board.count_only(None)
+        assert self._background is not None, "no round is on its way"
+        (offer, extra, background), flags = self._background, self.parts.mesh.flags
+        flags.count_only(None)
         try:
-            return self._finish(offer, extra, flight.wait())
+            return self._finish(offer, extra, background.wait())
         finally:
-            self._flight = None
+            self._background = None
 
     def abandon(self) -> None:
         """Give up a round that is on its way: this trainer ends."""
-        if self._flight is not None:
-            board = self.parts.mesh.board
-            board.set_fenced(True)
-            board.abort(_ALL_VERSIONS)
-            if not self._flight[2].is_over(_ABANDON_S):
+        if self._background is not None:
+            flags = self.parts.mesh.flags
+            flags.set_fenced(True)
+            flags.abort(_ALL_VERSIONS)
+            if not self._background[2].is_over(_ABANDON_S):
                 _log.warning("the outer step beside training does not end")
 
     def _attempt(self, offer: Offer, extra: Extra) -> Committed | Verdict:
@@ -281,8 +281,8 @@ class RoundKeeper:
         parts = self.parts
         while True:
             round = self.round + 1
-            if parts.going_back is not None and not offer.is_joining:
-                parts.going_back.answer(self.round, LossRecord.of(self.payload))
+            if parts.auto_rollback is not None and not offer.is_joining:
+                parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
             parts.journal.settle()  # the result's memory is the next one's
             self._announce(round, offer)
             await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
@@ -321,24 +321,24 @@ class RoundKeeper:
         return all_ok(not spoilt, self.parts.mesh.local)
 
     def _rolled_back(self, committed: Committed) -> RolledBack:
-        verdict, payload = committed.verdict, committed.verdict.payload
-        progress, step = Progress.from_record(payload["progress"]), verdict.opening.rollback
+        verdict, record = committed.verdict, committed.verdict.record
+        progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
         assert step is not None
-        report = replace(self.report(committed, apply_s=0.0), progress=progress, state=verdict.digest)
+        report = replace(self.report(committed, apply_s=0.0), progress=progress, state_digest=verdict.digest)
         self.parts.journal.cut(verdict.round)
         self._offered_steps = 0
         self.parts.feedback.forget()
         self.begin_phase()
-        return RolledBack(step, report, payload)
+        return RolledBack(step, report, record)
 
     def _describe(self, extra: Extra, opening: Opening, result: Tensor) -> Mapping[str, Any]:
         progress = self.progress.after(opening, self.parts.shape)
         return {
             "progress": progress.to_record(),
             "weight": opening.total_weight,
-            "state_before": self.state,
-            "session": self.payload["session"],
-            RECORD: LossRecord.of(self.payload).after(opening, self.progress.inner_step).to_record(),
+            "state_before": self.state_digest,
+            "session": self.record["session"],
+            RECORD: LossRecord.of(self.record).after(opening, self.progress.inner_step).to_record(),
             **extra(result),
         }
 
@@ -351,8 +351,10 @@ class RoundKeeper:
             for number in range(self.round + 1, round + 1):
                 fetched = self.parts.fetch_entry(number, self._exchange.room)
                 self._exchange.unpack(fetched.update)
-                missed = MissedRound(number, self._exchange.result, fetched.payload, fetched.state)
-                verify(self._replay(missed), fetched.state, f"the state after round {number}", self.parts.mesh.local)
+                missed = MissedRound(number, self._exchange.result, fetched.record, fetched.state_digest)
+                verify(
+                    self._replay(missed), fetched.state_digest, f"the state after round {number}", self.parts.mesh.local
+                )
         except RecoveryFailed as error:
             if is_joining:
                 raise
@@ -363,25 +365,25 @@ class RoundKeeper:
     def advance(self, verdict: Verdict, state: str) -> None:
         """Note that the state now holds a committed round."""
         self._offered_steps = 0
-        self.settle(verdict.round, verdict.payload, state)
+        self.record_state(verdict.round, verdict.record, state)
         opening, own = verdict.opening, self.parts.mesh.member_id
         self.share = opening.share(own)
         self.has_new_members, self.members = opening.members != self.members, opening.members
 
-    def settle(self, round: int, payload: Mapping[str, Any], state: str) -> None:
+    def record_state(self, round: int, record: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""
         self.round = round
-        self.payload = payload
-        self.progress = Progress.from_record(payload["progress"])
-        self.state = state
+        self.record = record
+        self.progress = Progress.from_record(record["progress"])
+        self.state_digest = state
         if self.parts.memory is not None:
-            self.parts.memory.stamp(self._sections, round, payload, state)
+            self.parts.memory.stamp(self._sections, round, record, state)
 
-    def record(self, committed: Committed) -> None:
+    def keep_in_journal(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
         if self.parts.mesh.local.rank == 0:
             pack = partial(self._exchange.pack, committed.result)
-            self.parts.journal.record(self.round, pack, committed.verdict.payload, self.state)
+            self.parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
 
     def report(self, committed: Committed, apply_s: float) -> RoundReport:
         opening = committed.verdict.opening
@@ -393,7 +395,7 @@ class RoundKeeper:
             weights=opening.weights,
             samples=tuple(steps * self.parts.shape.batch_size for steps in opening.steps),
             late=opening.late,
-            state=self.state,
+            state_digest=self.state_digest,
             progress=self.progress,
             wait_s=committed.wait_s,
             transfer_s=committed.transfer_s,
@@ -407,45 +409,45 @@ class RoundKeeper:
         )
 
 
-class KeptRounds:
-    """The part of `OuterAlgorithm` that is the same for all. A subclass sets `_keeper` and `_buffers`."""
+class CoordinatedRounds:
+    """The part of `OuterAlgorithm` that is the same for all. A subclass sets `_coordinator` and `_buffers`."""
 
     sections: tuple[str, ...]
-    _keeper: RoundKeeper
+    _coordinator: RoundCoordinator
     _buffers: SharedBuffers
 
     @property
     def round(self) -> int:
-        return self._keeper.round
+        return self._coordinator.round
 
     @property
     def progress(self) -> Progress:
-        return self._keeper.progress
+        return self._coordinator.progress
 
     @property
-    def payload(self) -> Mapping[str, Any]:
-        return self._keeper.payload
+    def record(self) -> Mapping[str, Any]:
+        return self._coordinator.record
 
     @property
-    def state(self) -> str:
-        return self._keeper.state
+    def state_digest(self) -> str:
+        return self._coordinator.state_digest
 
     @property
     def inner_step(self) -> int:
-        return self._keeper.inner_step
+        return self._coordinator.inner_step
 
     def upcoming(self) -> Sequence[Range]:
-        return self._keeper.upcoming()
+        return self._coordinator.upcoming()
 
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        return self._keeper.found(round, self._at_founding())
+        return self._coordinator.found(round, self._at_founding())
 
     def _at_founding(self) -> Mapping[str, Any]:
         """What the founding's verdict says beside the progress."""
         return {}
 
     def is_time_over(self, steps: int) -> bool:
-        return self._keeper.is_time_over(steps)
+        return self._coordinator.is_time_over(steps)
 
     def flush(self) -> Sequence[RoundReport]:
         """Nothing is on its way while training goes on."""
@@ -454,13 +456,15 @@ class KeptRounds:
     def _is_end(self, rounds: int = 1) -> bool:
         """Whether all nodes wait after so many more rounds, and nothing is on its way then: as all inner steps of the
         run are made, or for a checkpoint, so that it can be gone on from to the last bit."""
-        every = self._keeper.parts.flush_every
-        return self._keeper.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
+        every = self._coordinator.parts.flush_every
+        return self._coordinator.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
 
     def abandon(self) -> None:
-        self._keeper.abandon()
+        self._coordinator.abandon()
 
     def copy_state(self) -> StateCopy:
-        with self._keeper.state_lock:
+        with self._coordinator.state_lock:
             sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(self._keeper.round, sections, self._keeper.payload, self._keeper.state)
+            return StateCopy(
+                self._coordinator.round, sections, self._coordinator.record, self._coordinator.state_digest
+            )

@@ -17,7 +17,7 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 
-def outlive_namesakes(store: Store, member_id: str, node_id: str, *, look_s: float) -> None:
+def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: float) -> None:
     """Wait until no other member of this node holds a lease: what an earlier life left behind is not renewed.
 
     For a member whose own lease is renewed meanwhile, since the store's time stands still while nobody renews.

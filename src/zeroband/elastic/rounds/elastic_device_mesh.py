@@ -35,8 +35,8 @@ from zeroband.errors import (
     TransferStalled,
     ZerobandError,
 )
-from zeroband.node.board import NodeBoard
 from zeroband.node.mesh import LocalMesh, all_ok, broadcast_json
+from zeroband.node.shared_flags import SharedFlags
 
 _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
     ConfigError,
@@ -72,13 +72,13 @@ class ElasticDeviceMesh:
         local: LocalMesh,
         member: Member | None,
         plane: DataPlane,
-        board: NodeBoard,
+        flags: SharedFlags,
         rules: Rules,
         *,
         start_timeout_s: float,
     ) -> None:
         self.local = local
-        self.board = board
+        self.flags = flags
         self._member = member
         self._plane = plane
         self._rules = rules
@@ -98,7 +98,7 @@ class ElasticDeviceMesh:
     @property
     def is_fenced(self) -> bool:
         """Whether the lease was refused: the run went on without this node."""
-        return bool(on_first_rank(self.local, lambda: self.board.is_fenced))
+        return bool(on_first_rank(self.local, lambda: self.flags.is_fenced))
 
     def replace_member(self, member: Member | None) -> None:
         """Go on as another member after a fence."""
@@ -188,14 +188,14 @@ class ElasticDeviceMesh:
 
         def moved(done: float) -> None:
             if self.local.rank == 0:
-                self.board.advance()  # a transfer that stands still must not look alive to the guardian
+                self.flags.advance()  # a transfer that stands still must not look alive to the guardian
             on_progress(done)
 
         try:
             sent, received = move(moved)
         except PeerLost as error:
             reason = str(error)
-            self.board.abort(opening.version)
+            self.flags.abort(opening.version)
             if isinstance(error, TransferStalled) and self.local.rank == 0:
                 self.member.tell_stall(opening, error)
         if not all_ok(not reason, self.local):
@@ -213,8 +213,8 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, report)
         raise PeerLost(reason)
 
-    def commit(self, opening: Opening, digest: str, payload: Callable[[], Mapping[str, Any]]) -> Verdict:
-        """Vote for a result and wait for the verdict. `payload` is called on local rank 0 only.
+    def commit(self, opening: Opening, digest: str, record: Callable[[], Mapping[str, Any]]) -> Verdict:
+        """Vote for a result and wait for the verdict. `record` is called on local rank 0 only.
 
         Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
         """
@@ -222,7 +222,7 @@ class ElasticDeviceMesh:
         def vote() -> dict[str, Any]:
             self.member.vote(opening, digest)
             try:
-                return to_record(self.member.await_verdict(opening, payload()))
+                return to_record(self.member.await_verdict(opening, record()))
             except PeerLost as error:
                 self.member.record_stall(opening.round, str(error))
                 raise

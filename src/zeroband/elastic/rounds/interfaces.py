@@ -15,7 +15,7 @@ from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.loss_record import LossRecord, StepLoss
-from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import RecoveryFailed
@@ -47,7 +47,7 @@ class RoundReport:
     """Of each member: how many its update was learned from, whether or not it had weight."""
     late: tuple[str, ...]
     """Members whose update goes into a later round."""
-    state: str
+    state_digest: str
     """Digest of the outer state after the round; local rank 0 only."""
     progress: Progress
     """The run after the round."""
@@ -80,17 +80,17 @@ class StateCopy:
 
     round: int
     sections: Mapping[str, Tensor]
-    payload: Mapping[str, Any]
-    """The verdict's payload, which holds the run's progress."""
-    state: str
+    record: Mapping[str, Any]
+    """The verdict's record, which holds the run's progress."""
+    state_digest: str
 
 
 @dataclass(frozen=True)
 class FetchedRound:
     """A journal entry that came from the others."""
 
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
     update: Tensor | None
     """(nbytes,) uint8, on local rank 0."""
 
@@ -102,8 +102,8 @@ class MissedRound:
     round: int
     result: Tensor
     """(n,) float32 on CPU, shared by the local ranks."""
-    payload: Mapping[str, Any]
-    state: str
+    record: Mapping[str, Any]
+    state_digest: str
     """Digest of the outer state after it."""
 
 
@@ -138,7 +138,7 @@ class OuterParts:
     feedback: ErrorFeedback
     journal: Journal
     shape: RunShape
-    pace: Pace
+    phase_length: PhaseLength
     departure: Departure
     faults: FaultPoints
     fetch_entry: Callable[[int, Callable[[int], Tensor]], FetchedRound]
@@ -149,7 +149,7 @@ class OuterParts:
     """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
     step_loss: StepLoss = field(default_factory=StepLoss)
     """Set by the trainer before the hooks of an inner step."""
-    going_back: GoingBack | None = None
+    auto_rollback: RollbackRule | None = None
     """Answers rounds whose loss calls for going back; None: the run never does by itself."""
     memory: NodeMemory | None = None
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
@@ -161,7 +161,7 @@ class OuterParts:
         return self.inner
 
 
-class GoingBack(Protocol):
+class RollbackRule(Protocol):
     """What follows of the loss of a committed round. Called by all local ranks."""
 
     def is_due(self, record: LossRecord) -> bool:
@@ -187,7 +187,7 @@ class SyncHooks(Protocol):
         ...
 
     @property
-    def payload(self) -> Mapping[str, Any]:
+    def record(self) -> Mapping[str, Any]:
         """What its verdict recorded: the progress, and the run's session."""
         ...
 
@@ -238,7 +238,7 @@ class OuterAlgorithm(SyncHooks, Protocol):
         ...
 
     @property
-    def state(self) -> str:
+    def state_digest(self) -> str:
         """Digest of the outer state; local rank 0 only, empty on the others."""
         ...
 
@@ -249,7 +249,7 @@ class OuterAlgorithm(SyncHooks, Protocol):
         """
         ...
 
-    def adopt(self, round: int, payload: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
+    def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
         """Take the state that was written into the section buffers; returns its digest.
 
         `sections`: write these into them first; local rank 0 has them for all.

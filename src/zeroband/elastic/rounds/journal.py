@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.elastic.rounds.background import Flight
+from zeroband.elastic.rounds.background import BackgroundRound
 
 AWAITED_S = 20.0
 """Longest wait for an entry; below the time-out of the joiners' requests."""
@@ -23,9 +23,9 @@ class JournalEntry:
     round: int
     update: Tensor
     """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; nobody writes to it any more."""
-    payload: Mapping[str, Any]
-    """The verdict's payload."""
-    state: str
+    record: Mapping[str, Any]
+    """The verdict's record."""
+    state_digest: str
     """Digest of the outer state after the round."""
 
 
@@ -38,16 +38,16 @@ class Journal:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._newest = -1
-        self._packing: Flight[None] | None = None
+        self._packing: BackgroundRound[None] | None = None
         self._bytes = 0
 
-    def record(self, round: int, pack: Callable[[], Tensor], payload: Mapping[str, Any], state: str) -> None:
+    def record(self, round: int, pack: Callable[[], Tensor], record: Mapping[str, Any], state: str) -> None:
         """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
 
         Packing many values touches as much new memory, which takes longer than the packing.
         """
         self.settle()
-        self._packing = Flight(lambda: self.add(JournalEntry(round, pack(), payload, state)), name="journal")
+        self._packing = BackgroundRound(lambda: self.add(JournalEntry(round, pack(), record, state)), name="journal")
 
     def settle(self) -> None:
         """Wait until what was to be packed is. The thread that records, or that follows it."""

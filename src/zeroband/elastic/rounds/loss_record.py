@@ -14,7 +14,7 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.epoch import Opening
 
 RECORD = "losses"
-"""Where it stands in a verdict's payload."""
+"""Where it stands in a verdict's record."""
 
 _MEAN_ROUNDS = 20
 """The running mean forgets as fast as a mean over so many rounds."""
@@ -45,9 +45,9 @@ class LossRecord:
     """Inner step with which the round began: checkpoints up to there are older than what it showed."""
 
     @staticmethod
-    def of(payload: Mapping[str, Any]) -> LossRecord:
+    def of(record: Mapping[str, Any]) -> LossRecord:
         """What a verdict recorded; of one that recorded nothing, a new record."""
-        return LossRecord(**payload.get(RECORD, {}))
+        return LossRecord(**record.get(RECORD, {}))
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)

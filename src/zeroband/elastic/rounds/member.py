@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.guardian.process import Door, Guardian, GuardianOrder
+from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import (
     Opening,
@@ -28,12 +28,12 @@ from zeroband.elastic.membership.epoch import (
     next_verdict,
 )
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
-from zeroband.elastic.rounds.duplicate_ids import outlive_namesakes
-from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
+from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
@@ -53,7 +53,7 @@ class NodeIdentity:
     """What a node is, for its life: its name, its processes, its shared memory."""
 
     node_id: str
-    door: Door
+    listen: ListenAddress
     rank_pids: tuple[int, ...]
     launcher_pid: int
     shm_dir: Path
@@ -90,29 +90,29 @@ class Member:
     """
 
     def __init__(
-        self, run: RunAccess, identity: NodeIdentity, board: NodeBoard, time_outs: TimeOuts, departure: Departure
+        self, run: RunAccess, identity: NodeIdentity, flags: SharedFlags, time_outs: TimeOuts, departure: Departure
     ) -> None:
         self.member_id = new_member_id(identity.node_id)
         self.identity = identity
         self.store = run.store
-        self._board = board
+        self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
         self._on_stall = run.on_stall
         self._on_event = run.on_event
         self._recording = threading.Lock()
-        self._memory = Memory(self.member_id, run.shared)
+        self._memory = LiveBackup(self.member_id, run.shared)
         self._first_look: tuple[int, View] | None = None
         """What the store showed for a round when this member last said something; whoever waits for it begins there."""
-        board.set_fenced(False)
-        board.set_session(self.store.session)
+        flags.set_fenced(False)
+        flags.set_session(self.store.session)
         order = GuardianOrder(
             store_url=run.store_url,
             run_id=run.run_id,
             member_id=self.member_id,
             node_id=identity.node_id,
-            door=identity.door,
-            board=str(board.path),
+            listen=identity.listen,
+            flags=str(flags.path),
             shm_dir=str(identity.shm_dir),
             rank_pids=identity.rank_pids,
             launcher_pid=identity.launcher_pid,
@@ -123,11 +123,11 @@ class Member:
             store_s=time_outs.store_s,
         )
         self._guardian = _KeptGuardian(order, run.inbox)
-        self._watcher = _Watcher(self, board, departure, time_outs)
+        self._watcher = _Watcher(self, flags, departure, time_outs)
 
-    def outlive_namesakes(self) -> None:
+    def outlast_duplicates(self) -> None:
         """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
-        outlive_namesakes(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
+        outlast_duplicates(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -175,8 +175,8 @@ class Member:
         self._memory.voted(opening, digest)
         self._first_look = opening.round, self._checked(self.store.vote(opening, self.member_id, digest), opening.round)
 
-    def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
-        """Wait until the round is committed; `payload` is what this member would write into the verdict.
+    def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
+        """Wait until the round is committed; `record` is what this member would write into the verdict.
 
         Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
         """
@@ -187,7 +187,7 @@ class Member:
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
             self._check_opening(view, opening)
-            decision = next_verdict(view, opening, payload)
+            decision = next_verdict(view, opening, record)
             if decision is None:
                 self.store.report_failure(opening, "the members hold different results")
                 return Wait("results differ")
@@ -214,12 +214,12 @@ class Member:
     def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
         pause_s, reminded_at_s, said = _POLL_MIN_S, time.monotonic(), ""
         while True:
-            if self._board.is_fenced:
+            if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
             now_s = time.monotonic()
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
-            self._board.advance()
+            self._flags.advance()
             decision = decide(self._take_first_look(round) or self.look(round))
             if not isinstance(decision, Wait):
                 return decision
@@ -258,12 +258,12 @@ class Member:
         committed = view.committed
         if committed is not None and self.member_id in committed.members and committed.session != self.store.session:
             self.store.session = committed.session
-            self._board.set_session(committed.session)
+            self._flags.set_session(committed.session)
 
     # -- transfers ----------------------------------------------------------------------------------------------
 
     def watch(self, opening: Opening | None) -> None:
-        """During a transfer, mark it aborted on the board as soon as the opening cannot be finished. None: stop."""
+        """During a transfer, mark it aborted on the flags as soon as the opening cannot be finished. None: stop."""
         self._watcher.watch(opening)
 
     def report_failure(self, opening: Opening, reason: str) -> None:
@@ -368,9 +368,9 @@ class _Watcher:
     It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
     """
 
-    def __init__(self, member: Member, board: NodeBoard, departure: Departure, time_outs: TimeOuts) -> None:
+    def __init__(self, member: Member, flags: SharedFlags, departure: Departure, time_outs: TimeOuts) -> None:
         self._member = member
-        self._board = board
+        self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
@@ -394,7 +394,7 @@ class _Watcher:
         opening, now_s = self._opening, time.monotonic()
         if opening is not None:
             if not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
-                self._board.abort(opening.version)
+                self._flags.abort(opening.version)
         elif now_s - self._looked_at_s > self._time_outs.renew_s:
             self._member.look(0)
             self._looked_at_s = now_s

@@ -1,4 +1,4 @@
-"""Pace: how many inner steps this node makes in a round, a fixed number or what fits into a fixed time. No clock."""
+"""Phase length: how many inner steps this node makes in a round, a fixed number or what fits into a time. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SURPLUS = 1.5
 """Samples are asked for so many times the expected steps; what is not used goes back to the run."""
 
 
-class Pace:
+class PhaseLength:
     """`steps`: in a round, at most. `round_s`: a round ends after this time; None: after `steps` alone."""
 
     def __init__(self, steps: int, round_s: float | None = None) -> None:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class RolledBack(ZerobandError):
     """The members agreed to go back to a checkpoint, which each of them has staged and now has to take.
 
-    `report`: of the round that did it, with the state after it. `payload`: of its verdict.
+    `report`: of the round that did it, with the state after it. `record`: of its verdict.
     """
 
-    def __init__(self, step: int, report: RoundReport, payload: Mapping[str, Any]) -> None:
+    def __init__(self, step: int, report: RoundReport, record: Mapping[str, Any]) -> None:
         super().__init__(f"round {report.round} goes back to the checkpoint of step {step}")
         self.step = step
         self.report = report
-        self.payload = payload
+        self.record = record
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class StagedState:
     """The outer state of a checkpoint, read by this node."""
 
     round: int
-    payload: Mapping[str, Any]
+    record: Mapping[str, Any]
     """As the checkpoint recorded it."""
-    state: str
+    state_digest: str
 
 
 def describe_return(
@@ -47,7 +47,7 @@ def describe_return(
     Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
     `current`: the progress that is left. `before`: what the verdict before it adds.
     """
-    saved, progress = staged.payload, Progress.from_record(staged.payload["progress"])
+    saved, progress = staged.record, Progress.from_record(staged.record["progress"])
     skipped = learned_since(progress, current) if opening.skips_data else ()
     if opening.skips_data:
         progress = replace(progress, ledger=current.ledger.settle(current.assigned, {}), assigned={})

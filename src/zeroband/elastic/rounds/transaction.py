@@ -149,14 +149,14 @@ def commit_round(
     mesh: ElasticDeviceMesh,
     exchange: Exchange,
     await_turn: Callable[[], Opening | Verdict],
-    payload: Callable[[Opening, Tensor], Mapping[str, Any]],
+    record: Callable[[Opening, Tensor], Mapping[str, Any]],
     go_back: GoBack,
     faults: FaultPoints,
 ) -> Committed | Verdict:
     """Bring a round to its verdict with whoever is left.
 
-    Called by all local ranks. `payload` runs on local rank 0. `go_back`: stages what an opening asks for that reduces
-    nothing, and gives its digest and the verdict's payload. Returns the verdict of the others where they committed
+    Called by all local ranks. `record` runs on local rank 0. `go_back`: stages what an opening asks for that reduces
+    nothing, and gives its digest and the verdict's record. Returns the verdict of the others where they committed
     the round without this node. Raises Fenced when the run went on without it.
     """
     costs = _Costs()
@@ -176,7 +176,7 @@ def commit_round(
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
             digest = digest_of(exchange.result) if mesh.local.rank == 0 else ""
-            verdict = mesh.commit(opening, digest, partial(_describe, opening, exchange.result, payload, faults))
+            verdict = mesh.commit(opening, digest, partial(_describe, opening, exchange.result, record, faults))
         except PeerLost as error:
             costs.failures.append(str(error))
             _log.warning("round opened again", extra={"fields": {"round": opening.round, "why": str(error)}})
@@ -190,22 +190,22 @@ def commit_round(
 def _go_back(mesh: ElasticDeviceMesh, opening: Opening, go_back: GoBack) -> Verdict:
     """Vote for the state of a checkpoint. Raises PeerLost where it cannot be had: the order is taken back."""
     try:
-        digest, payload = go_back(opening)
+        digest, record = go_back(opening)
     except RecoveryFailed as error:
         mesh.refuse_rollback(opening, str(error))
         raise PeerLost(f"round {opening.round} does not go back: {error}") from error
-    return mesh.commit(opening, digest, payload)
+    return mesh.commit(opening, digest, record)
 
 
 def _describe(
     opening: Opening,
     result: Tensor,
-    payload: Callable[[Opening, Tensor], Mapping[str, Any]],
+    record: Callable[[Opening, Tensor], Mapping[str, Any]],
     faults: FaultPoints,
 ) -> Mapping[str, Any]:
     """What this node would write into the verdict; asked for when it has voted."""
     faults.at("voted", opening.round)
-    return payload(opening, result)
+    return record(opening, result)
 
 
 @dataclass
@@ -229,7 +229,7 @@ class _Costs:
 
 
 def found_run(
-    mesh: ElasticDeviceMesh, round: int, state: str, payload: Callable[[Opening], Mapping[str, Any]]
+    mesh: ElasticDeviceMesh, round: int, state: str, record: Callable[[Opening], Mapping[str, Any]]
 ) -> Committed:
     """Start the run, or start it again: nothing is reduced, the founders vote for the state that all of them hold.
 
@@ -241,7 +241,7 @@ def found_run(
         if isinstance(opening, Verdict):
             raise Fenced(f"{len(opening.members)} others founded the run")
         try:
-            verdict = mesh.commit(opening, state, partial(payload, opening))
+            verdict = mesh.commit(opening, state, partial(record, opening))
         except PeerLost as error:
             costs.failures.append(str(error))
             _log.warning("founding again", extra={"fields": {"why": str(error)}})

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, to_json
 from zeroband.elastic.membership.orders import Orders, orders_from
 from zeroband.elastic.membership.records import opening_from, peer_from, ready_from, verdict_from
-from zeroband.elastic.membership.resume_rules import Beginning, beginning_from
+from zeroband.elastic.membership.resume_rules import RestartPoint, restart_point_from
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
 
@@ -127,21 +127,21 @@ class Judge:
         self._junk.pop(name, None)
         return opening
 
-    def seal_beginning(self, beginning: Beginning | None) -> str:
+    def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
         """As the store keeps it; empty where there is none."""
-        if beginning is None:
+        if restart_point is None:
             return ""
-        return self._seals.seal(beginning.to_json(), "beginning", label=Label(sessions=beginning.sessions))
+        return self._seals.seal(restart_point.to_json(), "restart_point", label=Label(sessions=restart_point.sessions))
 
-    def beginning(self, name: str, raw: bytes | None, committed: Verdict | None) -> Beginning | None:
+    def restart_point(self, name: str, raw: bytes | None, committed: Verdict | None) -> RestartPoint | None:
         """The agreement on a checkpoint: of the verdict's session, or of one that it goes on from."""
-        record = self._seals.open(raw, "beginning") if raw else None
+        record = self._seals.open(raw, "restart_point") if raw else None
         if raw and record is None:
             self.reject(name, raw, _UNSEALED)
         if record is None:
             return None
         line = set() if committed is None else {*committed.sessions}
-        return beginning_from(json.loads(record.text)) if line >= {*record.label.sessions[:1]} else None
+        return restart_point_from(json.loads(record.text)) if line >= {*record.label.sessions[:1]} else None
 
     # -- what each says for itself ------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from zeroband.elastic.membership.epoch import (
     View,
 )
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.membership.resume_rules import RestartPoint
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import (
@@ -41,7 +41,7 @@ from zeroband.elastic.store.seals import Seals, id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of what nodes tell one another: the records below, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -89,7 +89,7 @@ class Keys:
         self.opening = f"{self.prefix}:opening"  # string: the current opening
         self.committed = f"{self.prefix}:committed"  # string: the newest verdict
         self.leaving = f"{self.prefix}:leaving"  # hash: members that are on their way out
-        self.beginning = f"{self.prefix}:beginning"  # string: on which checkpoint the run is to begin again
+        self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
 
@@ -116,7 +116,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Recollection:
+class StoreBackup:
     """What a member knows of its run, enough to bring it back into a store that lost it."""
 
     member_id: str
@@ -251,7 +251,7 @@ class Store:
         """Write what the run's nodes must share, or compare with what the first node wrote.
 
         Where nodes are alive, it is left to them for the time of a lease to bring back a record that was lost.
-        Returns the record, for a `Recollection`. Raises JoinRefused.
+        Returns the record, for a `StoreBackup`. Raises JoinRefused.
         """
         record = {"protocol": str(PROTOCOL), **shared}
         deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
@@ -296,16 +296,16 @@ class Store:
         keys = [self.keys.run, self.keys.leases, self.keys.clock]
         return bool(self._run(self._clear, keys, [self._lease_ms, self._silence_ms]))
 
-    def propose_beginning(self, beginning: Beginning, view: View) -> bool:
+    def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         """Agree on a checkpoint to begin again with. False: something has changed since this view."""
         judge, keys = self._judge, self.keys
-        names = [keys.beginning, keys.opening, keys.committed]
-        before = [judge.seal_beginning(view.beginning), judge.seal_opening(view.opening)]
+        names = [keys.restart_point, keys.opening, keys.committed]
+        before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
         before.append(judge.seal_verdict(view.committed))
-        args = [*before, judge.seal_beginning(beginning), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
+        args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
         return bool(self._run(self._begin, [*names, keys.clock, keys.leases], args))
 
-    def restore(self, known: Recollection) -> bool:
+    def restore(self, known: StoreBackup) -> bool:
         """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
         keys, judge, member = self.keys, self._judge, known.member_id
         ready_key = keys.ready(0 if known.ready is None else known.ready.round)
@@ -390,13 +390,13 @@ class Store:
         """`said`: key, member and word of what is written first, in the same round trip."""
         keys, judge = self.keys, self._judge
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names += [keys.orders, keys.beginning]
+        names += [keys.orders, keys.restart_point]
         args: list[str | int] = [keys.prefix, self._silence_ms, self._known_run]
         if said is not None:
             names.append(said[0])
             args += [*said[1:], ROUND_TTL_S]
         seen = self._run(self._view, names, args)
-        raw_opening, raw_committed, alive, ready, votes, failed, peers, run, is_settling, orders, beginning = seen
+        raw_opening, raw_committed, alive, ready, votes, failed, peers, run, is_settling, orders, restart_point = seen
         committed = judge.verdict(keys.committed, raw_committed)
         opening = judge.opening(keys.opening, raw_opening, committed)
         votes_key, failed_key = (keys.votes(opening), keys.failed(opening)) if opening is not None else ("", "")
@@ -411,7 +411,7 @@ class Store:
             is_known=self._knows_run(run),
             is_settling=bool(is_settling),
             orders=judge.orders(keys.orders, orders),
-            beginning=judge.beginning(keys.beginning, beginning, committed),
+            restart_point=judge.restart_point(keys.restart_point, restart_point, committed),
         )
 
     def _knows_run(self, said: bytes | int | None) -> bool:

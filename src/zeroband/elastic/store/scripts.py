@@ -85,7 +85,7 @@ def _script(kinds: str, body: str) -> str:
 VIEW = _script(
     "string string zset hash hash string hash string string hash",
     """
--- KEYS: opening committed leases clock peers run ready orders beginning [said]
+-- KEYS: opening committed leases clock peers run ready orders restart_point [said]
 -- ARGV: prefix silence_ms known_run [member word ttl]
 -- What a member says is written first; its first word counts. `known_run`: digest of the run's record that the caller
 -- has seen; the record itself is told where it is another.
@@ -130,8 +130,8 @@ return 1
 BEGIN = _script(
     "string string string hash zset",
     """
--- KEYS: beginning opening committed clock leases
--- ARGV: current opening committed record ttl silence_ms junk_beginning junk_opening junk_committed
+-- KEYS: restart_point opening committed clock leases
+-- ARGV: current opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed
 for i = 1, 3 do
   if (judged(redis.call('GET', KEYS[i]), ARGV[6 + i]) or '') ~= ARGV[i] then return 0 end
 end

@@ -30,7 +30,7 @@ class Rates:
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """To other members."""
     took_ms: int = 0
-    """Milliseconds of the last transfer, as `Pacing.after` wants it; 0: there was none, or it failed."""
+    """Milliseconds of the last transfer, as `PacedKind.after` wants it; 0: there was none, or it failed."""
 
 
 @dataclass(frozen=True)

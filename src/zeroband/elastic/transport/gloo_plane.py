@@ -1,6 +1,6 @@
 """The process groups between nodes, one for each lane of the epoch: built, used and left behind without ever blocking.
 
-gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's board, and a
+gloo cannot abort an operation, so nothing here waits inside it: completion is polled beside the node's flags, and a
 group that still has operations when its epoch ends is left behind together with the tensors that they may write to.
 """
 
@@ -21,9 +21,9 @@ from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Rates
 from zeroband.elastic.transport.engine import Encoded
-from zeroband.elastic.transport.stalls import Progress, StallLimit, TransferBounds
+from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 
 _POLL_S, _LOOK_S = 0.0005, 0.25
 
@@ -109,7 +109,7 @@ class LaneGroups:
     def __init__(
         self,
         store: Store,
-        board: NodeBoard,
+        flags: SharedFlags,
         ownership: LaneOwnership,
         *,
         host: str,
@@ -119,7 +119,7 @@ class LaneGroups:
     ) -> None:
         self.ownership = ownership
         self._store = store
-        self._board = board
+        self._flags = flags
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
         self._transfer_s = transfer_s
@@ -199,7 +199,7 @@ class LaneGroups:
 
     def _build(self, opening: Opening, node_rank: int, lane: int) -> dist.ProcessGroup:
         def is_aborted() -> bool:
-            return self._board.aborted_version >= opening.version
+            return self._flags.aborted_version >= opening.version
 
         def build() -> dist.ProcessGroup:
             prefix = self._store.keys.group(opening, lane)
@@ -236,17 +236,17 @@ class LaneGroups:
         """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
         self._running = _Running(works, used)
         on_progress(0.0)
-        progress = Progress(_LOOK_S, time.monotonic())
+        progress = StallWatch(_LOOK_S, time.monotonic())
         for done, work in enumerate(works, start=1):
             self._await(work, opening, progress, done - 1, len(works))
             on_progress(done / len(works))
         self._moving.succeeded(progress.longest_s)
         self._running = _Running()
 
-    def _await(self, work: dist.Work, opening: Opening, progress: Progress, done: int, of: int) -> None:
+    def _await(self, work: dist.Work, opening: Opening, progress: StallWatch, done: int, of: int) -> None:
         """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""
         while not work.is_completed():
-            if self._board.aborted_version >= opening.version:
+            if self._flags.aborted_version >= opening.version:
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: a member was lost")
             if (stalled_s := progress.see(done, time.monotonic())) > self._moving.limit_s:
                 self._moving.stalled()

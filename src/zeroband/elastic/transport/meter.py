@@ -45,7 +45,7 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedRates:
     """What the last transfers of a node showed."""
 
     own: tuple[int, ...] = ()
@@ -62,9 +62,9 @@ class Learned:
         """To the members that it last had a transfer with; 0 where too little is known."""
         return {member: _best(rates) for member, rates in self.links.items()}
 
-    def after(self, own: int, links: Mapping[str, int]) -> Learned:
+    def after(self, own: int, links: Mapping[str, int]) -> LearnedRates:
         """What is known after another transfer: a rate of 0 says nothing, and who is not in `links` is forgotten."""
-        return Learned(_with(self.own, own), {m: _with(self.links.get(m, ()), rate) for m, rate in links.items()})
+        return LearnedRates(_with(self.own, own), {m: _with(self.links.get(m, ()), rate) for m, rate in links.items()})
 
 
 def _with(rates: tuple[int, ...], rate: int) -> tuple[int, ...]:

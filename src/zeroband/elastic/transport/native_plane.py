@@ -20,14 +20,14 @@ from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
-from zeroband.elastic.transport.meter import WINDOW_S, Learned, Meter
-from zeroband.elastic.transport.pacing import Kind, Middle, Paces
+from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
+from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, shape_of
-from zeroband.elastic.transport.stalls import Progress, StallLimits, TransferBounds
+from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
 from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
 _POLL_S = 0.0005
@@ -58,7 +58,7 @@ class NativePlane:
     def __init__(
         self,
         run_id: str,
-        board: NodeBoard,
+        flags: SharedFlags,
         codec: Codec,
         reach: Reach | None,
         *,
@@ -67,7 +67,7 @@ class NativePlane:
         bounds: TransferBounds,
     ) -> None:
         self._run = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8], "big")
-        self._board = board
+        self._flags = flags
         self._codec = codec
         self._reach = reach
         self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
@@ -75,14 +75,14 @@ class NativePlane:
         """By member."""
         self._senders: dict[str, Senders] = {}
         """The same."""
-        self._paces = Paces() if paced and streams is None else None
+        self._rate_control = RateControl() if paced and streams is None else None
         self._paced: frozenset[str] = frozenset()
         """Members whose links had a pace in the last transfer, or have one in that which runs."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
         self._shortage: str | None = None
         """Of descriptors, as it was said last."""
-        self._learned = Learned()
+        self._learned = LearnedRates()
 
     def reduce_mean(
         self,
@@ -209,7 +209,7 @@ class NativePlane:
         if unknown:
             raise PeerLost(f"round {opening.round}: {', '.join(unknown)} left before the transfer", unknown)
         wanted = {member: Wanted(addresses[member], self._tuning(member).streams) for member in others}
-        coming, bound_s = Progress(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
+        coming, bound_s = StallWatch(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
 
         def is_over() -> bool:
             streams = sum(reach.links.state(member).streams for member in others)
@@ -238,9 +238,9 @@ class NativePlane:
     def _pace(self, run: _Run, kind: Kind) -> None:
         """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
         opening, paces = run.opening, dict[str, int]()
-        if self._paces is not None:
+        if self._rate_control is not None:
             last_took_s = opening.network.took_ms / 1e3
-            target_s = self._paces.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
+            target_s = self._rate_control.target_s(opening.epoch, opening.members, kind, opening.round, last_took_s)
             if target_s is not None:
                 paces = {m: math.ceil(traffic.to_send_bytes / target_s) for m, traffic in run.traffic().items()}
         for member in self._paced - paces.keys():
@@ -259,7 +259,7 @@ class NativePlane:
             links.set_senders(member, senders.of(link.streams))
 
     def _is_aborted(self, opening: Opening) -> bool:
-        return self._board.aborted_version >= opening.version
+        return self._flags.aborted_version >= opening.version
 
     def _await(self, run: _Run, meter: Meter) -> None:
         opening, running = run.opening, run.running
@@ -318,13 +318,13 @@ class _Run:
     asked_at_s: float = 0.0
     done: float = 0.0
     middle: Middle = field(init=False)
-    progress: Progress = field(init=False)
+    progress: StallWatch = field(init=False)
     silences_s: dict[str, float] = field(default_factory=dict[str, float])
     """The longest of each member's link."""
 
     def __post_init__(self) -> None:
         self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
-        self.progress = Progress(self.ask_s, time.monotonic())
+        self.progress = StallWatch(self.ask_s, time.monotonic())
 
     @property
     def ask_s(self) -> float:

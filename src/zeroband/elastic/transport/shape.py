@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from zeroband.elastic.membership.topology import Network, shard_shares
+from zeroband.elastic.membership.topology import LinkTable, shard_shares
 from zeroband.elastic.transport.engine import Shape
 from zeroband.elastic.transport.times import CHUNKS_PER_SHARD, MOST_CHUNK, all_to_all_s, ring_s
 from zeroband.kernels.codec import Codec
@@ -26,12 +26,12 @@ WORTH_A_RING = 1.25
 """A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
 
-def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network | None = None) -> Shape:
+def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: LinkTable | None = None) -> Shape:
     """The shape for these members.
 
     `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
     """
-    network = network or Network()
+    network = network or LinkTable()
     world, encoded_bytes = len(shares), codec.encoded_size(numel)
     owned = _owned(world, encoded_bytes, network)
     bounds = shard_bounds(numel, owned)
@@ -46,7 +46,7 @@ def shape_of(numel: int, codec: Codec, shares: Sequence[float], network: Network
     )
 
 
-def _owned(world: int, encoded_bytes: int, network: Network) -> tuple[float, ...]:
+def _owned(world: int, encoded_bytes: int, network: LinkTable) -> tuple[float, ...]:
     """What part of the state each member owns."""
     equal, sized = (1 / world,) * world, shard_shares(network.rates)
     is_worth_it = sized and WORTH_SIZING * all_to_all_s(sized, encoded_bytes, network) <= all_to_all_s(

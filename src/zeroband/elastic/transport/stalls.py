@@ -68,7 +68,7 @@ class StallLimit:
 
 
 @dataclass
-class Progress:
+class StallWatch:
     """Since when a figure that grows has not. `look_s`: how often it is looked at; a longer pause between two looks was
     this process's own, and is nobody's fault."""
 

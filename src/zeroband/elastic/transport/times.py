@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroband.elastic.membership.topology import UNKNOWN, Network
+from zeroband.elastic.membership.topology import UNKNOWN, LinkTable
 
 MOST_CHUNK = 1 << 16
 """Values of one frame at most."""
@@ -23,7 +23,7 @@ MESSAGE_S = 5e-5
 """Processor time for each message of a member (bench/all_reduce.py messages)."""
 
 
-def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) -> float:
+def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: LinkTable) -> float:
     """Predicted time: until the last access link and the slowest link between two members have carried their part.
 
     `shares`: what part of the state each member owns. Every member sends the others their parts and its own part's mean
@@ -39,7 +39,7 @@ def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: Network) 
     return transfer_s + chunks_s + _rtt_s(network) + 2 * (world - 1) * MESSAGE_S
 
 
-def ring_s(world: int, encoded_bytes: int, network: Network) -> float:
+def ring_s(world: int, encoded_bytes: int, network: LinkTable) -> float:
     """Predicted time: as many bytes, over two links for each member; the first piece passes everybody twice."""
     slowest = min(_rates(world, network))
     if network.slowest_in_ring:
@@ -53,12 +53,12 @@ def _chunk_s(shard_bytes: float, rate: float) -> float:
     return min(shard_bytes / CHUNKS_PER_SHARD, MOST_CHUNK) * 8 / 1e6 / rate
 
 
-def _rates(world: int, network: Network) -> list[int]:
+def _rates(world: int, network: LinkTable) -> list[int]:
     """Mbit/s of the access links; one that is not known counts as the median."""
     known = sorted(rate for rate in network.rates if rate > 0)
     usual = known[len(known) // 2] if known else USUAL_MBIT
     return [rate or usual for rate in network.rates or (UNKNOWN,) * world]
 
 
-def _rtt_s(network: Network) -> float:
+def _rtt_s(network: LinkTable) -> float:
     return (network.rtt_ms or USUAL_RTT_MS) / 1e3

@@ -19,7 +19,7 @@ from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import place
 from zeroband.outer.compression.bits import has_clean_ends, pack, unpack
 from zeroband.outer.compression.sizes import HEADER, combined_fields, combined_size, most_entries, packed_size
-from zeroband.outer.compression.sparse_codec import Divisor, Payload, Section, SparseCodec, mean_over_senders
+from zeroband.outer.compression.sparse_codec import Divisor, Payload, PayloadSection, SparseCodec, mean_over_senders
 
 MOST_SOURCES = (1 << 15) - 1
 """Sums of so many signs fit into 16 bits."""
@@ -131,7 +131,7 @@ def _joined(parts: Sequence[Union]) -> Union:
     )
 
 
-def _fields(section: Section, kind: int, sources: int, entries: int) -> list[tuple[int, int]]:
+def _fields(section: PayloadSection, kind: int, sources: int, entries: int) -> list[tuple[int, int]]:
     """(how many, bits of each) of the fields of a section in their order: counts, places, values, senders."""
     return combined_fields(
         section.group.chunks,
@@ -144,7 +144,7 @@ def _fields(section: Section, kind: int, sources: int, entries: int) -> list[tup
     )
 
 
-def _pack(union: Union, section: Section, kind: int, sources: int) -> list[Tensor]:
+def _pack(union: Union, section: PayloadSection, kind: int, sources: int) -> list[Tensor]:
     (_, count_bits), (_, place_bits), (_, value_bits), (_, sender_bits) = _fields(section, kind, sources, 0)
     values = union.values
     packed = reference.encode_fp32(values) if kind == _VALUES else pack((values + sources)[None], value_bits)[0]
@@ -152,7 +152,7 @@ def _pack(union: Union, section: Section, kind: int, sources: int) -> list[Tenso
     return [pack(union.counts[None], count_bits)[0], pack(union.places[None], place_bits)[0], packed, senders]
 
 
-def _unpack(data: Tensor, at: int, section: Section, kind: int, sources: int) -> tuple[Union, int]:
+def _unpack(data: Tensor, at: int, section: PayloadSection, kind: int, sources: int) -> tuple[Union, int]:
     """A section and where the next one begins. The counts come first and say how long the rest is."""
 
     def take(count: int, bits: int) -> Tensor:

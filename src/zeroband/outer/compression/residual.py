@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeroband.outer.compression.sparse_codec import Encoded, Part, SparseCodec
+from zeroband.outer.compression.sparse_codec import EncodedPayload, Part, SparseCodec
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""
 
 
-class ErrorFeedback:
+class SparseResidual:
     """The rule of one memory. `memory` is a flat float32 buffer of the codec's layout; ranks of a node share it.
 
     `decay`: what is left of the memory after a round (beta). `share`: what part of what is sent leaves the memory
@@ -37,7 +37,9 @@ class ErrorFeedback:
         for part, new in zip(memory.split(_CHUNK), values.split(_CHUNK), strict=True):
             part.mul_(self._decay).add_(new.mul(scale))
 
-    def extract(self, memory: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1) -> Encoded:
+    def extract(
+        self, memory: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1
+    ) -> EncodedPayload:
         """Pack this rank's share of the memory and take it out. Raises ValueError where the memory is not finite.
 
         All ranks have accumulated before; `out`, `rank` and `world_size` are those of `SparseCodec.encode`.

@@ -18,9 +18,9 @@ from torch import Tensor
 from zeroband.config.outer import Uneven, ValueCodingName
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.kernels import dct
+from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
-from zeroband.kernels.waves import Waves, waves_on
 from zeroband.outer.compression.chunks import ChunkGroup, ChunkLayout, share_of
 from zeroband.outer.compression.records import Chosen, RecordFormat
 from zeroband.outer.compression.sizes import ALIGNMENT, HEADER
@@ -76,7 +76,7 @@ class SparseRule:
 
 
 @dataclass(frozen=True)
-class Section:
+class PayloadSection:
     """A group of chunks and where its records lie in a payload."""
 
     group: ChunkGroup
@@ -104,14 +104,14 @@ class Section:
 class Part:
     """What was taken out of a range of chunks of one section."""
 
-    section: Section
+    section: PayloadSection
     first: int
     stop: int
     chosen: Chosen
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPayload:
     """A node's payload, and what it took for it out of its buffer."""
 
     payload: Tensor
@@ -138,12 +138,12 @@ class SparseCodec:
         self.rule = rule
         self._device = device
         chunks = ChunkLayout.of(layout, rule.chunk, flat_chunk=rule.flat_chunk, uneven=rule.uneven)
-        sections: list[Section] = []
+        sections: list[PayloadSection] = []
         start = HEADER.size
         for group in chunks.groups:
             k = rule.k_of(group.numel)
             record = RecordFormat(group.numel, k, rule.values)
-            sections.append(Section(group, record, start))
+            sections.append(PayloadSection(group, record, start))
             start += sections[-1].size
         self.sections = tuple(sections)
         self.numel = layout.numel
@@ -151,7 +151,9 @@ class SparseCodec:
         """Of every payload of a node."""
         self.digest = xxhash.xxh3_64_intdigest(repr((layout.digest(), rule)).encode())
 
-    def encode(self, buffer: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1) -> Encoded:
+    def encode(
+        self, buffer: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1
+    ) -> EncodedPayload:
         """Choose and pack. The buffer stays as it is; `add` with -1 takes out what was sent.
 
         `out`: (nbytes,) uint8 to write to, for ranks that write shares of one payload; rank 0 writes the header.
@@ -169,9 +171,9 @@ class SparseCodec:
                 if not section.record.coding.is_of_signs:
                     chosen = section.record.decode(data, stop - first)
                 taken.append(Part(section, first, stop, Chosen(chosen.indices.int(), chosen.values)))
-        return Encoded(payload, tuple(taken))
+        return EncodedPayload(payload, tuple(taken))
 
-    def _choose(self, section: Section, buffer: Tensor, first: int, stop: int) -> Chosen:
+    def _choose(self, section: PayloadSection, buffer: Tensor, first: int, stop: int) -> Chosen:
         """The largest coefficients of a range of chunks, or the largest values where there is no transform."""
         group, k = section.group, section.record.k
         chunks = group.read(buffer, first, stop).to(self._device or buffer.device)
@@ -179,19 +181,19 @@ class SparseCodec:
             bad = first + int((~chunks.isfinite()).flatten(1).any(dim=1).nonzero()[0])
             raise ValueError(f"{group.name_of(bad)} has a value that is not finite, which has no encoding")
         if self.rule.transform:
-            return Chosen(*self._waves_on(chunks.device).choose(chunks, k))
+            return Chosen(*self._dct_kernels_on(chunks.device).choose(chunks, k))
         places = largest(chunks.flatten(1), k)
         return Chosen(places, chunks.flatten(1).gather(1, places))
 
-    def _waves_on(self, device: torch.device) -> Waves:
-        return waves_on(device, longest=self.rule.longest)
+    def _dct_kernels_on(self, device: torch.device) -> DctKernels:
+        return dct_kernels_on(device, longest=self.rule.longest)
 
     def add(self, buffer: Tensor, taken: Sequence[Part], scale: float) -> None:
         """Add what `encode` took, times `scale`, to a buffer: -1 takes it out, 1 puts it back."""
         for part in taken:
             group, places, values = part.section.group, part.chosen.indices, part.chosen.values
             if self.rule.transform:
-                waves = self._waves_on(values.device)
+                waves = self._dct_kernels_on(values.device)
                 chunks = waves.restore(places, values, group.chunk_rows, group.chunk_columns)
             else:
                 chunks = place(places, values, group.numel)
@@ -228,7 +230,7 @@ class SparseCodec:
                 coefficients = mean_over_senders(total, weight) if divisor == "senders" else total
                 self.write(section, first, stop, coefficients, out)
 
-    def write(self, section: Section, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
+    def write(self, section: PayloadSection, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
         """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
         if not all_finite(coefficients):
             raise MalformedPayload(f"payloads: a sum that is not finite, near {section.group.name_of(first)}")
@@ -238,7 +240,7 @@ class SparseCodec:
 
     def sums_of(
         self,
-        section: Section,
+        section: PayloadSection,
         first: int,
         stop: int,
         payloads: Sequence[Payload],

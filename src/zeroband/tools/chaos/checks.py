@@ -78,7 +78,7 @@ class CommittedLine:
         return [
             f"round {round} builds on state {built_on}, nodes recorded {recorded} after round {round - 1}"
             for round, verdict in self.rounds.items()
-            if (built_on := verdict.payload.get("state_before")) is not None
+            if (built_on := verdict.record.get("state_before")) is not None
             and (recorded := agreement.digest_of(round - 1)) not in (None, built_on)
         ]
 

@@ -24,10 +24,10 @@ from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import left_behind
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
-from zeroband.tools.chaos.measure import Comparison, Fence, RoundCost, compare, round_costs
+from zeroband.tools.chaos.measure import Fence, PhaseComparison, RoundCost, compare, round_costs
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
-from zeroband.tools.chaos.plan import OF_NETWORK, PLANNED, Fault, PlanRules, plan
-from zeroband.tools.chaos.report import Counts, Setting, render
+from zeroband.tools.chaos.plan import OF_NETWORK, PLANNED, PlannedFault, PlanRules, plan
+from zeroband.tools.chaos.report import Counts, SoakSetting, render
 from zeroband.tools.chaos.soak import Soak, SoakFailed, SoakRules
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
@@ -41,7 +41,7 @@ _LEAVING_S = 60.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SoakOutcome:
     """How a soak ended."""
 
     report: str
@@ -79,7 +79,7 @@ def soak(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
-) -> Outcome:
+) -> SoakOutcome:
     """Run a soak. Raises ConfigError for wrong options, SoakFailed where the nodes do not begin to train."""
     require_soak(options)
     obstacle = Network.obstacle()
@@ -99,7 +99,7 @@ def soak(
     report = outcome.report(judgement)
     cluster.run_dir.mkdir(parents=True, exist_ok=True)
     (cluster.run_dir / "report.md").write_text(report, encoding="utf-8")
-    return Outcome(report, judgement, cluster.run_dir)
+    return SoakOutcome(report, judgement, cluster.run_dir)
 
 
 def _open_cluster(options: ChaosOptions, network: Network | None) -> LocalCluster:
@@ -134,7 +134,7 @@ class _Conducted:
                 f"--seed={options.seed}, so a soak would show nothing; raise --minutes or lower --mtbf-s"
             )
 
-    def _planned(self, names: tuple[str, ...]) -> tuple[Fault, ...]:
+    def _planned(self, names: tuple[str, ...]) -> tuple[PlannedFault, ...]:
         kinds = tuple(kind for kind in PLANNED if not (self._obstacle and kind in OF_NETWORK))
         options = self._options
         rules = PlanRules(
@@ -203,7 +203,7 @@ class _Conducted:
                 return
             time.sleep(0.1)
 
-    def _compare(self) -> Comparison:
+    def _compare(self) -> PhaseComparison:
         """Healthy nodes with faults on others, against the undisturbed phase."""
         costs, fences, course = list[RoundCost](), list[Fence](), self._course
         for node, records in self._files.records.items():
@@ -252,7 +252,7 @@ class _Conducted:
     def report(self, judgement: Judgement) -> str:
         """The page."""
         options = self._options
-        setting = Setting(
+        setting = SoakSetting(
             machine=_machine(),
             command=shlex.join(["zeroband", "chaos", *options.arguments]),
             config=_summary(self._config),

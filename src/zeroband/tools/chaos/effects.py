@@ -13,7 +13,7 @@ from pathlib import Path
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
-from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Fault, Kind
+from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Kind, PlannedFault
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node import NodeProcess
@@ -40,12 +40,12 @@ class Striker:
         assert self._cluster.network is not None, "the cluster has no network of its own"
         return self._cluster.network
 
-    def can_strike(self, fault: Fault) -> bool:
+    def can_strike(self, fault: PlannedFault) -> bool:
         """Whether there is something to strike: the nodes run, and have ranks where the fault is one of ranks."""
         nodes = [self._cluster.nodes[node] for node in fault.nodes]
         return all(node.is_running and (fault.kind not in OF_RANKS or bool(node.rank_pids)) for node in nodes)
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: PlannedFault) -> None:
         """Have the fault happen."""
         if fault.kind in OF_NETWORK:
             self._break_network(fault)
@@ -56,7 +56,7 @@ class Striker:
         elif fault.kind is not Kind.ENDED:
             self._strike_processes(fault, self._cluster.nodes[fault.nodes[0]])
 
-    def _strike_processes(self, fault: Fault, node: NodeProcess) -> None:
+    def _strike_processes(self, fault: PlannedFault, node: NodeProcess) -> None:
         match fault.kind:
             case Kind.MACHINE_KILLED:
                 node.kill()
@@ -71,7 +71,7 @@ class Striker:
                 self._stopped[fault.number] = pids
                 signal_all(pids, signal.SIGSTOP)
 
-    def _break_network(self, fault: Fault) -> None:
+    def _break_network(self, fault: PlannedFault) -> None:
         node = fault.nodes[0]
         match fault.kind:
             case Kind.PAIR_CUT:
@@ -85,7 +85,7 @@ class Striker:
             case _:
                 self._network.cut_off(node)
 
-    def undo(self, fault: Fault) -> None:
+    def undo(self, fault: PlannedFault) -> None:
         """Take the fault back; the processes that it was to end have ended."""
         if fault.kind in OF_PROCESSES:
             self._cluster.restart(fault.nodes[0])

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from zeroband.tools.chaos.plan import Fault, Kind
+from zeroband.tools.chaos.plan import Kind, PlannedFault
 
 Span = tuple[float, float]
 """From, to, in seconds since the soak began."""
 
 
 @dataclass
-class Struck:
+class InjectedFault:
     """A fault that happened."""
 
-    fault: Fault
+    fault: PlannedFault
     at_s: float
     undone_s: float | None = None
     detected_s: float | None = None
@@ -124,7 +124,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PhaseComparison:
     """The time of nodes that no fault struck, with and without faults on others."""
 
     usual_s: float
@@ -136,8 +136,8 @@ class Comparison:
 
 
 def compare(
-    costs: Sequence[RoundCost], fences: Sequence[Fence], struck: Sequence[Struck], calm: Span, end_s: float
-) -> Comparison:
+    costs: Sequence[RoundCost], fences: Sequence[Fence], struck: Sequence[InjectedFault], calm: Span, end_s: float
+) -> PhaseComparison:
     """Survivors against the undisturbed phase `calm`. `end_s`: of the faults' phase."""
     before = [cost for cost in costs if cost.span[0] >= calm[0] and cost.span[1] <= calm[1]]
     usual_s = median([cost.blocked_s for cost in before]) if before else 0.0
@@ -152,7 +152,7 @@ def compare(
     redone = [fence for fence in fences if is_healthy(fence)]
     touched = [cost for cost in after if any(overlap(cost.span, span) for span in faults)]
     lost_s = sum(cost.blocked_s - usual_s for cost in touched) + sum(_length(fence.span) for fence in redone)
-    return Comparison(
+    return PhaseComparison(
         usual_s=usual_s,
         undisturbed=_share(before, [], sum(cost.blocked_s - usual_s for cost in before)),
         survivors=_share(after, redone, lost_s),
@@ -160,7 +160,7 @@ def compare(
     )
 
 
-def disturbed_spans(struck: Iterable[Struck], end_s: float) -> dict[str, list[Span]]:
+def disturbed_spans(struck: Iterable[InjectedFault], end_s: float) -> dict[str, list[Span]]:
     """When each node was struck or not yet back."""
     spans: dict[str, list[Span]] = {}
     for one in struck:
@@ -200,7 +200,7 @@ class KindRow:
     """From the end of the fault."""
 
 
-def rows_of(struck: Sequence[Struck]) -> list[KindRow]:
+def rows_of(struck: Sequence[InjectedFault]) -> list[KindRow]:
     """A row for each kind that happened, in the order of kinds."""
     rows: list[KindRow] = []
     for kind in Kind:

@@ -71,7 +71,7 @@ member can be seen to be lost."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One fault of a plan."""
 
     number: int
@@ -116,7 +116,7 @@ def targets_of(kind: Kind) -> int:
     return 2 if kind is Kind.PAIR_CUT else 1
 
 
-def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
+def plan(rules: PlanRules, seed: int) -> tuple[PlannedFault, ...]:
     """The faults of a soak in the order of time; the same for the same rules and seed.
 
     Each kind comes once before any comes again. Mostly nodes in peace are struck, at times those that are recovering; a
@@ -125,7 +125,7 @@ def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
     chance = random.Random(seed)
     kinds, bag = rules.possible_kinds(), list[Kind]()
     calendar = _Calendar(rules)
-    faults: list[Fault] = []
+    faults: list[PlannedFault] = []
     at_s = 0.0
     while kinds:
         at_s += chance.expovariate(1 / rules.mtbf_s)
@@ -136,7 +136,7 @@ def plan(rules: PlanRules, seed: int) -> tuple[Fault, ...]:
             break
         is_at_peace = chance.random() < _AT_PEACE
         nodes = tuple(sorted(chance.sample(calendar.candidates(at_s, kind, is_at_peace), targets_of(kind))))
-        faults.append(Fault(len(faults) + 1, at_s, kind, nodes, lasts_s))
+        faults.append(PlannedFault(len(faults) + 1, at_s, kind, nodes, lasts_s))
         calendar.enter(faults[-1])
     return tuple(faults)
 
@@ -151,7 +151,7 @@ class _Calendar:
         self._rules = rules
         self._undone_s = dict.fromkeys((*rules.nodes, _STORE), 0.0)
 
-    def enter(self, fault: Fault) -> None:
+    def enter(self, fault: PlannedFault) -> None:
         for node in fault.nodes or (_STORE,):
             self._undone_s[node] = fault.at_s + fault.lasts_s
 

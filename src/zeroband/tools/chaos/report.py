@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroband.tools.chaos.judgement import Judgement
-from zeroband.tools.chaos.measure import Comparison, KindRow, Share, Struck, percentile, rows_of
+from zeroband.tools.chaos.measure import InjectedFault, KindRow, PhaseComparison, Share, percentile, rows_of
 
 _TITLE = "# Chaos soak"
 
 
 @dataclass(frozen=True)
-class Setting:
+class SoakSetting:
     """What was run, where."""
 
     machine: str
@@ -52,7 +52,11 @@ class Counts:
 
 
 def render(
-    setting: Setting, struck: Sequence[Struck], comparison: Comparison, counts: Counts, judgement: Judgement
+    setting: SoakSetting,
+    struck: Sequence[InjectedFault],
+    comparison: PhaseComparison,
+    counts: Counts,
+    judgement: Judgement,
 ) -> str:
     """The whole page."""
     parts = [
@@ -66,7 +70,7 @@ def render(
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(setting: Setting, counts: Counts) -> str:
+def _setting(setting: SoakSetting, counts: Counts) -> str:
     lines = [
         f"- machine: {setting.machine}",
         f"- run: `{setting.command}`",
@@ -121,7 +125,7 @@ def _two(values: Sequence[float]) -> str:
     return " | ".join(f"{percentile(values, share):.1f}" if values else "-" for share in (0.5, 1.0))
 
 
-def _survivors(comparison: Comparison) -> str:
+def _survivors(comparison: PhaseComparison) -> str:
     calm, after = comparison.undisturbed, comparison.survivors
     change = f"{after.tokens_per_s / calm.tokens_per_s - 1:+.1%}" if calm.tokens and after.time_s else "unknown"
     rows = [

@@ -13,10 +13,10 @@ from itertools import pairwise
 from zeroband.elastic.membership.epoch import Verdict
 from zeroband.errors import ZerobandError
 from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
-from zeroband.tools.chaos.measure import Struck
-from zeroband.tools.chaos.plan import OF_PROCESSES, OF_STORE, Fault, Kind
+from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.plan import OF_PROCESSES, OF_STORE, Kind, PlannedFault
 from zeroband.tools.chaos.starvation import QueueTimes
-from zeroband.tools.chaos.watch import Wait, Watch
+from zeroband.tools.chaos.watch import Overdue, Watch
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.node import NodeProcess
 
@@ -58,7 +58,7 @@ class Course:
     calm: tuple[float, float] = (0.0, 0.0)
     end_s: float = 0.0
     """Of the phase with faults."""
-    struck: list[Struck] = field(default_factory=list[Struck])
+    struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
     calm_cpu_s: float = 0.0
     """CPU time of all nodes and the store in the undisturbed phase."""
     calm_rounds: int = 0
@@ -67,7 +67,7 @@ class Course:
     """Committed after the first fault."""
 
     @property
-    def planned(self) -> list[Struck]:
+    def planned(self) -> list[InjectedFault]:
         """The faults that struck, without nodes that ended by themselves."""
         return [one for one in self.struck if one.fault.kind is not Kind.ENDED]
 
@@ -88,12 +88,12 @@ class Soak:
         self._cluster, self._watch, self._rules = cluster, watch, rules
         self._now, self._is_stopped, self._say = now, is_stopped, say
         self._striker = Striker(cluster)
-        self._queue: list[Fault] = []
+        self._queue: list[PlannedFault] = []
         self._late_s = 0.0
         self._surveyed_s = 0.0
         self._round_at_undo: dict[int, int] = {}
         self._was_member: dict[int, bool] = {}
-        self._starting: dict[str, Struck] = {}
+        self._starting: dict[str, InjectedFault] = {}
         self._ended: list[tuple[float, NodeProcess]] = []
         self._queue_times = QueueTimes()
         self._pids: dict[str, tuple[int, ...]] = {}
@@ -124,7 +124,7 @@ class Soak:
         self.course.calm_rounds = len(gaps)
         return max(gaps, default=None)
 
-    def storm(self, faults: Sequence[Fault], duration_s: float) -> None:
+    def storm(self, faults: Sequence[PlannedFault], duration_s: float) -> None:
         """The phase with faults."""
         began_s = self._now()
         self._queue = list(faults)
@@ -156,7 +156,7 @@ class Soak:
             self._pause(_PAUSE_S)
             self._note_starvation()
         for node in running:
-            wait = Wait(f"{node.node_id} did not end", from_s, _ENDING_S, (node.node_id,))
+            wait = Overdue(f"{node.node_id} did not end", from_s, _ENDING_S, (node.node_id,))
             if node.is_running and not self._watch.is_too_late(wait, self._now()):
                 continue
             if node.exit_code != 0:
@@ -214,10 +214,10 @@ class Soak:
         self._overslept_s = 0.0
         self._watch.starvation.note(now_s, waited_s, background=self._starting)
 
-    def _lasting(self) -> list[Struck]:
+    def _lasting(self) -> list[InjectedFault]:
         return [one for one in self.course.struck if one.undone_s is None]
 
-    def _open(self) -> list[Struck]:
+    def _open(self) -> list[InjectedFault]:
         return [one for one in self.course.struck if not one.is_over]
 
     def _healthy(self) -> list[str]:
@@ -257,7 +257,7 @@ class Soak:
         self._queue.pop(0)
         self._strike(fault)
 
-    def _can_strike(self, fault: Fault) -> bool:
+    def _can_strike(self, fault: PlannedFault) -> bool:
         """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
         lasting = {name for one in self._lasting() for name in one.names}
         in_peace = [node for node in self._steady() if node not in fault.nodes]
@@ -266,9 +266,9 @@ class Soak:
         is_store_busy = any(one.fault.kind in OF_STORE for one in self._open())
         return not (is_store_busy and fault.kind in OF_STORE) and self._striker.can_strike(fault)
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: PlannedFault) -> None:
         self._watch.look(self._now)  # who is alive, and who is cut off already
-        one = Struck(fault, self._now())
+        one = InjectedFault(fault, self._now())
         for earlier in self._open():
             for name in set(fault.nodes).intersection(earlier.names) - earlier.over_s.keys():
                 earlier.over_s[name] = one.at_s
@@ -287,7 +287,7 @@ class Soak:
         if self._watch.pulse is not None:
             self._watch.pulse.struck()
 
-    def _undo(self, one: Struck) -> None:
+    def _undo(self, one: InjectedFault) -> None:
         fault = one.fault
         if fault.kind in OF_PROCESSES and not self._has_ended(one):
             return
@@ -303,11 +303,11 @@ class Soak:
         else:
             self._watch.forget_detections(one)
 
-    def _has_ended(self, one: Struck) -> bool:
+    def _has_ended(self, one: InjectedFault) -> bool:
         """Whether the struck node is gone, as it must be after some time, and how it left."""
         node = self._cluster.nodes[one.fault.nodes[0]]
         if node.is_running:
-            wait = Wait(
+            wait = Overdue(
                 f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s, _ENDING_S, one.names
             )
             if not self._watch.is_too_late(wait, self._now()):
@@ -338,16 +338,18 @@ class Soak:
                 self._report_not_back(one)
         self._look_after_ended(now_s, bound_s)
 
-    def _wait_for(self, one: Struck, undone_s: float) -> Wait:
+    def _wait_for(self, one: InjectedFault, undone_s: float) -> Overdue:
         """For the nodes of a fault that was undone, until they contribute again."""
-        return Wait(f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names)
+        return Overdue(
+            f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names
+        )
 
     def _look_after_ended(self, now_s: float, bound_s: float) -> None:
         """Processes of nodes that ended must be gone some time later."""
         for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
             if not (pids := node.pids):
                 self._ended.remove((at_s, node))
-            elif self._watch.is_too_late(Wait(f"{node.node_id} left processes behind", at_s, bound_s), now_s):
+            elif self._watch.is_too_late(Overdue(f"{node.node_id} left processes behind", at_s, bound_s), now_s):
                 self._ended.remove((at_s, node))
                 self._watch.violations.add(f"{node.node_id} left processes {pids} behind", node.console_tail(10))
 
@@ -360,7 +362,7 @@ class Soak:
         pulse = self._watch.pulse
         return _BACK_S + (2 * pulse.bound_s("") if pulse is not None else 0.0)
 
-    def _report_not_back(self, one: Struck) -> None:
+    def _report_not_back(self, one: InjectedFault) -> None:
         what = f"not back {self._back_s:.0f} s after {one.fault}"
         self._watch.violations.add(what, self._watch.context(self._open_faults()))
 
@@ -387,9 +389,9 @@ class Soak:
             if start is None or not self._was_hit_since(start):
                 tail = node.console_tail(40)
                 self._watch.violations.add(f"{node_id} ended by itself with exit code {node.exit_code}", tail)
-            self._strike(Fault(0, self._now(), Kind.ENDED, (node_id,), 0.0))
+            self._strike(PlannedFault(0, self._now(), Kind.ENDED, (node_id,), 0.0))
 
-    def _was_hit_since(self, start: Struck) -> bool:
+    def _was_hit_since(self, start: InjectedFault) -> bool:
         """Whether the node or the store was struck while the node started: then it may give up."""
         began_s = start.undone_s or 0.0
         return any(

@@ -17,10 +17,10 @@ from zeroband.errors import StoreLost
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import node_id_of
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import Audit, audit, read_rounds
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
-from zeroband.tools.chaos.measure import Struck
+from zeroband.tools.chaos.measure import InjectedFault
 from zeroband.tools.chaos.plan import Kind
 from zeroband.tools.chaos.starvation import Starvation
 
@@ -52,7 +52,7 @@ class Violations:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Overdue:
     """Something that must be over within a bound, and is not yet."""
 
     what: str
@@ -93,7 +93,7 @@ class NodeFiles:
 class _Pending:
     """A fault that the store's view does not show yet."""
 
-    struck: Struck
+    struck: InjectedFault
     members: frozenset[str]
     cuts: frozenset[tuple[str, str]]
     """Members that did not reach one another before."""
@@ -142,23 +142,23 @@ class Watch:
     def members_of(self, node: str) -> frozenset[str]:
         """Living members of a node."""
         alive = self.view.alive if self.view is not None else frozenset[str]()
-        return frozenset(member for member in alive if node_id_of(member) == node)
+        return frozenset(member for member in alive if node_id_of_member(member) == node)
 
     @property
     def awaits_detection(self) -> bool:
         return bool(self._pending)
 
-    def expect_detection(self, struck: Struck) -> None:
+    def expect_detection(self, struck: InjectedFault) -> None:
         """From now on, note when the store's view shows this fault of living members."""
         members = frozenset(member for node in struck.fault.nodes for member in self.members_of(node))
         if members and self.view is not None and self.is_store_up:
             self._pending.append(_Pending(struck, members, cuts_of(self.view)))
 
-    def forget_detections(self, struck: Struck | None = None) -> None:
+    def forget_detections(self, struck: InjectedFault | None = None) -> None:
         """Expect this fault no longer to be seen, or none, because the store itself is away."""
         self._pending = [p for p in self._pending if struck is not None and p.struck is not struck]
 
-    def is_too_late(self, wait: Wait, now_s: float) -> bool:
+    def is_too_late(self, wait: Overdue, now_s: float) -> bool:
         """Whether a bound is missed, and would be on a host with a processor to spare.
 
         The time that processes waited for one is taken off. Where only that keeps the bound, it is said, once.
@@ -177,12 +177,12 @@ class Watch:
             )
         return False
 
-    def overdue(self, now_s: float, bound_s: float) -> list[Struck]:
+    def overdue(self, now_s: float, bound_s: float) -> list[InjectedFault]:
         """Faults that the view should show by now; each is given once."""
         late = [
             p.struck
             for p in self._pending
-            if self.is_too_late(Wait(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s), now_s)
+            if self.is_too_late(Overdue(f"the store did not show {p.struck.fault}", p.struck.at_s, bound_s), now_s)
         ]
         self._pending = [p for p in self._pending if p.struck not in late]
         return late
@@ -207,8 +207,8 @@ class Watch:
             self.violations.add(wrong, self.context())
         for verdict in fresh:
             for member in verdict.opening.contributors():
-                self.contributed[node_id_of(member)] = verdict.round
-            if self.complete_s is None and verdict.payload.get("progress", {}).get("is_complete"):
+                self.contributed[node_id_of_member(member)] = verdict.round
+            if self.complete_s is None and verdict.record.get("progress", {}).get("is_complete"):
                 self.complete_s = now()
         return fresh
 
@@ -248,7 +248,7 @@ class Watch:
             return
         for node, since_s in self.pulse.hung(healthy, now_s).items():
             bound_s = self.pulse.bound_s(node)
-            if not self.is_too_late(Wait(f"{node} finished no round", now_s - since_s, bound_s), now_s):
+            if not self.is_too_late(Overdue(f"{node} finished no round", now_s - since_s, bound_s), now_s):
                 continue
             self.hangs += 1
             what = f"{node} hangs: at {now_s:.0f} s, no round for {since_s:.1f} s (bound {bound_s:.1f} s)"

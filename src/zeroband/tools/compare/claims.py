@@ -43,7 +43,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A claim and what was found."""
 
     claim: Claim
@@ -79,25 +79,25 @@ def parse_claims(value: Any) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[Verdict, ...]:
+def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[ClaimVerdict, ...]:
     """What the rows say of each claim."""
     return tuple(_verdict(claim, rows) for claim in claims)
 
 
-def _verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
+def _verdict(claim: Claim, rows: Sequence[Row]) -> ClaimVerdict:
     of, over, to = (_best(rows, name) for name in (claim.of, claim.over, claim.to))
     named = replace(claim, of=_named(claim.of, of), over=_named(claim.over, over), to=_named(claim.to, to))
     for name, row in ((claim.of, of), (claim.over, over), (claim.to, to)):
         if name and (why := _lacking(name, row, rows)):
-            return Verdict(named, None, why)
+            return ClaimVerdict(named, None, why)
     assert of is not None, "a claim is about a method"
     try:
         found = _figure(claim.figure, of, over, to)
     except (OverflowError, ZeroDivisionError) as error:
-        return Verdict(named, None, f"the figure cannot be computed: {error}")
+        return ClaimVerdict(named, None, f"the figure cannot be computed: {error}")
     if found is None:
-        return Verdict(named, None, "the runs do not give this figure")
-    return Verdict(named, found) if math.isfinite(found) else Verdict(named, None, f"the figure is {found}")
+        return ClaimVerdict(named, None, "the runs do not give this figure")
+    return ClaimVerdict(named, found) if math.isfinite(found) else ClaimVerdict(named, None, f"the figure is {found}")
 
 
 def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:

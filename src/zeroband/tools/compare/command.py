@@ -26,7 +26,7 @@ from zeroband.tools.compare.claims import check
 from zeroband.tools.compare.curves import charts
 from zeroband.tools.compare.methods import PRESETS, Arm, require_known
 from zeroband.tools.compare.options import Options, read_options
-from zeroband.tools.compare.page import Report, html, markdown
+from zeroband.tools.compare.page import ResultPage, html, markdown
 from zeroband.tools.compare.png import write_pngs
 from zeroband.tools.compare.progress import Bar, line_of
 from zeroband.tools.compare.results import Outcome, ResultFiles
@@ -175,10 +175,10 @@ class Comparison:
             failed.append("no run ended with a loss, so nothing was compared")
         return failed + [str(verdict) for verdict in self.report().verdicts if verdict.is_met is None]
 
-    def report(self) -> Report:
+    def report(self) -> ResultPage:
         """What the page shows."""
         rows, options = self.rows(), self._options
-        return Report(
+        return ResultPage(
             title=options.title,
             command=self._command,
             setting=self._setting(),

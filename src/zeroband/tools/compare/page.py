@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from zeroband.observe.status import human_bytes
-from zeroband.tools.compare.claims import Verdict
+from zeroband.tools.compare.claims import ClaimVerdict
 from zeroband.tools.compare.curves import Chart
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.svg import draw
@@ -33,7 +33,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Report:
+class ResultPage:
     """Everything that the page shows."""
 
     title: str
@@ -43,7 +43,7 @@ class Report:
     rows: Sequence[Row]
     outcomes: Sequence[Outcome]
     """All runs, those of the other learning rates among them."""
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[ClaimVerdict]
     cautions: Sequence[str]
     charts: Sequence[Chart]
 
@@ -78,7 +78,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def markdown(report: Report) -> str:
+def markdown(report: ResultPage) -> str:
     """The table, what has to be said of it, and the claims, for a terminal and for docs."""
     header = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
     body = [" | ".join(cells(row, report.rows)) for row in report.rows]
@@ -87,7 +87,7 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, *([""] if said else []), *said])
 
 
-def html(report: Report) -> str:
+def html(report: ResultPage) -> str:
     """The whole page."""
     sections = [
         f"<h1>{escape(report.title)}</h1>",

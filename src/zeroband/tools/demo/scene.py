@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from zeroband.observe.view import EventView, NodeView, RunView, node_id_of
+from zeroband.observe.view import EventView, NodeView, RunView, node_id_of_member
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -126,7 +126,7 @@ _WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], _Told]] = {
 
 def names(member_ids: Sequence[str]) -> str:
     """The nodes behind memberships, for a sentence."""
-    return ", ".join(sorted(node_id_of(member) for member in member_ids))
+    return ", ".join(sorted(node_id_of_member(member) for member in member_ids))
 
 
 def mean_curve(curves: Sequence[Sequence[float]], width: int) -> list[float]:

@@ -13,7 +13,7 @@ from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
-from zeroband.runtime.transport_setup import address_towards, door_of
+from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.machine import look_at_address
 from zeroband.tools.doctor.pairs import LEASE_S, Meeting, PairFinding
 
@@ -51,8 +51,8 @@ def _time_store(store: Store) -> Finding:
 
 def _look_at_pairs(config: RunConfig, store: Store, host: str, nodes: int, wait_s: float) -> Iterable[Finding]:
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
-    door = door_of(config, host, key)
-    with Meeting(store, node_id_of(config), door, key, is_sealed=config.comm.encryption) as meeting:
+    listen = listen_address_of(config, host, key)
+    with Meeting(store, node_id_of(config), listen, key, is_sealed=config.comm.encryption) as meeting:
         print(f"listening on port {meeting.port}; waiting for {nodes} nodes ...", flush=True)
         peers = meeting.gather(nodes, wait_s)
         if len(peers) < nodes:

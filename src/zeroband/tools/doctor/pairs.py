@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.guardian.process import Door
+from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.epoch import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
@@ -66,10 +66,10 @@ class PairFinding:
 class Meeting:
     """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
 
-    def __init__(self, store: Store, node_id: str, door: Door, key: RunKey, *, is_sealed: bool) -> None:
+    def __init__(self, store: Store, node_id: str, listen: ListenAddress, key: RunKey, *, is_sealed: bool) -> None:
         self.member_id = node_id
         self._store = store
-        self._door = door
+        self._listen = listen
         guardian, trainer = channel()
         self._calls = guardian
         self._links = Links(Engine(threads=1), key, is_sealed)
@@ -80,8 +80,8 @@ class Meeting:
             hand_over(guardian, connection, what)
 
         self._monitor = LinkMonitor(
-            door.bind_host or door.host,
-            port=door.bind_port,
+            listen.bind_host or listen.host,
+            port=listen.bind_port,
             identity=Identity(node_id, key, is_sealed),
             take=pass_on,
             detect_s=LEASE_S,
@@ -104,11 +104,11 @@ class Meeting:
 
     @property
     def port(self) -> int:
-        return self._door.port or self._monitor.port
+        return self._listen.port or self._monitor.port
 
     def look(self) -> dict[str, Peer]:
         """Show that this node is here; everybody who is."""
-        peer = Peer(self.member_id, self._door.host, self.port, False, self._monitor.cut_off())
+        peer = Peer(self.member_id, self._listen.host, self.port, False, self._monitor.cut_off())
         peers = self._store.renew_lease(self.member_id, peer, first=self._is_first) or {}
         self._is_first = False
         self._monitor.watch({m: (p.host, p.port) for m, p in peers.items() if m != self.member_id})

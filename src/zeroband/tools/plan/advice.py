@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroband.config.outer import SparseLocoConfig
-from zeroband.config.stability import Caution, Setting, cautions, safe_lr
+from zeroband.config.stability import AlgorithmSetting, Caution, cautions, safe_lr
 from zeroband.tools.plan.forecast import Forecast, Job
 
 _KNOWN_LOSS = {
@@ -43,7 +43,7 @@ def cautions_of(forecast: Forecast, job: Job, knobs: OuterKnobs) -> tuple[Cautio
     """What is known to go wrong with a forecast's method under these settings."""
     rule = SparseLocoConfig(type="sparseloco")
     is_sparse = forecast.method == "sparseloco"
-    setting = Setting(
+    setting = AlgorithmSetting(
         method=forecast.method,
         nodes=job.nodes,
         params=job.params,

@@ -18,7 +18,7 @@ from typing import Literal
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig, ValueCodingName, overlap_problem
 from zeroband.config.stability import Method
-from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.times import MESSAGE_S, all_to_all_s
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
@@ -62,10 +62,10 @@ class Link:
         """Of the members on a round's beginning and its end."""
         return STORE_TRIPS * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
 
-    def network(self, nodes: int) -> Network:
+    def network(self, nodes: int) -> LinkTable:
         """For an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
         mbit = max(1, round(min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
-        return Network((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
+        return LinkTable((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
 
 
 @dataclass(frozen=True)

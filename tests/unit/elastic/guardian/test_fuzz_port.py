@@ -23,7 +23,7 @@ from bench.fuzz_port import FRAME, MAGIC, Call, Target, kinds, opened_by
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
-from zeroband.elastic.guardian.process import Door, GuardianOrder, stand_guard
+from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress, run_guardian
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.store.redis_store import Store
@@ -32,7 +32,7 @@ from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
 from zeroband.errors import HandshakeFailed
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 
 KEY, RUN, MEMBER = RunKey(b"k" * 32), "run", "a#1"
 TIMES = 5
@@ -46,8 +46,8 @@ class Copy:
 
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"outer": torch.arange(1000.0)})
-    payload: dict[str, Any] = field(default_factory=dict)
-    state: str = "digest"
+    record: dict[str, Any] = field(default_factory=dict)
+    state_digest: str = "digest"
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def links() -> Iterator[Links]:
 def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
     """A node's port: its guardian in a thread, and what a trainer answers with."""
     with ExitStack() as stack:
-        board = NodeBoard(tmp_path / "board", create=True)
-        stack.callback(board.close)
+        flags = SharedFlags(tmp_path / "flags", create=True)
+        stack.callback(flags.close)
         server = StateServer(Copy, lambda round: None, current_round=lambda: 7)
         stack.callback(server.close)
 
@@ -80,8 +80,8 @@ def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
             run_id=RUN,
             member_id=MEMBER,
             node_id="a",
-            door=Door(address[0], bind_port=address[1], run_key=KEY.secret.hex()),
-            board=str(board.path),
+            listen=ListenAddress(address[0], bind_port=address[1], run_key=KEY.secret.hex()),
+            flags=str(flags.path),
             shm_dir=str(tmp_path / "shm"),
             rank_pids=(os.getpid(),),
             launcher_pid=os.getpid(),
@@ -94,7 +94,7 @@ def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
 
         def guard() -> None:
             with os.fdopen(trainer_read, "rb", buffering=0) as pipe, os.fdopen(say, "wb") as words:
-                stand_guard(order, pipe, words, calls)
+                run_guardian(order, pipe, words, calls)
             calls.close()
 
         thread = threading.Thread(target=guard)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroband.elastic.guardian import port as port_module
-from zeroband.elastic.guardian.port import CALL_BYTES, Answer, Heard, Port, read_exactly, shake_hands
+from zeroband.elastic.guardian.port import CALL_BYTES, Answer, Port, SeenCalls, read_exactly, shake_hands
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction
@@ -383,7 +383,7 @@ def caller_of(key: RunKey = KEY, *, callee: str = ME, is_sealed: bool = True) ->
 
 @asynccontextmanager
 async def opened_for_data(*, is_sealed: bool = True) -> AsyncIterator[tuple[Port, int, list[HandedOver]]]:
-    taken, heard = list[HandedOver](), Heard()
+    taken, heard = list[HandedOver](), SeenCalls()
 
     async def answer(connection: socket.socket) -> None:
         taken.append(await shake_hands(connection, KEY, callee=ME, is_sealed=is_sealed, heard=heard))
@@ -512,5 +512,5 @@ def test_call_that_was_recorded_gets_no_answer_when_it_is_repeated() -> None:
 
 def test_oldest_of_too_many_calls_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_module, "_MOST_HEARD", 2)
-    heard, hellos = Heard(), [bytes([n]) * HELLO_BYTES for n in range(3)]
+    heard, hellos = SeenCalls(), [bytes([n]) * HELLO_BYTES for n in range(3)]
     assert [heard.is_new(hello) for hello in (*hellos, hellos[2], hellos[0])] == [True, True, True, False, True]

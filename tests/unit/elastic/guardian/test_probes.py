@@ -142,7 +142,7 @@ def test_strangers_push_out_no_probe_that_is_answered(open_monitor: OpenMonitor)
     monitor = open_monitor(detect_s=10.0)
     with probe(monitor.port) as connection:
         idle = [socket.create_connection((HOST, monitor.port), timeout=10) for _ in range(300)]
-        until(lambda: len(monitor._door._strangers) == 64)
+        until(lambda: len(monitor._listener._strangers) == 64)
         assert ask(connection) == b"12345678"
         for stranger in idle:
             stranger.close()

@@ -19,14 +19,14 @@ import redis
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
-    Door,
     GuardianOrder,
-    Vigil,
+    ListenAddress,
+    LivenessRule,
     last_word,
     process_state,
     remove_when_abandoned,
+    run_guardian,
     speaks,
-    stand_guard,
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.epoch import Opening, Peer
@@ -43,7 +43,7 @@ from zeroband.elastic.transport.handshake import (
     RunKey,
     StreamKeys,
 )
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 
 MEMBER, OTHER = "a#1", "b#1"
 WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
@@ -53,13 +53,13 @@ WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
 
 
 def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
-    vigil = Vigil(hung_s=10.0, started_at_s=100.0)
+    vigil = LivenessRule(hung_s=10.0, started_at_s=100.0)
     verdicts = [vigil.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
     assert verdicts == [True, True, False]
 
 
 def test_any_progress_starts_the_time_again() -> None:
-    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    vigil = LivenessRule(hung_s=10.0, started_at_s=0.0)
     assert vigil.deserves_lease(9.0, progress=1, states="R")
     assert vigil.deserves_lease(19.0, progress=1, states="R")
     assert not vigil.deserves_lease(19.1, progress=1, states="R")
@@ -68,12 +68,12 @@ def test_any_progress_starts_the_time_again() -> None:
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "I"])
 def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -> None:
-    assert Vigil(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
+    assert LivenessRule(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
 
 
 @pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
 def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
-    vigil = Vigil(hung_s=10.0, started_at_s=0.0)
+    vigil = LivenessRule(hung_s=10.0, started_at_s=0.0)
     assert not vigil.deserves_lease(1.0, progress=1, states=["S", state])
     assert vigil.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
 
@@ -139,7 +139,7 @@ class Guarded:
     """A guardian that runs in a thread, and the trainer's ends of its pipes."""
 
     store: Store
-    board: NodeBoard
+    flags: SharedFlags
     order: GuardianOrder
     thread: threading.Thread
     trainer: int
@@ -167,7 +167,7 @@ class Guarded:
             self.leave(cleanly=True)
         os.close(self.output)
         self.inbox.close()
-        self.board.close()
+        self.flags.close()
 
 
 StartGuard = Callable[..., Guarded]
@@ -184,8 +184,8 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
         run_id="run",
         member_id=MEMBER,
         node_id="a",
-        door=Door("127.0.0.1"),
-        board=str(tmp_path / "board"),
+        listen=ListenAddress("127.0.0.1"),
+        flags=str(tmp_path / "flags"),
         shm_dir=str(shm_dir),
         rank_pids=(os.getpid(),),
         launcher_pid=ended.pid,
@@ -203,19 +203,19 @@ def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
 
     def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
         changed = replace(order, **changes)  # type: ignore[arg-type]
-        key = RunKey(bytes.fromhex(changed.door.run_key)) if changed.door.run_key else None
+        key = RunKey(bytes.fromhex(changed.listen.run_key)) if changed.listen.run_key else None
         seen = Store(changed.store_url, "run", key=key, patience_s=5.0)
         stores.append(seen)
-        board = NodeBoard(Path(order.board), create=True)
+        flags = SharedFlags(Path(order.flags), create=True)
         (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
         calls, inbox = channel()
 
         def run() -> None:
             with os.fdopen(trainer_read, "rb", buffering=0) as trainer_end, os.fdopen(say, "wb") as say_end:
-                stand_guard(changed, trainer_end, say_end, calls)
+                run_guardian(changed, trainer_end, say_end, calls)
             calls.close()
 
-        guarded = Guarded(seen, board, changed, threading.Thread(target=run), trainer, output, inbox)
+        guarded = Guarded(seen, flags, changed, threading.Thread(target=run), trainer, output, inbox)
         started.append(guarded)
         guarded.thread.start()
         with os.fdopen(os.dup(output), "rb", buffering=0) as speech:
@@ -284,7 +284,7 @@ def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: 
 
 def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> None:
     guarded = start_guard()
-    guarded.board.set_serves_state(True)
+    guarded.flags.set_serves_state(True)
     _until(lambda: guarded.said().serves_state)
     said = guarded.said()
     assert (said.node_id, said.host, said.cut_off) == ("a", "127.0.0.1", ()) and said.port > 0
@@ -304,7 +304,7 @@ def other(redis_url: str) -> Iterator[socket.socket]:
 def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, redis_url: str) -> None:
     """Each of two that meet measures the way to the other."""
     key = RunKey(b"k" * 32)
-    guarded = start_guard(renew_s=0.02, door=Door("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(renew_s=0.02, listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
 
     async def take(connection: socket.socket, what: HandedOver) -> None:
         await answer_rate(connection)
@@ -324,7 +324,7 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
 def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
-    guarded = start_guard(lease_s=0.5, renew_s=1000.0, door=Door("127.0.0.1", run_key=(b"k" * 32).hex()))
+    guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=ListenAddress("127.0.0.1", run_key=(b"k" * 32).hex()))
     assert guarded.said().cut_off == ()
     _until(lambda: guarded.said().cut_off == (OTHER,))
 
@@ -334,7 +334,7 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
 ) -> None:
     """Much sooner than it would run out."""
     key = RunKey(b"k" * 32)
-    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
     connection, _ = other.accept()
     callee = Callee(key, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
     connection.sendall(callee.answer)
@@ -349,7 +349,7 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
 def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
     """Not who calls it by another name, and nobody without a handshake."""
     key = RunKey(b"k" * 32)
-    guarded = start_guard(door=Door("127.0.0.1", run_key=key.secret.hex()))
+    guarded = start_guard(listen=ListenAddress("127.0.0.1", run_key=key.secret.hex()))
     address = ("127.0.0.1", guarded.said().port)
     for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(key, Introduction(OTHER, "a#0", "", True, purpose)).hello):
         with socket.create_connection(address, timeout=10) as stranger:
@@ -371,7 +371,7 @@ def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, pu
 def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
     guarded = start_guard(lease_s=0.05, hung_s=0.02)
     _until(lambda: not guarded.is_alive())
-    guarded.board.advance()
+    guarded.flags.advance()
     _until(guarded.is_alive)
 
 
@@ -386,14 +386,14 @@ def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) 
     guarded = start_guard(renew_s=0.02)
     guarded.store.propose_opening(WITHOUT_US, current=None)
     guarded.store.expire_lease(MEMBER)
-    _until(lambda: guarded.board.is_fenced)
+    _until(lambda: guarded.flags.is_fenced)
     assert not guarded.is_alive()
 
 
 def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: Store) -> None:
     store.propose_opening(WITHOUT_US, current=None)
     guarded = start_guard(is_first=False)
-    assert guarded.board.is_fenced and not guarded.is_alive()
+    assert guarded.flags.is_fenced and not guarded.is_alive()
 
 
 @pytest.mark.parametrize("cleanly", [True, False])

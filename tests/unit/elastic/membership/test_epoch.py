@@ -35,9 +35,8 @@ PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)
 
 
 def an_opening(*members: str, version: int = 5, epoch: int = 2, round: int = 3, **fields: Any) -> Opening:
-    tens = tuple(10 for _ in members)
-    usual: dict[str, Any] = {"weights": tens, "steps": tuple(4 for _ in members), "wants": tuple(6 for _ in members)}
-    usual["losses"] = tuple(2.5 for _ in members)
+    each: dict[str, Any] = {"weights": 10, "steps": 4, "steps_requested": 6, "losses": 2.5}
+    usual = {name: (value,) * len(members) for name, value in each.items()}
     return Opening(version, epoch, round, members, **{**usual, **fields})
 
 
@@ -57,8 +56,10 @@ def a_view(**fields: Any) -> View:
     return View(**{**empty, **fields})
 
 
-def ready(*members: str, round: int = 3, weight: int = 10, state: str = "s", wants: int = 6) -> dict[str, Ready]:
-    return {member: Ready(round, weight, state, 4, wants, loss=2.5) for member in members}
+def ready(
+    *members: str, round: int = 3, weight: int = 10, state_digest: str = "s", steps_requested: int = 6
+) -> dict[str, Ready]:
+    return {member: Ready(round, weight, state_digest, 4, steps_requested, loss=2.5) for member in members}
 
 
 def cut(**from_to: str) -> dict[str, Peer]:
@@ -149,22 +150,22 @@ def test_next_opening_leaves_out_a_ready_member_whose_lease_ran_out() -> None:
 
 def test_next_opening_takes_the_words_in_the_order_of_members() -> None:
     view = boundary(A, B, ready={B: Ready(3, 7, "s", 2, 5, loss=3.5), A: Ready(3, 0, "s", 1, 0)})
-    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), wants=(0, 5), losses=(None, 3.5))
+    assert decide(view) == an_opening(A, B, weights=(0, 7), steps=(1, 2), steps_requested=(0, 5), losses=(None, 3.5))
 
 
 def test_next_opening_goes_with_the_state_of_most_members() -> None:
-    states = {**ready(A, state="odd"), **ready(B, C)}
+    states = {**ready(A, state_digest="odd"), **ready(B, C)}
     assert decide(boundary(A, B, C, ready=states)) == an_opening(B, C, epoch=3)
 
 
 def test_next_opening_never_outvotes_members_by_joiners() -> None:
     joiners = ("x#1", "y#1")
-    view = boundary(B, alive=frozenset({B, *joiners}), ready={**ready(B), **ready(*joiners, state="odd")})
+    view = boundary(B, alive=frozenset({B, *joiners}), ready={**ready(B), **ready(*joiners, state_digest="odd")})
     assert decide(view) == an_opening(B)
 
 
 def test_next_opening_breaks_a_tie_of_states_by_the_lowest_id() -> None:
-    view = boundary(A, B, ready={**ready(A, state="z"), **ready(B, state="a")})
+    view = boundary(A, B, ready={**ready(A, state_digest="z"), **ready(B, state_digest="a")})
     assert decide(view) == an_opening(A, epoch=3)
 
 
@@ -202,8 +203,10 @@ def test_next_opening_waits_while_the_store_gets_its_record_back() -> None:
     assert isinstance(decision, Wait) and "lost its record" in decision.reason
 
 
-def founders(*members: str, state: str = "s") -> View:
-    return a_view(alive=frozenset(members), ready=ready(*members, round=FOUNDING_ROUND, weight=0, state=state))
+def founders(*members: str, state_digest: str = "s") -> View:
+    return a_view(
+        alive=frozenset(members), ready=ready(*members, round=FOUNDING_ROUND, weight=0, state_digest=state_digest)
+    )
 
 
 def test_founding_waits_for_start_nodes() -> None:
@@ -262,12 +265,12 @@ def test_late_member_that_died_or_came_back_is_late_no_more(fields: dict[str, An
 
 def test_members_that_all_leave_wait_for_those_who_are_late() -> None:
     """Who is late keeps its samples for the next round, and there is none."""
-    view = boundary(A, B, ready=ready(A, wants=0))
+    view = boundary(A, B, ready=ready(A, steps_requested=0))
     assert decide(view, patience=LATE) == Wait("1 of 2 members have not reached round 3", (B,))
 
 
 def test_one_that_goes_on_is_enough_to_leave_the_late_behind() -> None:
-    view = boundary(A, B, C, ready={**ready(A, wants=0), **ready(B)})
+    view = boundary(A, B, C, ready={**ready(A, steps_requested=0), **ready(B)})
     assert members_of(decide(view, patience=LATE)) == (A, B)
 
 
@@ -341,50 +344,50 @@ def test_next_opening_drops_of_two_the_one_with_less_to_lose() -> None:
 
 def test_next_opening_drops_of_two_the_one_that_leaves() -> None:
     """The other one would have nobody left to take the state from, and the run would end."""
-    words = {**ready(A, weight=20, wants=0), **ready(B, weight=10)}
+    words = {**ready(A, weight=20, steps_requested=0), **ready(B, weight=10)}
     assert members_of(decide(boundary(A, B, ready=words, peers=cut(a="b")))) == (B,)
 
 
 # -- results that differ ----------------------------------------------------------------------------------------------
 
 
-def disputed(votes: Mapping[str, str], disputes: int) -> View:
-    current = an_opening(*votes, disputes=disputes)
+def disputed(votes: Mapping[str, str], divergences: int) -> View:
+    current = an_opening(*votes, divergences=divergences)
     return boundary(*votes, opening=current, votes=votes, failed="the members hold different results")
 
 
 def test_round_whose_results_differed_is_tried_again_with_all() -> None:
-    decision = decide(disputed({A: "d", B: "d", C: "odd"}, disputes=0))
-    assert decision == an_opening(A, B, C, version=6, epoch=3, disputes=1)
+    decision = decide(disputed({A: "d", B: "d", C: "odd"}, divergences=0))
+    assert decision == an_opening(A, B, C, version=6, epoch=3, divergences=1)
 
 
 def test_round_whose_results_differ_twice_goes_on_without_the_minority() -> None:
-    decision = decide(disputed({A: "odd", B: "d", C: "d"}, disputes=1))
-    assert decision == an_opening(B, C, version=6, epoch=3, disputes=2)
+    decision = decide(disputed({A: "odd", B: "d", C: "d"}, divergences=1))
+    assert decision == an_opening(B, C, version=6, epoch=3, divergences=2)
 
 
 def test_of_two_that_differ_twice_the_first_goes_on() -> None:
-    assert members_of(decide(disputed({A: "z", B: "a"}, disputes=1))) == (A,)
+    assert members_of(decide(disputed({A: "z", B: "a"}, divergences=1))) == (A,)
 
 
 def test_of_two_that_differ_twice_the_one_that_stays_goes_on() -> None:
     """The other one would have nobody left to take the state from, and the run would end."""
-    view = replace(disputed({A: "z", B: "a"}, disputes=1), ready={**ready(A, wants=0), **ready(B)})
+    view = replace(disputed({A: "z", B: "a"}, divergences=1), ready={**ready(A, steps_requested=0), **ready(B)})
     assert members_of(decide(view)) == (B,)
 
 
 def test_dispute_counts_in_its_own_round_only() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, disputes=1), votes={A: "d", B: "odd"})
+    view = boundary(A, B, opening=an_opening(A, B, version=4, round=2, divergences=1), votes={A: "d", B: "odd"})
     assert decide(view) == an_opening(A, B)
 
 
 def test_round_that_fails_otherwise_keeps_its_count_of_disputes() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, disputes=1), failed="a lane broke")
-    assert decide(view) == an_opening(A, B, version=6, epoch=3, disputes=1)
+    view = boundary(A, B, opening=an_opening(A, B, divergences=1), failed="a lane broke")
+    assert decide(view) == an_opening(A, B, version=6, epoch=3, divergences=1)
 
 
 def test_votes_that_are_missing_make_no_dispute() -> None:
-    view = boundary(A, B, opening=an_opening(A, B, disputes=1), votes={A: "d"}, failed="a lane broke")
+    view = boundary(A, B, opening=an_opening(A, B, divergences=1), votes={A: "d"}, failed="a lane broke")
     assert members_of(decide(view)) == (A, B)
 
 
@@ -472,7 +475,7 @@ def test_an_opening_without_it_sends_away_only_living_ready_members(fields: dict
 
 
 def test_share_is_the_weight_in_the_mean() -> None:
-    opening = an_opening(A, B, C, weights=(30, 10, 0), steps=(3, 1, 5), wants=(2, 0, 7))
+    opening = an_opening(A, B, C, weights=(30, 10, 0), steps=(3, 1, 5), steps_requested=(2, 0, 7))
     assert [opening.share(m) for m in opening.members] == [0.75, 0.25, 0.0]
     assert opening.contributors() == {A: 3, B: 1} and opening.total_weight == 40
     assert opening.wanted() == {A: 2, B: 0, C: 7}
@@ -484,7 +487,14 @@ def test_share_is_zero_when_nobody_contributes() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"members": (A, C)}, {"version": 6}, {"weights": (1, 2)}, {"late": (C,)}, {"disputes": 1}, {"wants": (0, 6)}],
+    [
+        {"members": (A, C)},
+        {"version": 6},
+        {"weights": (1, 2)},
+        {"late": (C,)},
+        {"divergences": 1},
+        {"steps_requested": (0, 6)},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_opening_that_differs_in_anything_has_another_id(change: dict[str, Any]) -> None:
@@ -495,7 +505,7 @@ def test_opening_that_differs_in_anything_has_another_id(change: dict[str, Any])
 
 
 def test_records_survive_json() -> None:
-    opening = an_opening(A, B, late=(C,), disputes=1)
+    opening = an_opening(A, B, late=(C,), divergences=1)
     verdict = Verdict(opening, "digest", {"norm": 0.1, "ranges": [[0, 4]]})
     word = Ready(3, 10, "s", 4, 6)
     peer = Peer("a", "host", 1, False, (B,))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.epoch import Opening, Ready, Rules, Verdict, View, Wait, next_opening
 from zeroband.elastic.membership.resume_rules import (
-    Beginning,
-    beginning_after,
-    beginning_from,
-    begins_with,
+    RestartPoint,
     is_abandoned,
     pending,
+    restart_point_after,
+    restart_point_from,
+    restarts_with,
     way_in,
 )
 
@@ -32,18 +32,18 @@ def a_view(
     *members: str,
     alive: frozenset[str] = frozenset(),
     opening: Opening | None = None,
-    beginning: Beginning | None = None,
+    restart_point: RestartPoint | None = None,
     late: tuple[str, ...] = (),
     **fields: object,
 ) -> View:
     """A run whose members committed round 4; without members, no run."""
     committed = Verdict(an_opening(*members, late=late), "d") if members else None
     current = opening or (committed.opening if committed else None)
-    return View(current, committed, alive, {}, {}, None, beginning=beginning, **fields)  # pyright: ignore[reportArgumentType]
+    return View(current, committed, alive, {}, {}, None, restart_point=restart_point, **fields)  # pyright: ignore[reportArgumentType]
 
 
-def a_beginning(round: int = 5, member: str = C) -> Beginning:
-    return Beginning(round, 40, "s", member)
+def a_restart_point(round: int = 5, member: str = C) -> RestartPoint:
+    return RestartPoint(round, 40, "s", member)
 
 
 def test_first_nodes_found_a_new_run_or_begin_on_what_there_is() -> None:
@@ -82,16 +82,16 @@ def test_dead_run_begins_again_only_where_that_is_asked_for() -> None:
 
 
 def test_agreement_is_followed_while_its_proposer_lives() -> None:
-    agreed = a_beginning()
-    assert way_in(a_view(A, alive=frozenset({C}), beginning=agreed), resumes=True) == agreed
-    assert way_in(a_view(A, alive=frozenset({C}), beginning=agreed), resumes=False) == "join"
-    assert way_in(a_view(A, alive=frozenset({B}), beginning=agreed), resumes=True) == "begin"
+    agreed = a_restart_point()
+    assert way_in(a_view(A, alive=frozenset({C}), restart_point=agreed), resumes=True) == agreed
+    assert way_in(a_view(A, alive=frozenset({C}), restart_point=agreed), resumes=False) == "join"
+    assert way_in(a_view(A, alive=frozenset({B}), restart_point=agreed), resumes=True) == "begin"
 
 
 def test_agreement_is_spent_with_its_round() -> None:
-    assert pending(a_view(A, beginning=a_beginning(round=5))) is not None
-    assert pending(a_view(A, beginning=a_beginning(round=4))) is None
-    assert way_in(a_view(A, alive=frozenset({A, C}), beginning=a_beginning(round=4)), resumes=True) == "join"
+    assert pending(a_view(A, restart_point=a_restart_point(round=5))) is not None
+    assert pending(a_view(A, restart_point=a_restart_point(round=4))) is None
+    assert way_in(a_view(A, alive=frozenset({A, C}), restart_point=a_restart_point(round=4)), resumes=True) == "join"
 
 
 def test_store_that_settles_is_asked_again() -> None:
@@ -103,37 +103,41 @@ def test_two_nodes_that_look_at_once_never_take_part_in_different_runs(
     begun: int | None, saved: int, members: frozenset[str], alive: frozenset[str], others_resume: bool
 ) -> None:
     """Of what one node begins with, another makes the same, joins it, or looks again."""
-    beginning = None if begun is None else a_beginning(round=begun)
-    view = a_view(*sorted(members), alive=alive, beginning=beginning)
+    restart_point = None if begun is None else a_restart_point(round=begun)
+    view = a_view(*sorted(members), alive=alive, restart_point=restart_point)
     mine, theirs = way_in(view, resumes=True), way_in(view, resumes=others_resume)
-    if isinstance(mine, Beginning):
+    if isinstance(mine, RestartPoint):
         assert theirs in (mine, "join")
-        assert begins_with(view, mine.round)
+        assert restarts_with(view, mine.round)
     if mine == "join":
         assert theirs == "join"
     if mine == "begin":
-        proposed = beginning_after(view, round=saved, step=40, state="s", member=C)
+        proposed = restart_point_after(view, round=saved, step=40, state_digest="s", member=C)
         assert proposed.round > saved and (view.committed is None or proposed.round > view.committed.round)
-        after = a_view(*sorted(members), alive=alive | {C}, beginning=proposed)
+        after = a_view(*sorted(members), alive=alive | {C}, restart_point=proposed)
         assert pending(after) == proposed
 
 
-def test_founders_of_a_beginning_wait_for_one_another() -> None:
+def test_founders_of_a_restart_point_wait_for_one_another() -> None:
     ready = {A: Ready(5, 0, "s", 0, 3)}
     rules = Rules(start_nodes=2)
-    view = View(None, Verdict(an_opening(C), "d"), frozenset({A}), ready, {}, None, beginning=a_beginning())
+    view = View(None, Verdict(an_opening(C), "d"), frozenset({A}), ready, {}, None, restart_point=a_restart_point())
     assert isinstance(next_opening(view, 5, rules), Wait)
-    both = View(None, view.committed, frozenset({A, B}), {**ready, B: ready[A]}, {}, None, beginning=a_beginning())
+    both = View(
+        None, view.committed, frozenset({A, B}), {**ready, B: ready[A]}, {}, None, restart_point=a_restart_point()
+    )
     decision = next_opening(both, 5, rules)
     assert isinstance(decision, Opening) and decision.members == (A, B)
 
 
 def test_member_of_the_dead_run_that_comes_back_is_preferred_to_the_checkpoint() -> None:
     ready = {A: Ready(5, 9, "live", 3, 3), B: Ready(5, 0, "s", 0, 3), C: Ready(5, 0, "s", 0, 3)}
-    view = View(None, Verdict(an_opening(A), "d"), frozenset({A, B, C}), ready, {}, None, beginning=a_beginning())
+    view = View(
+        None, Verdict(an_opening(A), "d"), frozenset({A, B, C}), ready, {}, None, restart_point=a_restart_point()
+    )
     decision = next_opening(view, 5, Rules())
     assert isinstance(decision, Opening) and decision.members == (A,)
 
 
 def test_beginning_comes_back_from_its_record() -> None:
-    assert beginning_from(json.loads(a_beginning().to_json())) == a_beginning()
+    assert restart_point_from(json.loads(a_restart_point().to_json())) == a_restart_point()

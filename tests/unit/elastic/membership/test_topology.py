@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.topology import (
     EXACT_UP_TO,
-    Network,
-    Seen,
+    LinkObservation,
+    LinkTable,
     plan,
     ring_order,
     shard_shares,
@@ -145,37 +145,53 @@ def test_links_that_nobody_measured_order_nobody() -> None:
 
 
 def test_plan_knows_the_slowest_link_and_the_longest_way() -> None:
-    seen = [Seen(90, {"b": 50, "c": 30}, 12), Seen(80, {"c": 60}, 40), Seen(70)]
-    assert plan("abc", seen, Network()) == Network((90, 80, 70), (), 30, 30, 40)
+    seen = [LinkObservation(90, {"b": 50, "c": 30}, 12), LinkObservation(80, {"c": 60}, 40), LinkObservation(70)]
+    assert plan("abc", seen, LinkTable()) == LinkTable((90, 80, 70), (), 30, 30, 40)
 
 
 def test_direction_that_was_not_measured_is_like_the_other() -> None:
-    assert plan("ab", [Seen(), Seen(links={"a": 25})], Network()) == Network((), (), 25, 25, 0)
+    assert plan("ab", [LinkObservation(), LinkObservation(links={"a": 25})], LinkTable()) == LinkTable(
+        (), (), 25, 25, 0
+    )
 
 
 def test_plan_leaves_a_slow_link_out_of_the_ring() -> None:
     links = [{name: 4 if {me, name} == {"a", "b"} else 100 for name in "abcd" if name != me} for me in "abcd"]
-    planned = plan("abcd", [Seen(100, those, 10) for those in links], Network())
+    planned = plan("abcd", [LinkObservation(100, those, 10) for those in links], LinkTable())
     assert (planned.slowest_link, planned.slowest_in_ring) == (4, 100)
     assert abs(planned.order.index(0) - planned.order.index(1)) == 2  # opposite one another
 
 
 def test_noise_changes_no_plan() -> None:
-    before = plan("ab", [Seen(100, {"b": 100}, 50), Seen(100, {"a": 100}, 50)], Network())
-    assert plan("ab", [Seen(90, {"b": 110}, 45), Seen(110, {"a": 95}, 55)], before) == before
-    changed = plan("ab", [Seen(100, {"b": 100}, 50), Seen(40, {"a": 100}, 90)], before)
+    before = plan("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(100, {"a": 100}, 50)], LinkTable())
+    assert plan("ab", [LinkObservation(90, {"b": 110}, 45), LinkObservation(110, {"a": 95}, 55)], before) == before
+    changed = plan("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(40, {"a": 100}, 90)], before)
     assert (changed.rates, changed.rtt_ms, changed.slowest_link) == ((100, 40), 90, 100)
 
 
 def test_members_that_know_nothing_plan_with_nothing() -> None:
-    assert plan("abcd", [Seen()] * 4, Network()) == Network()
-    assert plan("a", [Seen(5)], Network()) == Network((5,))
+    assert plan("abcd", [LinkObservation()] * 4, LinkTable()) == LinkTable()
+    assert plan("a", [LinkObservation(5)], LinkTable()) == LinkTable((5,))
 
 
 def test_transfer_took_as_long_as_the_member_that_it_took_longest() -> None:
-    before = Network(took_ms=4_000)
-    assert plan("abc", [Seen(took_ms=4_100), Seen(took_ms=4_120), Seen(took_ms=4_090)], before).took_ms == 4_120
+    before = LinkTable(took_ms=4_000)
+    assert (
+        plan(
+            "abc",
+            [LinkObservation(took_ms=4_100), LinkObservation(took_ms=4_120), LinkObservation(took_ms=4_090)],
+            before,
+        ).took_ms
+        == 4_120
+    )
 
 
 def test_time_that_one_member_does_not_tell_is_not_known() -> None:
-    assert plan("abc", [Seen(took_ms=4_100), Seen(), Seen(took_ms=4_090)], Network(took_ms=4_000)).took_ms == 0
+    assert (
+        plan(
+            "abc",
+            [LinkObservation(took_ms=4_100), LinkObservation(), LinkObservation(took_ms=4_090)],
+            LinkTable(took_ms=4_000),
+        ).took_ms
+        == 0
+    )

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.recovery.chunks import Chunk, Manifest, bytes_of, chunk_hash, parse_manifest
+from zeroband.elastic.recovery.chunks import Chunk, StateManifest, bytes_of, chunk_hash, parse_manifest
 from zeroband.errors import RecoveryFailed
 
 LENGTHS = {"params": 10, "momentum": 8}
-MANIFEST = Manifest(
+MANIFEST = StateManifest(
     round=3,
-    state="digest",
-    payload={"progress": {"b": 1, "a": [2.5, None]}},
+    state_digest="digest",
+    record={"progress": {"b": 1, "a": [2.5, None]}},
     chunk_bytes=4,
     lengths=LENGTHS,
     hashes={"params": ("p0", "p1", "p2"), "momentum": ("m0", "m1")},
@@ -30,8 +30,8 @@ def test_manifest_crosses_the_wire_unchanged() -> None:
 
 
 def test_claims_are_equal_whatever_the_order_and_kind_of_the_payloads_keys() -> None:
-    one = replace(MANIFEST, payload={"x": {1: 2, 10: 3}, "y": (1, 2)})
-    other = replace(MANIFEST, payload={"y": [1, 2], "x": {"10": 3, "1": 2}})
+    one = replace(MANIFEST, record={"x": {1: 2, 10: 3}, "y": (1, 2)})
+    other = replace(MANIFEST, record={"y": [1, 2], "x": {"10": 3, "1": 2}})
     assert one.claim == other.claim
     assert one.difference(other) == ""
 
@@ -40,11 +40,11 @@ def test_claims_are_equal_whatever_the_order_and_kind_of_the_payloads_keys() -> 
     ("changes", "difference"),
     [
         ({"round": 4}, "its round is 4, the others' is 3"),
-        ({"state": "mine"}, "its state is 'mine', the others' is 'digest'"),
+        ({"state_digest": "mine"}, "its state_digest is 'mine', the others' is 'digest'"),
         ({"chunk_bytes": 5}, "its chunk_bytes is 5"),
         ({"lengths": {"params": 10, "momentum": 7}}, "its lengths is {'params': 10, 'momentum': 7}"),
         ({"hashes": {"params": ("p0", "XX", "p2"), "momentum": ("m0", "m1")}}, "its chunk 1 of params has hash XX"),
-        ({"payload": {"progress": {}}}, "its payload is {'progress': {}}"),
+        ({"record": {"progress": {}}}, "its record is {'progress': {}}"),
     ],
 )
 def test_difference_names_the_value_and_makes_another_claim(changes: dict[str, Any], difference: str) -> None:
@@ -90,9 +90,9 @@ HASHES = {"bytes": 10, "hashes": ["a", "b", "c"]}
         (altered(round=-1), "-1 is no whole number"),
         (altered(round=True), "True is no whole number"),
         (altered(round="3"), "'3' is no whole number"),
-        (altered(state=None), "None is no text"),
-        (altered(state="x" * 10_000), "is no text of at most"),
-        (altered(payload=[]), r"\[\] is no mapping"),
+        (altered(state_digest=None), "None is no text"),
+        (altered(state_digest="x" * 10_000), "is no text of at most"),
+        (altered(record=[]), r"\[\] is no mapping"),
         (altered(chunk_bytes=0), "0 is no whole number from 1"),
         (altered(chunk_bytes=-4), "-4 is no whole number from 1"),
         (altered(chunk_bytes=1 << 40), "is no whole number from 1"),

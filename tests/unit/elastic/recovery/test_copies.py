@@ -18,8 +18,8 @@ PATIENCE_S = 10.0
 class Copy:
     round: int
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(5.0)})
-    payload: dict[str, Any] = field(default_factory=dict)
-    state: str = "digest"
+    record: dict[str, Any] = field(default_factory=dict)
+    state_digest: str = "digest"
 
 
 class Clock:
@@ -192,13 +192,15 @@ def test_manifest_is_of_the_copy(copies: Copies) -> None:
     data = copies.newest().await_json(PATIENCE_S)
     assert data is not None
     manifest = parse_manifest(data, {"params": 20})
-    assert (manifest.round, manifest.state, manifest.chunk_bytes) == (3, "digest", 8)
+    assert (manifest.round, manifest.state_digest, manifest.chunk_bytes) == (3, "digest", 8)
     assert len(manifest.hashes["params"]) == 3
 
 
 def entry_of(round: int) -> Any:
     return (
-        None if round > 5 else type("Entry", (), {"round": round, "update": torch.ones(2), "payload": {}, "state": "s"})
+        None
+        if round > 5
+        else type("Entry", (), {"round": round, "update": torch.ones(2), "record": {}, "state_digest": "s"})
     )
 
 

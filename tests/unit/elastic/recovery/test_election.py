@@ -3,20 +3,20 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.elastic.recovery.chunks import Manifest
+from zeroband.elastic.recovery.chunks import StateManifest
 from zeroband.elastic.recovery.donors import Donor, Refusal
 from zeroband.elastic.recovery.election import ask_all, elect
 
 A, B, C, D = (Donor(name, "127.0.0.1", port) for port, name in enumerate("abcd", start=1))
-HONEST = Manifest(3, "honest", {}, 4, {"params": 4}, {"params": ("p0",)})
-LIE = replace(HONEST, state="lie")
+HONEST = StateManifest(3, "honest", {}, 4, {"params": 4}, {"params": ("p0",)})
+LIE = replace(HONEST, state_digest="lie")
 
 
 def test_claim_of_most_donors_is_believed_whoever_comes_first() -> None:
     believed = elect({A: LIE, B: HONEST, C: HONEST})
     assert believed.manifest == HONEST
     assert believed.supporters == (B, C)
-    assert believed.dropped == {"a": "its state is 'lie', the others' is 'honest'"}
+    assert believed.dropped == {"a": "its state_digest is 'lie', the others' is 'honest'"}
     assert believed.spare([A, B, C, D]) == [D]
 
 
@@ -26,7 +26,7 @@ def test_donor_that_comes_first_decides_between_equal_groups() -> None:
 
 
 def test_liars_with_different_lies_do_not_add_up() -> None:
-    believed = elect({A: LIE, B: replace(LIE, state="another lie"), C: HONEST, D: HONEST})
+    believed = elect({A: LIE, B: replace(LIE, state_digest="another lie"), C: HONEST, D: HONEST})
     assert believed.manifest == HONEST
     assert set(believed.dropped) == {"a", "b"}
 
@@ -34,7 +34,7 @@ def test_liars_with_different_lies_do_not_add_up() -> None:
 def test_donor_that_refuses_is_replaced_by_the_next() -> None:
     asked: list[Donor] = []
 
-    def ask(donor: Donor) -> Manifest | Refusal:
+    def ask(donor: Donor) -> StateManifest | Refusal:
         asked.append(donor)
         return Refusal("gone") if donor in (A, B) else HONEST
 
@@ -47,7 +47,7 @@ def test_donor_that_refuses_is_replaced_by_the_next() -> None:
 def test_claims_are_in_the_order_of_the_donors_not_of_their_answers() -> None:
     answered = threading.Event()
 
-    def ask(donor: Donor) -> Manifest:
+    def ask(donor: Donor) -> StateManifest:
         if donor == A:
             assert answered.wait(5)
             return LIE
@@ -60,7 +60,7 @@ def test_claims_are_in_the_order_of_the_donors_not_of_their_answers() -> None:
 def test_donor_whose_answer_changes_nothing_is_not_waited_for() -> None:
     go_on = threading.Event()
 
-    def ask(donor: Donor) -> Manifest:
+    def ask(donor: Donor) -> StateManifest:
         if donor == A:
             go_on.wait(5)
         return HONEST
@@ -72,7 +72,7 @@ def test_donor_whose_answer_changes_nothing_is_not_waited_for() -> None:
 def test_fault_of_this_node_while_it_asks_is_a_refusal_not_a_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda raised: None)
 
-    def ask(donor: Donor) -> Manifest:
+    def ask(donor: Donor) -> StateManifest:
         raise AssertionError("a fault")
 
     assert ask_all([A], 3, ask).refusals == {A: Refusal("this node failed to ask it")}

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.elastic.recovery.door import DIALLER, OpenServer, ask, shaken
+from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, shaken
 from torch import Tensor
 
 from zeroband.elastic.recovery import transfer
 from zeroband.elastic.recovery.chunks import chunk_hash
-from zeroband.elastic.recovery.donors import DonorConnection, Patience
+from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
 from zeroband.elastic.recovery.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
@@ -39,16 +39,16 @@ def values(seed: int, n: int = N) -> Tensor:
 class Copy:
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": values(1), "momentum": values(2)})
-    payload: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
-    state: str = "digest of 7"
+    record: dict[str, Any] = field(default_factory=lambda: {"progress": {"inner_step": 70}, "weight": 30})
+    state_digest: str = "digest of 7"
 
 
 @dataclass(frozen=True)
 class Entry:
     round: int
     update: Tensor
-    payload: dict[str, Any]
-    state: str
+    record: dict[str, Any]
+    state_digest: str
 
 
 def update_of(round: int) -> Tensor:
@@ -199,7 +199,7 @@ def changed(**values: Any) -> Callable[[str, bytes], bytes]:
     return lambda path, body: json.dumps(json.loads(body) | values).encode()
 
 
-LIMITS = FetchLimits(connections=2, patience=Patience(backoff_s=0.001, silent_s=5.0), straggler_s=0.02)
+LIMITS = FetchLimits(connections=2, patience=DonorTimeouts(backoff_s=0.001, silent_s=5.0), straggler_s=0.02)
 ONE_BY_ONE = replace(LIMITS, connections=1)
 """One connection to each donor, so that a donor is asked for one chunk after the other."""
 
@@ -218,7 +218,7 @@ def fetch(*donors: Donor, limits: FetchLimits = LIMITS, **options: Any) -> tuple
 
 
 def require_honest(fetched: FetchedState, sections: dict[str, Tensor]) -> None:
-    assert (fetched.round, fetched.state, fetched.payload) == (7, "digest of 7", Copy().payload)
+    assert (fetched.round, fetched.state_digest, fetched.record) == (7, "digest of 7", Copy().record)
     assert torch.equal(sections["params"], values(1))
     assert torch.equal(sections["momentum"], values(2))
 
@@ -478,7 +478,7 @@ def test_donor_that_is_silent_is_passed_over(interpose: Interpose, serve: Serve)
         return body
 
     silent = interpose("silent", alter=only(CHUNKS_OF_7, say_nothing))
-    impatient = replace(LIMITS, patience=Patience(silent_s=0.02, retries=1, backoff_s=0.001))
+    impatient = replace(LIMITS, patience=DonorTimeouts(silent_s=0.02, retries=1, backoff_s=0.001))
     with pytest.raises(RecoveryFailed, match=r"silent at .*timed out"):
         fetch(silent.donor, limits=impatient)
     require_honest(*fetch(silent.donor, serve(), limits=impatient))
@@ -600,12 +600,12 @@ def test_nothing_is_written_once_the_fetch_has_ended(serve: Serve, monkeypatch: 
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
-        ({"state": "digest of a lie"}, "its state is 'digest of a lie', the others' is 'digest of 7'"),
+        ({"state_digest": "digest of a lie"}, "its state_digest is 'digest of a lie', the others' is 'digest of 7'"),
         ({}, "its chunk 0 of "),
-        ({"round": 9, "state": "digest of 9"}, None),
-        ({"sections": Copy().sections, "payload": {"weight": 31}}, "its payload is {'weight': 31}"),
+        ({"round": 9, "state_digest": "digest of 9"}, None),
+        ({"sections": Copy().sections, "record": {"weight": 31}}, "its record is {'weight': 31}"),
     ],
-    ids=["state", "values", "round", "payload"],
+    ids=["state", "values", "round", "record"],
 )
 def test_consistent_lie_is_outvoted_by_two_honest_donors(
     serve: Serve, interpose: Interpose, lie: dict[str, Any], why: str | None, place: int
@@ -627,7 +627,7 @@ def test_two_that_agree_are_believed_until_their_digest_proves_wrong(serve: Serv
     donors = [serve("liar", lie), serve("its friend", lie), serve("honest")]
     sections = zeros()
     state = StateFetch(DIALLER, sections, limits=LIMITS)
-    assert state.fetch(donors).state == "digest of a lie"
+    assert state.fetch(donors).state_digest == "digest of a lie"
     state.distrust()
     require_honest(state.fetch(donors), sections)
 
@@ -659,8 +659,8 @@ def test_distrusted_donors_are_asked_again_where_nobody_else_is_left(serve: Serv
         ({"chunk_bytes": 0}, "0 is no whole number"),
         ({"chunk_bytes": 256}, "it lists 8 chunks"),
         ({"chunk_bytes": 1 << 50}, "is no whole number"),
-        ({"state": None}, "None is no text"),
-        ({"payload": 3}, "3 is no mapping"),
+        ({"state_digest": None}, "None is no text"),
+        ({"record": 3}, "3 is no mapping"),
     ],
     ids=str,
 )
@@ -679,7 +679,7 @@ def test_donor_that_talks_nonsense_is_passed_over(serve: Serve, interpose: Inter
     with pytest.raises(RecoveryFailed, match="liar at "):
         fetch(liar.donor)
     require_honest(*fetch(liar.donor, serve()))
-    assert fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).state == "digest of 5"
+    assert fetch_entry([liar.donor, serve()], DIALLER, 5, room, limits=LIMITS).state_digest == "digest of 5"
 
 
 @pytest.mark.parametrize("path", ["/state", "/state/7", "/state/7/params/", "/state/7/momentum/"])
@@ -719,7 +719,7 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 
         threading.Thread(target=drip, daemon=True).start()
         donor = Donor("liar", *listener.getsockname())
-        connection = DonorConnection(donor, DIALLER, Patience(answer_s=0.05))
+        connection = DonorConnection(donor, DIALLER, DonorTimeouts(answer_s=0.05))
         with pytest.raises((OSError, http.client.HTTPException)):
             connection.get("/state", 1000)
         connection.close()
@@ -731,7 +731,7 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 def test_fetched_entry_is_the_donors(serve: Serve) -> None:
     arrived: list[tuple[int, int]] = []
     entry = fetch_entry([serve()], DIALLER, 5, room, on_chunk=lambda *sizes: arrived.append(sizes), limits=LIMITS)
-    assert (entry.round, entry.payload, entry.state) == (5, {"weight": 5}, "digest of 5")
+    assert (entry.round, entry.record, entry.state_digest) == (5, {"weight": 5}, "digest of 5")
     assert torch.equal(entry.update, update_of(5))
     assert sum(sent for sent, _ in arrived) == 4 * N
 
@@ -753,8 +753,8 @@ def test_entry_that_the_caller_has_no_room_for_is_not_fetched(serve: Serve) -> N
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(
     "lie",
-    [{"state": "another"}, {"update": update_of(9)}, {"payload": {"weight": 9}}],
-    ids=["state", "update", "payload"],
+    [{"state_digest": "another"}, {"update": update_of(9)}, {"record": {"weight": 9}}],
+    ids=["state", "update", "record"],
 )
 def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], place: int) -> None:
     honest = entry_of(5)
@@ -762,7 +762,7 @@ def test_lie_about_the_journal_is_outvoted(serve: Serve, lie: dict[str, Any], pl
     donors = [serve("a"), serve("b")]
     donors.insert(place, serve("liar", journal=lambda round: replace(honest, **lie)))
     entry = fetch_entry(donors, DIALLER, 5, room, limits=LIMITS)
-    assert (entry.payload, entry.state) == ({"weight": 5}, "digest of 5")
+    assert (entry.record, entry.state_digest) == ({"weight": 5}, "digest of 5")
     assert torch.equal(entry.update, update_of(5))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.elastic.recovery.door import DIALLER, WRONG_TOKEN, OpenServer, ask
+from tests.unit.elastic.recovery.open_server import DIALLER, WRONG_TOKEN, OpenServer, ask
 from torch import Tensor
 
 from zeroband.elastic.membership.run_key import RunKey
@@ -26,16 +26,16 @@ DATA = torch.arange(1000.0).numpy().tobytes()
 class Copy:
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"params": torch.arange(1000.0)})
-    payload: dict[str, Any] = field(default_factory=dict)
-    state: str = "digest"
+    record: dict[str, Any] = field(default_factory=dict)
+    state_digest: str = "digest"
 
 
 @dataclass(frozen=True)
 class Entry:
     round: int = 4
     update: Tensor = field(default_factory=lambda: torch.arange(1000.0).view(torch.uint8))
-    payload: dict[str, Any] = field(default_factory=dict)
-    state: str = "digest"
+    record: dict[str, Any] = field(default_factory=dict)
+    state_digest: str = "digest"
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_not_found(server: OpenServer, path: str) -> None:
 def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, section: str, round: int) -> None:
     status, body = get(server, path)
     manifest = parse_manifest(body, {section: len(DATA)})
-    assert (status, manifest.round, manifest.state) == (200, round, "digest")
+    assert (status, manifest.round, manifest.state_digest) == (200, round, "digest")
     for index, listed in enumerate(manifest.hashes[section]):
         status, data = get(server, f"/{path.split('/')[1]}/{round}/{section}/{index}")
         assert (status, data) == (200, DATA[index * 1024 : (index + 1) * 1024])

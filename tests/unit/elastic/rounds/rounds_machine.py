@@ -20,7 +20,7 @@ from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Opening, Peer, Rea
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.rounds.member import Member, say_nothing
-from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import Fenced, PeerLost
 
@@ -88,7 +88,7 @@ class StepMember(Member):
     def __init__(self, store: Store, member_id: str, shared: Mapping[str, str]) -> None:
         self.member_id = member_id
         self.store = store
-        self._memory = Memory(self.member_id, shared)
+        self._memory = LiveBackup(self.member_id, shared)
         self._on_event = say_nothing
 
     def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
@@ -103,7 +103,7 @@ class Node:
     member: StepMember
     phase: str = "founding"
     round: int = -1
-    state: str = "initial"
+    state_digest: str = "initial"
     progress: Progress = field(default_factory=Progress.at_start)
     opening: Opening | None = None
     group: tuple[int, tuple[str, ...]] | None = None
@@ -119,7 +119,7 @@ class Node:
     """What it computes is wrong, to the end of the round."""
     seen: View | None = None
     """An older look at the store, on which it acts next."""
-    payload: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -243,7 +243,7 @@ class Run:
     def announce(self, node: Node) -> None:
         weight = 10 * node.steps if node.is_finite and not node.is_joiner else 0
         wants = 0 if node.is_leaving else up_to(MOST_STEPS, "wants", node.slot, node.next_round)
-        node.member.announce_ready(Ready(node.next_round, weight, node.state, node.steps, wants))
+        node.member.announce_ready(Ready(node.next_round, weight, node.state_digest, node.steps, wants))
 
     def founding(self, node: Node) -> None:
         decision = self.turn_of(node)
@@ -251,7 +251,7 @@ class Run:
             node.turn("recovering")
         elif isinstance(decision, Opening):
             node.opening = decision
-            self.vote(node, node.state)
+            self.vote(node, node.state_digest)
 
     def waiting(self, node: Node, straggler_deadline_s: float | None = None) -> None:
         decision = self.turn_of(node, straggler_deadline_s)
@@ -274,12 +274,12 @@ class Run:
             if not node.is_joiner:
                 raise Fenced("nobody keeps the rounds that it missed")
             return
-        if node.state != self.states[node.round]:
+        if node.state_digest != self.states[node.round]:
             assert self.has_lost_data and node.is_joiner, f"{node.id} replays on a state that is not the run's"
             node.turn("recovering")
             return
-        node.round, node.state = round, self.states[round]
-        node.progress = Progress.from_record(self.line[round].payload["progress"])
+        node.round, node.state_digest = round, self.states[round]
+        node.progress = Progress.from_record(self.line[round].record["progress"])
         if not node.is_joiner:
             assert node.progress.assigned[node.id] is not None, "a late member keeps its samples"
         self.announce(node)
@@ -331,26 +331,26 @@ class Run:
         progress = (
             progress.begin(node.opening, SHAPE, after_round=None) if begins else progress.after(node.opening, SHAPE)
         )
-        node.payload = {"progress": progress.to_record(), "state_before": node.state, "digest": digest}
+        node.record = {"progress": progress.to_record(), "state_before": node.state_digest, "digest": digest}
         node.turn("committing")
 
     def committing(self, node: Node) -> None:
         assert node.opening is not None
-        decide: Any = node.member.await_verdict(node.opening, node.payload)
+        decide: Any = node.member.await_verdict(node.opening, node.record)
         verdict = decide(self.look(node))
         if isinstance(verdict, Verdict):
             self.apply(node, verdict)
 
     def apply(self, node: Node, verdict: Verdict) -> None:
-        assert verdict.payload == node.payload, "applies what it did not vote for"
+        assert verdict.record == node.record, "applies what it did not vote for"
         round, is_last_here = verdict.round, verdict.opening.wanted()[node.id] == 0
         if node.id in verdict.opening.contributors():
             read, _ = take(node.progress.assigned[node.id], node.steps * SHAPE.batch_size)
             assert read == node.learned, "what it learned from is not what is counted"
-        state = hashed(node.state, verdict.digest) if round != FOUNDING_ROUND else node.state
+        state = hashed(node.state_digest, verdict.digest) if round != FOUNDING_ROUND else node.state_digest
         self.note(verdict, state)
-        node.round, node.state, node.is_joiner, node.is_faulty = round, state, False, False
-        node.progress = Progress.from_record(verdict.payload["progress"])
+        node.round, node.state_digest, node.is_joiner, node.is_faulty = round, state, False, False
+        node.progress = Progress.from_record(verdict.record["progress"])
         node.learned, node.steps, node.is_finite = (), 0, True
         node.turn("training")
         if is_last_here:
@@ -389,7 +389,7 @@ class Run:
         donors = [d for d in self.nodes.values() if d.id in members and d.has_founded and not d.is_joiner]
         if donors:
             donor = max(donors, key=lambda d: d.round)
-            node.round, node.state, node.progress = donor.round, donor.state, donor.progress
+            node.round, node.state_digest, node.progress = donor.round, donor.state_digest, donor.progress
             node.is_joiner, node.steps = True, 0
             self.announce(node)
             node.turn("waiting")
@@ -431,7 +431,7 @@ class Run:
         for verdict in self.line:
             for member, steps in verdict.opening.contributors().items():
                 places += samples(take(before.assigned[member], steps * SHAPE.batch_size)[0])
-            before = Progress.from_record(verdict.payload["progress"])
+            before = Progress.from_record(verdict.record["progress"])
         for ranges in (*before.assigned.values(), before.ledger.returned):
             places += samples(ranges)
         assert sorted(places) == list(range(before.ledger.next))

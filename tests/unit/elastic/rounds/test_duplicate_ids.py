@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from zeroband.elastic.membership.epoch import Opening, Peer
-from zeroband.elastic.rounds.duplicate_ids import outlive_namesakes
+from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import ConfigError
 
@@ -50,7 +50,7 @@ def outlive(store: Store, monkeypatch: pytest.MonkeyPatch) -> Outlive:
         monkeypatch.setattr(
             "zeroband.elastic.rounds.duplicate_ids.time", SimpleNamespace(sleep=lambda seconds: left.pop(0)())
         )
-        outlive_namesakes(store, OURS, "a", look_s=0.5)
+        outlast_duplicates(store, OURS, "a", look_s=0.5)
         assert not left
 
     return run

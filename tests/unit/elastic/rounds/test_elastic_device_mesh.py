@@ -17,10 +17,12 @@ from zeroband.elastic.membership.epoch import Opening, Rules, Verdict
 from zeroband.elastic.rounds import elastic_device_mesh as module
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.errors import Fenced
-from zeroband.node.board import NodeBoard
 from zeroband.node.mesh import LocalMesh
+from zeroband.node.shared_flags import SharedFlags
 
-SEEN = Opening(version=4, epoch=2, round=3, members=("a#1", "b#1"), weights=(10, 20), steps=(1, 2), wants=(1, 2))
+SEEN = Opening(
+    version=4, epoch=2, round=3, members=("a#1", "b#1"), weights=(10, 20), steps=(1, 2), steps_requested=(1, 2)
+)
 ANOTHER = replace(SEEN, version=5, members=("a#1", "c#1"))
 
 
@@ -62,13 +64,13 @@ def on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         return json.loads(text)
 
     monkeypatch.setattr(module, "broadcast_json", broadcast)
-    board = NodeBoard(tmp_path / "board", create=True)
+    flags = SharedFlags(tmp_path / "flags", create=True)
 
     def run(work: Callable[[ElasticDeviceMesh], Any]) -> list[Any]:
         def on_rank(rank: int) -> Any:
             local: Any = LocalMesh(rank, 2, torch.device("cpu"), *[None] * 2)  # type: ignore[arg-type]
             member, groups = SeeingMember(rank), None
-            mesh = ElasticDeviceMesh(local, member, groups, board, Rules(), start_timeout_s=1.0)  # type: ignore[arg-type]
+            mesh = ElasticDeviceMesh(local, member, groups, flags, Rules(), start_timeout_s=1.0)  # type: ignore[arg-type]
             try:
                 return work(mesh)
             except Fenced as error:

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.guardian.process import Door, GuardianOrder
+from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict
 from zeroband.elastic.membership.orders import drain, go_on, pause
@@ -21,7 +21,7 @@ from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import Fenced, Leaving, PeerLost
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 from zeroband.tools.plan.forecast import STORE_TRIPS
 
 RULES = Rules()
@@ -39,7 +39,7 @@ class StubGuardian:
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
         self.orders.append(order)
-        self.store.renew_lease(order.member_id, Peer(order.node_id, order.door.host, 1, False), first=order.is_first)
+        self.store.renew_lease(order.member_id, Peer(order.node_id, order.listen.host, 1, False), first=order.is_first)
         self.is_dead = False
         self.pid = 1
         self._member_id = order.member_id
@@ -63,11 +63,11 @@ def guardians(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[GuardianOrd
 @pytest.fixture
 def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) -> Iterator[MakeMember]:
     members: list[Member] = []
-    boards: list[NodeBoard] = []
+    boards: list[SharedFlags] = []
 
     def make(node_id: str, departure: Departure | None = None, **more: Any) -> Member:
-        boards.append(NodeBoard(tmp_path / f"board-{node_id}", create=True))
-        identity = NodeIdentity(node_id, Door("host"), (), 0, tmp_path)
+        boards.append(SharedFlags(tmp_path / f"flags-{node_id}", create=True))
+        identity = NodeIdentity(node_id, ListenAddress("host"), (), 0, tmp_path)
         run = RunAccess(store, "unused", "run", store.found_or_match(SHARED), **more)
         members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
         return members[-1]
@@ -75,12 +75,12 @@ def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) ->
     yield make
     for member in members:
         member.close()
-    for board in boards:
-        board.close()
+    for flags in boards:
+        flags.close()
 
 
-def board_of(tmp_path: Path, node_id: str) -> NodeBoard:
-    return NodeBoard(tmp_path / f"board-{node_id}", create=False)
+def board_of(tmp_path: Path, node_id: str) -> SharedFlags:
+    return SharedFlags(tmp_path / f"flags-{node_id}", create=False)
 
 
 def found(*members: Member) -> Opening:
@@ -223,7 +223,7 @@ def test_different_results_open_the_round_again(make_member: MakeMember) -> None
         with pytest.raises(PeerLost, match="hold different results"):
             member.await_verdict(opening, {})
     again = turn_of(a, 0)
-    assert isinstance(again, Opening) and (again.version, again.disputes, again.members) == (2, 1, opening.members)
+    assert isinstance(again, Opening) and (again.version, again.divergences, again.members) == (2, 1, opening.members)
 
 
 def test_who_differs_twice_is_left_out(make_member: MakeMember) -> None:
@@ -271,7 +271,7 @@ def test_member_is_fenced_by_its_board(make_member: MakeMember, tmp_path: Path) 
 
 
 def test_new_membership_is_not_fenced(make_member: MakeMember, tmp_path: Path) -> None:
-    NodeBoard(tmp_path / "board-a", create=True).set_fenced(True)
+    SharedFlags(tmp_path / "flags-a", create=True).set_fenced(True)
     found(make_member("a"))
 
 

@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.rounds.phase import Pace
+from zeroband.elastic.rounds.phase import PhaseLength
 
 MANY = 1_000_000
 seconds = st.floats(0.01, 1000.0)
 
 
-def steps_of_a_round(pace: Pace, step_s: float, began_at_s: float = 0.0) -> int:
+def steps_of_a_round(pace: PhaseLength, step_s: float, began_at_s: float = 0.0) -> int:
     """Inner steps of this length until the round's time is over."""
     pace.begin(began_at_s)
     return next(n for n in itertools.count(1) if pace.is_over(began_at_s + n * step_s, n))
 
 
 def test_fixed_pace_wants_the_same_steps_whatever_they_take() -> None:
-    pace = Pace(500)
+    pace = PhaseLength(500)
     assert pace.wanted_steps() == 500
     pace.begin(10.0)
     pace.learn(1e6, 500)
@@ -26,18 +26,18 @@ def test_fixed_pace_wants_the_same_steps_whatever_they_take() -> None:
 
 
 def test_first_timed_round_only_shows_how_fast_the_node_is() -> None:
-    assert Pace(MANY, round_s=60.0).wanted_steps() == 8
+    assert PhaseLength(MANY, round_s=60.0).wanted_steps() == 8
 
 
 def test_later_timed_rounds_ask_for_half_as_much_again_as_fits() -> None:
-    pace = Pace(MANY, round_s=60.0)
+    pace = PhaseLength(MANY, round_s=60.0)
     pace.begin(100.0)
     pace.learn(104.0, 8)
     assert pace.wanted_steps() == 181  # 1.5 * 60 s / 0.5 s, and one for the rounding
 
 
 def test_pace_goes_by_the_newest_round() -> None:
-    pace = Pace(MANY, round_s=60.0)
+    pace = PhaseLength(MANY, round_s=60.0)
     for began_at_s, took_s in [(0.0, 4.0), (10.0, 16.0)]:
         pace.begin(began_at_s)
         pace.learn(began_at_s + took_s, 8)
@@ -45,7 +45,7 @@ def test_pace_goes_by_the_newest_round() -> None:
 
 
 def test_round_without_a_step_teaches_nothing() -> None:
-    pace = Pace(MANY, round_s=60.0)
+    pace = PhaseLength(MANY, round_s=60.0)
     pace.begin(0.0)
     pace.learn(50.0, 0)
     assert pace.wanted_steps() == 8
@@ -53,7 +53,7 @@ def test_round_without_a_step_teaches_nothing() -> None:
 
 @pytest.mark.parametrize(("limit", "first", "later"), [(5, 5, 5), (20, 8, 20)])
 def test_limit_of_steps_holds_in_timed_rounds_too(limit: int, first: int, later: int) -> None:
-    pace = Pace(limit, round_s=60.0)
+    pace = PhaseLength(limit, round_s=60.0)
     assert pace.wanted_steps() == first
     pace.learn(0.0, 8)  # no time at all
     assert pace.wanted_steps() == later
@@ -61,16 +61,16 @@ def test_limit_of_steps_holds_in_timed_rounds_too(limit: int, first: int, later:
 
 @pytest.mark.parametrize(("step_s", "steps"), [(1.0, 10), (3.0, 3), (4.0, 2), (6.6, 2), (7.0, 1), (90.0, 1)])
 def test_timed_round_ends_with_the_step_that_is_nearest_to_the_time(step_s: float, steps: int) -> None:
-    assert steps_of_a_round(Pace(MANY, round_s=10.0), step_s, began_at_s=1000.0) == steps
+    assert steps_of_a_round(PhaseLength(MANY, round_s=10.0), step_s, began_at_s=1000.0) == steps
 
 
 def test_timed_round_has_a_step_at_least() -> None:
-    assert not Pace(MANY, round_s=1.0).is_over(1e9, 0)
+    assert not PhaseLength(MANY, round_s=1.0).is_over(1e9, 0)
 
 
 @given(round_s=seconds, share=st.floats(0.002, 5.0))
 def test_no_other_number_of_steps_is_nearer_to_the_time_and_samples_suffice(round_s: float, share: float) -> None:
-    pace, step_s = Pace(MANY, round_s), share * round_s
+    pace, step_s = PhaseLength(MANY, round_s), share * round_s
     steps = steps_of_a_round(pace, step_s)
     nearest = min(abs(n * step_s - round_s) for n in range(1, steps + 3))
     assert abs(steps * step_s - round_s) == pytest.approx(nearest, abs=1e-9 * round_s)

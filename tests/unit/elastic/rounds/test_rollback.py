@@ -17,12 +17,12 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.epoch import Verdict
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.resume_rules import Beginning
+from zeroband.elastic.membership.resume_rules import RestartPoint
 from zeroband.elastic.rounds.interfaces import RoundReport, StateCopy
 from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.node.mesh import LocalMesh
-from zeroband.tools.audit import CommittedRound, audit
+from zeroband.tools.audit import AuditedRound, audit
 
 Noise = Callable[..., Tensor]
 OUTER = OuterSGDConfig(momentum_warmup_rounds=5)
@@ -47,8 +47,8 @@ def go_back(run: FakeRun, **updates: Tensor) -> dict[str, RoundReport]:
         assert isinstance(outcome, RolledBack), outcome
         copy = run.checkpoints[outcome.step][0]
         run[name].inner.zero_grad()
-        digest = run[name].outer.adopt(outcome.report.round, outcome.payload, copy.sections)
-        assert digest == outcome.report.state == copy.state
+        digest = run[name].outer.adopt(outcome.report.round, outcome.record, copy.sections)
+        assert digest == outcome.report.state_digest == copy.state_digest
         run[name].steps = 0
     return {name: outcome.report for name, outcome in outcomes.items()}
 
@@ -60,12 +60,12 @@ def learn(run: FakeRun, update: Tensor, **losses: float) -> dict[str, RoundRepor
     return run.round(**dict.fromkeys(losses, update))
 
 
-def recorded(verdict: Verdict) -> CommittedRound:
+def recorded(verdict: Verdict) -> AuditedRound:
     """As the nodes' events have it."""
-    progress = Progress.from_record(verdict.payload["progress"])
+    progress = Progress.from_record(verdict.record["progress"])
     used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
     line = (progress.founding, progress.follows)
-    return CommittedRound(verdict.round, used, progress.ledger, progress.assigned, *line, at_s=verdict.round)
+    return AuditedRound(verdict.round, used, progress.ledger, progress.assigned, *line, at_s=verdict.round)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -80,7 +80,9 @@ def test_rounds_after_a_rollback_are_those_of_the_first_time(
     back = go_back(run, a=noise(50), b=noise(51))
     assert back["a"].round == 5 and back["a"].progress.inner_step == 1
     again = [run.round(a=noise(10 + n), b=noise(20 + n)) for n in range(3)]
-    assert [r["a"].state for r in again] == [r["b"].state for r in again] == [r.state for r in first]
+    assert (
+        [r["a"].state_digest for r in again] == [r["b"].state_digest for r in again] == [r.state_digest for r in first]
+    )
     assert [r["a"].round for r in again] == [6, 7, 8]
     assert [r["a"].progress.assigned for r in again] == [r.progress.assigned for r in first]
     assert torch.equal(run["a"].params, run["b"].params)
@@ -148,9 +150,9 @@ def test_spike_of_the_common_loss_takes_all_members_back_once(
     assert back["a"].progress == back["b"].progress and back["a"].progress.inner_step == 6
     for n in range(20, 23):
         reports = learn(run, noise(n), a=3.0, b=3.0)
-        assert reports["a"].state == reports["b"].state
+        assert reports["a"].state_digest == reports["b"].state_digest
     assert len(run.said) == 1
-    left_out = run.store.verdicts[10].payload["skipped"]
+    left_out = run.store.verdicts[10].record["skipped"]
     assert left_out == (((48, 72),) if skip_data else ())
     assert audit(map(recorded, run.store.verdicts), left_out).is_exact
 
@@ -178,7 +180,7 @@ def test_step_of_which_nothing_was_learned_has_no_part_in_the_loss(start_run: St
     run["a"].step_loss.nats = float("nan")
     report = run["a"].diloco_step(0 * noise(1), 0)
     assert report is not None and report.weights == (10,)
-    assert LossRecord.of(run["a"].outer.payload).loss == 2.0
+    assert LossRecord.of(run["a"].outer.record).loss == 2.0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -192,9 +194,9 @@ def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
     reports = [first.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
     (tmp_path / "again").mkdir()
     run = FakeRun(algorithm, tmp_path / "again", local, founders=2)
-    run.store.beginning = Beginning(9, 2, copy.state, "a")
+    run.store.restart_point = RestartPoint(9, 2, copy.state_digest, "a")
     for name in ("a", "b"):
-        assert run.add(name).outer.adopt(copy.round, copy.payload, copy.sections) == copy.state
+        assert run.add(name).outer.adopt(copy.round, copy.record, copy.sections) == copy.state_digest
         if algorithm.type == "diloco":  # whose inner state the checkpoint holds by node
             run[name].inner.load_state_dict(first[name].inner.state_dict())
             run[name].inner.seek(2)
@@ -202,10 +204,10 @@ def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
     assert run["a"].outer.progress.assigned == first_assigned(copy)
     again = [run.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
     assert [r.round for r in again] == [10, 11, 12]
-    assert [r.state for r in again] == [r.state for r in reports]
+    assert [r.state_digest for r in again] == [r.state_digest for r in reports]
     assert [r.progress.inner_step for r in again] == [r.progress.inner_step for r in reports]
     assert [r.progress.assigned for r in again] == [r.progress.assigned for r in reports]
 
 
 def first_assigned(copy: StateCopy) -> dict[str, tuple[tuple[int, int], ...]]:
-    return dict(Progress.from_record(copy.payload["progress"]).assigned)
+    return dict(Progress.from_record(copy.record["progress"]).assigned)

@@ -71,7 +71,7 @@ def test_round_that_loses_a_member_is_retried_with_what_the_others_contributed(
         assert len(report.failures) == 1
         assert torch.equal(run[name].buffers[CONTRIBUTION], contribution_of(algorithm, before, updates[name]))
         assert torch.equal(run[name].buffers[RESULT], expected)
-    assert reports["a"].state == reports["b"].state
+    assert reports["a"].state_digest == reports["b"].state_digest
     assert any("c" in reason for report in reports.values() for reason in report.failures)
 
 
@@ -109,7 +109,7 @@ def test_round_whose_transfers_fail_is_committed_by_none_of_them(
         assert torch.equal(run[name].buffers[CONTRIBUTION], contributions[name])
         assert torch.equal(run[name].buffers[RESULT], contributions["a"] * 0.5 + contributions["b"] * 0.5)
         assert report.weights == (10, 10)
-    assert reports["a"].state == reports["b"].state
+    assert reports["a"].state_digest == reports["b"].state_digest
     assert torch.equal(run["a"].params, run["b"].params)
 
 
@@ -126,8 +126,8 @@ def test_result_that_a_lost_transfer_may_write_to_is_renewed(
             part.fill_(float("nan"))
         assert torch.equal(node.buffers[RESULT], kept)
         assert torch.equal(node.entry(1).update.view(torch.float32), kept)
-        assert node.outer.state == reports[name].state
-    assert run.round(a=noise(4), b=noise(5))["a"].state == run["b"].outer.state
+        assert node.outer.state_digest == reports[name].state_digest
+    assert run.round(a=noise(4), b=noise(5))["a"].state_digest == run["b"].outer.state_digest
 
 
 @ALGORITHMS
@@ -162,7 +162,7 @@ def test_result_that_arrives_damaged_on_one_member_is_applied_by_nobody(
     assert len(before) == 2
     assert run.store.failed[before[0].id] == "the members hold different results"
     assert [v.opening for v in run.store.verdicts if v.round == 1] == [before[1]]
-    assert {(r.retries, r.state) for r in reports.values()} == {(1, run["a"].outer.state)}
+    assert {(r.retries, r.state_digest) for r in reports.values()} == {(1, run["a"].outer.state_digest)}
 
 
 @ALGORITHMS
@@ -188,12 +188,12 @@ def test_member_that_was_away_is_fenced_and_keeps_its_state(
     start_run: StartRun, noise: Noise, algorithm: Algorithm
 ) -> None:
     run = start_run(algorithm, "a", "b")
-    state, outer = run["b"].outer.state, [run["b"].buffers[name].clone() for name in run["b"].outer.sections]
+    state, outer = run["b"].outer.state_digest, [run["b"].buffers[name].clone() for name in run["b"].outer.sections]
     run["b"].member.close()  # its lease ran out while it made its inner steps
     run.round(a=noise(1))
     outcome = run.together(b=lambda: run["b"].take_step(noise(2), 10))["b"]
     assert isinstance(outcome, Fenced)
-    assert (run["b"].outer.round, run["b"].outer.state) == (0, state)
+    assert (run["b"].outer.round, run["b"].outer.state_digest) == (0, state)
     assert all(torch.equal(run["b"].buffers[n], kept) for n, kept in zip(run["b"].outer.sections, outer, strict=True))
     assert run["b"].entry(1) is None
 
@@ -212,7 +212,7 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_return(
     said = [vars(record)["fields"] for record in caplog.records if "not finite" in record.message]
     assert said == [{"round": 1, "parameters": 1, "first": spoilt[0]}]
     assert torch.equal(run["b"].buffers[RESULT], contribution_of(algorithm, before, update))
-    assert reports["a"].state == reports["b"].state
+    assert reports["a"].state_digest == reports["b"].state_digest
     assert torch.equal(run["a"].params, run["b"].params)
     assert run["b"].params.isfinite().all()
     assert run["a"].outer.progress.tokens == 10
@@ -238,10 +238,10 @@ def test_round_in_which_nobody_has_weight_moves_nothing(
 ) -> None:
     run = start_run(algorithm, "a", "b")
     run.round(a=noise(1), b=noise(2))
-    before, state = run["a"].params, run["a"].outer.state
+    before, state = run["a"].params, run["a"].outer.state_digest
     reports = run.round(a=noise(3) * float("nan"), b=noise(4) * float("nan"))
     for name, report in reports.items():
-        assert (report.round, report.weights, report.state) == (2, (0, 0), state)
+        assert (report.round, report.weights, report.state_digest) == (2, (0, 0), state)
         assert torch.equal(run[name].params, before)
     assert run["a"].outer.progress.tokens == 20
 
@@ -278,7 +278,7 @@ def test_node_that_receives_the_state_holds_what_its_members_hold(
     run = start_run(algorithm, "a")
     make_rounds(run, "a", noise)
     joiner = run.add("b")
-    assert joiner.receive(run["a"]) == run["a"].outer.state == joiner.outer.state
+    assert joiner.receive(run["a"]) == run["a"].outer.state_digest == joiner.outer.state_digest
     assert (joiner.outer.round, joiner.outer.progress) == (run["a"].outer.round, run["a"].outer.progress)
     assert torch.equal(joiner.params, run["a"].params)
     assert joiner.inner.step_count == run["a"].inner.step_count
@@ -303,11 +303,11 @@ def test_node_that_joins_with_weight_0_holds_the_same_state_from_then_on(
     assert outcome["a"].members == outcome["b"].members == ("a", "b")
     assert outcome["a"].weights == (10, 0)
     assert torch.equal(run["a"].buffers[RESULT], contribution_of(algorithm, before, update))
-    assert outcome["a"].state == outcome["b"].state
+    assert outcome["a"].state_digest == outcome["b"].state_digest
     assert not outcome["b"].is_left_out
     for seed in (30, 40):
         reports = run.round(a=noise(seed), b=noise(seed + 1))
-        assert reports["a"].state == reports["b"].state
+        assert reports["a"].state_digest == reports["b"].state_digest
         assert reports["a"].weights == (10, 10)
     assert torch.equal(run["a"].params, joiner.params)
 
@@ -324,8 +324,8 @@ def test_journal_replayed_gives_the_state_of_those_who_were_there(
         run.round(a=noise(seed, scale=3.0))  # large enough that gradients are clipped
     for round in range(fetched + 1, run["a"].outer.round + 1):
         entry = run["a"].entry(round)
-        assert joiner.replay(entry) == entry.state
-    assert joiner.outer.state == run["a"].outer.state
+        assert joiner.replay(entry) == entry.state_digest
+    assert joiner.outer.state_digest == run["a"].outer.state_digest
     assert joiner.outer.progress == run["a"].outer.progress
     assert joiner.inner.step_count == run["a"].inner.step_count
     assert torch.equal(joiner.params, run["a"].params)
@@ -341,7 +341,7 @@ def test_replay_of_a_round_in_which_nobody_had_weight_moves_nothing(
     joiner.receive(run["a"])
     for update in (noise(1) * float("nan"), noise(2)):
         run.round(a=update)
-        assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
+        assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state_digest
 
 
 @ALGORITHMS
@@ -354,7 +354,7 @@ def test_state_received_after_a_round_without_weight_goes_on_like_its_donors(
     joiner = run.add("b")
     joiner.receive(run["a"])
     run.round(a=noise(3))
-    assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state
+    assert joiner.replay(run["a"].entry(run["a"].outer.round)) == run["a"].outer.state_digest
 
 
 @ALGORITHMS

@@ -19,7 +19,7 @@ import redis
 from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict, View, Wait
 from zeroband.elastic.membership.orders import Orders, go_on, pause
 from zeroband.elastic.rounds.member import Member, say_nothing
-from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import Fenced, PeerLost
 
@@ -39,15 +39,15 @@ def hashed(*parts: object) -> str:
 class StepMember(Member):
     """A membership that hands out its decisions instead of waiting: no guardian, no watcher."""
 
-    def __init__(self, store: Store, member_id: str, shared: dict[str, str], board: Any) -> None:
+    def __init__(self, store: Store, member_id: str, shared: dict[str, str], flags: Any) -> None:
         self.member_id = member_id
         self.store = store
-        self._board = board
+        self._flags = flags
         self._departure: Any = SimpleNamespace(drain=lambda: None)
-        self._memory = Memory(member_id, shared)
+        self._memory = LiveBackup(member_id, shared)
         self._on_event = say_nothing
         self._first_look = None
-        board.session = getattr(store, "session", "")
+        flags.session = getattr(store, "session", "")
 
     def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
         return decide(self.look(round))
@@ -61,7 +61,7 @@ class Node:
     store: Store
     guardian: Store
     shared: dict[str, str]
-    board: Any = field(default_factory=lambda: SimpleNamespace(session="", set_session=None))
+    flags: Any = field(default_factory=lambda: SimpleNamespace(session="", set_session=None))
     member: StepMember = field(init=False)
     phase: str = "training"
     round: int = -1
@@ -72,18 +72,18 @@ class Node:
     lives: int = 0
 
     def __post_init__(self) -> None:
-        self.board.set_session = lambda session: setattr(self.board, "session", session)
+        self.flags.set_session = lambda session: setattr(self.flags, "session", session)
         self.be_another_member()
 
     def be_another_member(self) -> None:
         self.lives += 1
         member_id = f"{self.name}#{self.lives}{uuid.uuid4().hex[:4]}"
-        self.member = StepMember(self.store, member_id, self.shared, self.board)
+        self.member = StepMember(self.store, member_id, self.shared, self.flags)
         self.renew(first=True)
 
     def renew(self, *, first: bool = False) -> None:
         """What its guardian does five times in a lease. Raises Fenced."""
-        self.guardian.session = self.board.session
+        self.guardian.session = self.flags.session
         peer = Peer(self.name, f"host-{self.name}", 7, True)
         if self.guardian.renew_lease(self.member.member_id, peer, first=first) is None:
             raise Fenced("the lease was refused")
@@ -169,7 +169,7 @@ class Run:
         verdict = node.member.await_verdict(node.opening, payload)
         if isinstance(verdict, Verdict):
             node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
-            node.session, node.is_joiner, node.phase = verdict.payload["session"], False, "training"
+            node.session, node.is_joiner, node.phase = verdict.record["session"], False, "training"
             applied = self.line.setdefault(verdict.round, (verdict.digest, node.state))
             assert applied == (verdict.digest, node.state), f"round {verdict.round} has two results"
 

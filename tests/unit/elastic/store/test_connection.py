@@ -40,7 +40,7 @@ from zeroband.elastic.store.connection import (
     is_refusal,
     is_temporary,
 )
-from zeroband.elastic.store.redis_store import Recollection, Store
+from zeroband.elastic.store.redis_store import Store, StoreBackup
 from zeroband.errors import ConfigError
 
 DEADLINE_S = 20.0
@@ -217,7 +217,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False))
         run.release_lease("a#1")
         admin.flushall()
-        assert run.restore(Recollection("a#1", shared, opening, verdict, ready, (opening, "digest")))
+        assert run.restore(StoreBackup("a#1", shared, opening, verdict, ready, (opening, "digest")))
     spoken = {name.removeprefix("cmdstat_").partition("|")[0] for name in admin.info("commandstats")}
     assert {command.partition("|")[0] for command in COMMANDS} <= spoken
 
@@ -543,7 +543,7 @@ def test_sentinel_that_refuses_is_a_refusal(port: int, sentinels: Callable[[int]
 
 
 def test_redis_in_the_place_of_a_sentinel_is_a_refusal(script: Script, opened: Open) -> None:
-    no_sentinel = script(b"-ERR unknown command `SENTINEL`, with args beginning with:")
+    no_sentinel = script(b"-ERR unknown command `SENTINEL`, with args restart_point with:")
     assert "there is no Sentinel" in _refusal(opened(_sentinel_url(no_sentinel)))
 
 

@@ -18,8 +18,8 @@ from tests.servers import SERVERS
 
 from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.membership.orders import Orders, drain, go_on, pause, roll_back
-from zeroband.elastic.membership.resume_rules import Beginning
-from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Recollection, Store
+from zeroband.elastic.membership.resume_rules import RestartPoint
+from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Store, StoreBackup
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
 
@@ -404,11 +404,11 @@ def test_the_dead_stay_dead_when_the_clock_is_set_back(store: Store, redis_clien
 # -- a record that was lost -------------------------------------------------------------------------------------------
 
 
-def known_to(member: str, *, round: int, version: int = 0, **fields: Any) -> Recollection:
+def known_to(member: str, *, round: int, version: int = 0, **fields: Any) -> StoreBackup:
     """What a member knows that saw `round` committed."""
     opening = an_opening(A, B, version=version or round + 1, round=round)
     usual: dict[str, Any] = {"run": SHARED, "opening": opening, "committed": a_verdict(opening)}
-    return Recollection(member, **{**usual, **fields})
+    return StoreBackup(member, **{**usual, **fields})
 
 
 @pytest.mark.parametrize("rounds", [(4, 5), (5, 4), (5, 5)])
@@ -666,7 +666,7 @@ def test_repeated_proposal_after_a_lost_reply_changes_nothing(store: Store) -> N
     store.propose_opening(opening, current=None)
     assert not store.propose_opening(opening, current=None) and store.view(0).opening == opening
     store.propose_verdict(a_verdict(opening))
-    assert not store.propose_verdict(replace(a_verdict(opening), payload={"n": 2}))
+    assert not store.propose_verdict(replace(a_verdict(opening), record={"n": 2}))
     assert store.view(0).committed == a_verdict(opening)
 
 
@@ -722,7 +722,7 @@ def of_session(session: str, *before: str, round: int = 5) -> Verdict:
 def test_member_of_a_session_sees_no_record_of_another_one(open_store: Callable[..., Store]) -> None:
     other, ours = open_store(), open_store()
     other.restore(
-        Recollection(A, SHARED, of_session("old").opening, of_session("old"), orders=Orders(9, is_paused=True))
+        StoreBackup(A, SHARED, of_session("old").opening, of_session("old"), orders=Orders(9, is_paused=True))
     )
     assert ours.view(5).committed == of_session("old"), "who is in none believes it"
     ours.session = "new"
@@ -733,10 +733,10 @@ def test_member_of_a_session_sees_no_record_of_another_one(open_store: Callable[
 def test_member_writes_over_another_session_however_many_rounds_that_has(open_store: Callable[..., Store]) -> None:
     other, ours = open_store(), open_store()
     old, new = of_session("old", round=500), replace(of_session("new", "new"))
-    other.restore(Recollection(A, SHARED, old.opening, old))
+    other.restore(StoreBackup(A, SHARED, old.opening, old))
     ours.session = "new"
     ours.view(6)
-    assert ours.restore(Recollection(B, SHARED, new.opening, new))
+    assert ours.restore(StoreBackup(B, SHARED, new.opening, new))
     assert ours.view(6).committed == new and ours.view(6).opening == new.opening
 
 
@@ -745,7 +745,7 @@ def test_session_that_goes_on_from_ours_counts(open_store: Callable[..., Store])
     other, ours = open_store(), open_store()
     again = of_session("new", "old")
     assert again.sessions == ("new", "old")
-    other.restore(Recollection(A, SHARED, again.opening, again))
+    other.restore(StoreBackup(A, SHARED, again.opening, again))
     ours.session = "old"
     view = ours.view(5)
     assert view.committed == again and view.opening == again.opening
@@ -761,7 +761,7 @@ def test_lease_is_not_refused_by_an_opening_of_another_session(open_store: Calla
     """Redis came back with the file of an earlier run: none of today's members is in its opening."""
     other, ours = open_store(), open_store()
     old = Verdict(replace(an_opening(C, round=5, version=6), sessions=("old",)), "d", {"session": "old"})
-    other.restore(Recollection(C, SHARED, old.opening, old))
+    other.restore(StoreBackup(C, SHARED, old.opening, old))
     assert not renew(ours, A), "who is in no session believes it"
     ours.session = "new"
     assert renew(ours, A)
@@ -786,7 +786,7 @@ def test_joiner_leaves_it_to_the_living_to_bring_back_what_nodes_share(
     shared = member.found_or_match(SHARED)
     hold(member, A)
     redis_client.delete(member.keys.run)
-    bringing = threading.Timer(0.1, member.restore, args=(Recollection(A, shared),))
+    bringing = threading.Timer(0.1, member.restore, args=(StoreBackup(A, shared),))
     bringing.start()
     with pytest.raises(JoinRefused, match=r"model\.d_model"):
         joiner.found_or_match({**SHARED, "model.d_model": "512"})
@@ -801,7 +801,7 @@ def test_record_that_names_another_token_refuses_nobody_once_members_bring_their
     hold(member, A)
     redis_client.set(member.keys.run, stranger._judge.seal_run(SHARED))
     member.view(0)
-    bringing = threading.Timer(0.1, member.restore, args=(Recollection(A, shared),))
+    bringing = threading.Timer(0.1, member.restore, args=(StoreBackup(A, shared),))
     bringing.start()
     assert joiner.found_or_match(SHARED) == shared
     bringing.join()
@@ -865,18 +865,18 @@ def test_orders_that_the_store_lost_are_brought_back_and_newer_ones_stay(
 ) -> None:
     given = store.give_orders(pause)
     redis_client.flushall()
-    assert store.restore(Recollection(A, SHARED, orders=given))
+    assert store.restore(StoreBackup(A, SHARED, orders=given))
     assert store.view(0).orders == given
     newer = store.give_orders(go_on)
-    store.restore(Recollection(A, SHARED, orders=given))
+    store.restore(StoreBackup(A, SHARED, orders=given))
     assert store.view(0).orders == newer
 
 
 # -- a run that begins again -------------------------------------------------------------------------------------------
 
 
-def a_beginning(member: str = A, **fields: Any) -> Beginning:
-    return Beginning(**{"round": 7, "step": 40, "state": "s", "member": member, **fields})
+def a_restart_point(member: str = A, **fields: Any) -> RestartPoint:
+    return RestartPoint(**{"round": 7, "step": 40, "state_digest": "s", "member": member, **fields})
 
 
 def test_store_agrees_on_one_of_many_beginnings(open_store: Callable[..., Store]) -> None:
@@ -888,7 +888,7 @@ def test_store_agrees_on_one_of_many_beginnings(open_store: Callable[..., Store]
 
     def race(racer: int) -> None:
         start.wait()
-        if stores[racer].propose_beginning(a_beginning(f"racer#{racer}", step=racer), views[racer]):
+        if stores[racer].propose_restart_point(a_restart_point(f"racer#{racer}", step=racer), views[racer]):
             agreed.append(racer)
 
     threads = [threading.Thread(target=race, args=(racer,)) for racer in range(racers)]
@@ -897,7 +897,7 @@ def test_store_agrees_on_one_of_many_beginnings(open_store: Callable[..., Store]
     for thread in threads:
         thread.join(timeout=30)
     assert len(agreed) == 1
-    assert stores[0].view(0).beginning == a_beginning(f"racer#{agreed[0]}", step=agreed[0])
+    assert stores[0].view(0).restart_point == a_restart_point(f"racer#{agreed[0]}", step=agreed[0])
 
 
 def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> None:
@@ -905,11 +905,11 @@ def test_beginning_is_refused_where_the_run_went_on_meanwhile(store: Store) -> N
     assert open_next(store, opening)
     before = store.view(0)
     assert store.propose_verdict(a_verdict(opening))
-    assert not store.propose_beginning(a_beginning(), before)
+    assert not store.propose_restart_point(a_restart_point(), before)
     after = store.view(0)
     assert open_next(store, an_opening(A, version=2, round=1))
-    assert not store.propose_beginning(a_beginning(), after)
-    assert store.propose_beginning(a_beginning(), store.view(0))
+    assert not store.propose_restart_point(a_restart_point(), after)
+    assert store.propose_restart_point(a_restart_point(), store.view(0))
 
 
 def test_what_the_nodes_of_a_run_shared_is_forgotten_once_all_are_dead(store: Store, redis_client: redis.Redis) -> None:

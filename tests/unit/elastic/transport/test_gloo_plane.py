@@ -21,7 +21,7 @@ from zeroband.elastic.transport.base import Gathering
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a#1", "b#1", "c#1")
 BOUNDS = TransferBounds(stall_s=1.0, most_stall_s=20.0, stream_s=20.0, connect_s=1.0)
@@ -141,21 +141,21 @@ def ignore(share: float) -> None:
 
 
 @pytest.fixture
-def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, NodeBoard]]:
+def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, SharedFlags]]:
     """The groups of a node that has one local rank and two lanes."""
 
-    def make(rank: int) -> tuple[LaneGroups, NodeBoard]:
-        board = NodeBoard(tmp_path / f"board{rank}", create=True)
+    def make(rank: int) -> tuple[LaneGroups, SharedFlags]:
+        flags = SharedFlags(tmp_path / f"flags{rank}", create=True)
         ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
         return LaneGroups(
-            store, board, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
-        ), board
+            store, flags, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
+        ), flags
 
     return make
 
 
 def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     def two_rounds(rank: int) -> list[float]:
         groups, _ = make_groups(rank)
@@ -171,7 +171,7 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
 
 @pytest.mark.defect(11)
 def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     opening = an_opening("a#1", "b#1")
 
@@ -187,7 +187,7 @@ def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
 
 
 def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_members(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     """As after a store that came back with old data."""
 
@@ -206,7 +206,7 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
     assert in_threads(reduce, 3) == [[11.0, 101.0], [11.0], [101.0]]
 
 
-def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]]) -> None:
     groups, _ = make_groups(0)
     groups._connect(an_opening("a#1"), 0)
     values = torch.ones(4)
@@ -215,26 +215,26 @@ def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups,
 
 
 def test_building_a_group_ends_when_its_opening_is_aborted(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
-    groups, board = make_groups(0)
-    threading.Timer(0.05, board.abort, args=(4,)).start()
+    groups, flags = make_groups(0)
+    threading.Timer(0.05, flags.abort, args=(4,)).start()
     with pytest.raises(PeerLost, match="building lane 0 of epoch 1"):
         groups._connect(an_opening("a#1", "dead#1", version=4), 0)
 
 
 def test_transfer_ends_when_its_opening_is_aborted(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     """One of two builds its lanes and never sends: the other must not wait inside gloo."""
     nodes = [make_groups(rank) for rank in range(2)]
 
     def take_part(rank: int) -> None:
-        groups, board = nodes[rank]
+        groups, flags = nodes[rank]
         opening = an_opening("a#1", "b#1", version=4)
         groups._connect(opening, rank)
         if rank == 0:
-            threading.Timer(0.05, board.abort, args=(4,)).start()
+            threading.Timer(0.05, flags.abort, args=(4,)).start()
             groups._all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
 
     first, second = in_threads(take_part, 2)
@@ -243,11 +243,11 @@ def test_transfer_ends_when_its_opening_is_aborted(
 
 
 def test_abort_of_an_older_opening_does_not_end_a_newer_one(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     def reduce(rank: int) -> float:
-        groups, board = make_groups(rank)
-        board.abort(3)
+        groups, flags = make_groups(rank)
+        flags.abort(3)
         opening = an_opening("a#1", "b#1", version=4)
         groups._connect(opening, rank)
         values = torch.ones(2)
@@ -257,7 +257,7 @@ def test_abort_of_an_older_opening_does_not_end_a_newer_one(
     assert in_threads(reduce, 2) == [4.0, 4.0]
 
 
-def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]]) -> None:
     def two_epochs(rank: int) -> list[float]:
         groups, _ = make_groups(rank)
         sums: list[float] = []
@@ -280,7 +280,7 @@ def loops_of_gloo() -> int:
 
 
 def test_idle_groups_that_are_left_behind_are_destroyed(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     nodes, before = [make_groups(rank)[0] for rank in range(2)], loops_of_gloo()
 
@@ -296,15 +296,15 @@ def test_idle_groups_that_are_left_behind_are_destroyed(
 
 
 def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothing_runs_in_them(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]], tmp_path: Path
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]], tmp_path: Path
 ) -> None:
     opening, before = an_opening("a#1", "b#1", version=4), loops_of_gloo()
-    (first, board), (second, _) = make_groups(0), make_groups(1)
+    (first, flags), (second, _) = make_groups(0), make_groups(1)
     in_threads(lambda rank: (first, second)[rank]._connect(opening, rank), 2)
     buffer = tmp_path / "buffer"
 
     def abort_when_begun(share: float) -> None:
-        board.abort(4)
+        flags.abort(4)
 
     result = torch.from_file(str(buffer), shared=True, size=4)
     with pytest.raises(PeerLost, match="was aborted"):
@@ -335,7 +335,7 @@ def payload_of(rank: int) -> torch.Tensor:
     return torch.arange(0 if rank == 1 else 75 + rank, dtype=torch.uint8) + 100 * rank
 
 
-def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]]) -> None:
+def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]]) -> None:
     lengths = tuple(len(payload_of(rank)) for rank in range(3))
 
     def gather(rank: int) -> list[int]:
@@ -351,17 +351,17 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
 
 
 def test_gathering_ends_when_its_opening_is_aborted(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     nodes = [make_groups(rank) for rank in range(2)]
 
     def take_part(rank: int) -> None:
-        groups, board = nodes[rank]
+        groups, flags = nodes[rank]
         opening = an_opening("a#1", "b#1", version=4)
         if rank == 1:
             groups._connect(opening, rank)
             return
-        threading.Timer(0.3, board.abort, args=(4,)).start()
+        threading.Timer(0.3, flags.abort, args=(4,)).start()
         payload, result = torch.ones(5, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
         groups.gather(payload, result, Gathering((5, 5)), opening, "a#1", ignore)
 
@@ -374,7 +374,7 @@ def test_gathering_ends_when_its_opening_is_aborted(
 
 
 def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_time(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
     """The other one is in the group, and begins nothing."""
     nodes, opening = [make_groups(rank)[0] for rank in range(2)], an_opening("a#1", "b#1")
@@ -391,10 +391,10 @@ def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_
 
 
 def test_group_that_a_member_does_not_come_to_is_given_up(
-    make_groups: Callable[[int], tuple[LaneGroups, NodeBoard]],
+    make_groups: Callable[[int], tuple[LaneGroups, SharedFlags]],
 ) -> None:
-    groups, board = make_groups(0)
+    groups, flags = make_groups(0)
     opening = an_opening("a#1", "b#1")
     with pytest.raises(TransferStalled, match="not all of b#1 were reached within"):
         groups._connect(opening, 0)
-    board.abort(opening.version)  # as the mesh does; ends the thread that builds
+    flags.abort(opening.version)  # as the mesh does; ends the thread that builds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroband.elastic.transport.meter import KEPT, WINDOW_S, Learned, Meter
+from zeroband.elastic.transport.meter import KEPT, WINDOW_S, LearnedRates, Meter
 
 MBIT = 125_000
 
@@ -36,7 +36,7 @@ def test_looks_between_windows_change_nothing() -> None:
 
 
 def test_best_of_the_last_transfers_counts_and_older_ones_are_forgotten() -> None:
-    learned = Learned().after(90, {"b": 70})
+    learned = LearnedRates().after(90, {"b": 70})
     for _ in range(KEPT - 1):
         learned = learned.after(20, {"b": 10})
     assert learned.own_rate == 90 and learned.link_rates() == {"b": 70}
@@ -45,7 +45,7 @@ def test_best_of_the_last_transfers_counts_and_older_ones_are_forgotten() -> Non
 
 
 def test_few_transfers_say_nothing() -> None:
-    learned = Learned()
+    learned = LearnedRates()
     for _ in range(KEPT - 1):
         assert learned.own_rate == 0 and not any(learned.link_rates().values())
         learned = learned.after(90, {"b": 70})
@@ -55,7 +55,7 @@ def test_few_transfers_say_nothing() -> None:
 
 
 def test_transfer_that_says_nothing_forgets_no_rate_but_members_that_left() -> None:
-    learned = Learned((90,), {"b": (70,), "c": (60,)})
+    learned = LearnedRates((90,), {"b": (70,), "c": (60,)})
     for _ in range(2 * KEPT):
         learned = learned.after(0, {"b": 0, "d": 0})
-    assert learned == Learned((90,), {"b": (70,), "d": ()})
+    assert learned == LearnedRates((90,), {"b": (70,), "d": ()})

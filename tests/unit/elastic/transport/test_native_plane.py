@@ -19,7 +19,7 @@ from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair,
 
 from zeroband.elastic.membership.epoch import Opening
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState
@@ -27,12 +27,12 @@ from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import OPEN, new_session
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, Reach
-from zeroband.elastic.transport.pacing import Middle
+from zeroband.elastic.transport.rate_control import Middle
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.elastic.transport.tuning import LinkTuning
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import CODECS
-from zeroband.node.board import NodeBoard
+from zeroband.node.shared_flags import SharedFlags
 
 N = 700
 INT8 = CODECS["int8"]
@@ -46,13 +46,13 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
     """The mean of one member with this weight."""
 
     def reduce(weight: int, **more: Any) -> torch.Tensor:
-        board = NodeBoard(tmp_path / "board", create=True)
+        flags = SharedFlags(tmp_path / "flags", create=True)
         reach = Reach(links=cast(Any, None), addresses=lambda members: {})
-        plane = NativePlane("run", board, INT8, reach, streams=1, paced=True, bounds=PATIENT)
+        plane = NativePlane("run", flags, INT8, reach, streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
         assert plane.reduce_mean(SOURCE, result, opening, "a#1", lambda share: None, **more) == (0, 0)
-        board.close()
+        flags.close()
         return result
 
     return reduce
@@ -96,11 +96,11 @@ class Node:
     ) -> None:
         self.member_id = member_id
         self.links = links(Engine(1, beat_s=bounds.beat_s), RunKey(b"k" * 32), is_sealed=False)
-        self._board = NodeBoard(folder / member_id, create=True)
+        self._flags = SharedFlags(folder / member_id, create=True)
         self._main = ThreadPoolExecutor(1)
         self.addresses: dict[str, Address] = {}
         reach = Reach(self.links, addresses=lambda members: self.addresses)
-        self.plane = NativePlane("run", self._board, CODECS["fp32"], reach, streams=streams, paced=True, bounds=bounds)
+        self.plane = NativePlane("run", self._flags, CODECS["fp32"], reach, streams=streams, paced=True, bounds=bounds)
 
     def reduce(self, opening: Opening) -> Future[torch.Tensor]:
         """As the trainer's main thread does it."""
@@ -120,7 +120,7 @@ class Node:
     def close(self) -> None:
         self.plane.close()
         self._main.shutdown()
-        self._board.close()
+        self._flags.close()
 
 
 def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") -> None:
@@ -197,7 +197,7 @@ def join_through(one: Node, other: Node) -> Box:
     return box
 
 
-TWO = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), wants=(4, 4))
+TWO = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
 
 
 @pytest.mark.parametrize("is_both_ways", [True, False], ids=["both ways", "one way"])
@@ -283,7 +283,7 @@ def test_crowded_link_is_left_to_one_stream_during_a_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int | None
 ) -> None:
     monkeypatch.setattr(native_module, "_ASK_S", 0.01)
-    opening = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), wants=(4, 4))
+    opening = replace(OPENING, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
     a, late = (Node(member, tmp_path, SlowLinks, streams) for member in opening.members)
     for _ in range(8):
         join(a, late, session="the same")
@@ -325,7 +325,7 @@ def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]
     def reduce(number: int, members: int) -> None:
         ones = (1,) * members
         opening = replace(OPENING, version=number, round=number, members=OPENING.members[:members], weights=ones)
-        opening = replace(opening, steps=ones, wants=ones, network=Network(took_ms=2000))
+        opening = replace(opening, steps=ones, steps_requested=ones, network=LinkTable(took_ms=2000))
         for reducing in [node.reduce(opening) for node in nodes[:members]]:
             assert torch.allclose(reducing.result(DEADLINE_S), SOURCE)
 
@@ -361,7 +361,7 @@ def test_time_of_a_transfer_is_not_told_where_links_lose_packets(
     monkeypatch.setattr(Middle, "whole_s", 1.5)
     a, b = Node("a#1", tmp_path), Node("b#1", tmp_path)
     join(a, b)
-    opening = replace(OPENING, members=OPENING.members[:2], weights=(1, 1), steps=(1, 1), wants=(1, 1))
+    opening = replace(OPENING, members=OPENING.members[:2], weights=(1, 1), steps=(1, 1), steps_requested=(1, 1))
     for reducing in (a.reduce(opening), b.reduce(opening)):
         reducing.result(DEADLINE_S)
     assert a.took_ms == (0 if is_lossy else 1500)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.topology import Network
+from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import chunk_numel, shape_of, shard_bounds
 from zeroband.elastic.transport.times import CROWDED, MESSAGE_S, all_to_all_s, ring_s
 from zeroband.kernels.codec import CODECS
@@ -49,7 +49,7 @@ def test_members_without_known_rates_own_equal_shards(numel: int, world: int) ->
 
 def sizes_of(rates: list[int]) -> list[int]:
     """Of the shards, in blocks, of 400 blocks."""
-    shape = shape_of(400 * ALIGNMENT, INT8, [1 / len(rates)] * len(rates), Network(tuple(rates), rtt_ms=1))
+    shape = shape_of(400 * ALIGNMENT, INT8, [1 / len(rates)] * len(rates), LinkTable(tuple(rates), rtt_ms=1))
     return [(stop - start) // ALIGNMENT for start, stop in pairwise(shape.bounds)]
 
 
@@ -92,19 +92,19 @@ def test_shape_names_every_member_once_and_keeps_the_codec(numel: int, world: in
 def test_members_with_equal_links_speak_to_all(numel: int, rtt_ms: int) -> None:
     """Both move as much, and a ring waits for everybody one after the other."""
     for world in (2, 3, 16, 64, 200):
-        assert not shape_of(numel, INT8, [1 / world] * world, Network((100,) * world, rtt_ms=rtt_ms)).is_ring
+        assert not shape_of(numel, INT8, [1 / world] * world, LinkTable((100,) * world, rtt_ms=rtt_ms)).is_ring
 
 
 @pytest.mark.parametrize(("slowest_link", "is_ring"), [(100, False), (40, False), (5, True)])
 def test_ring_goes_around_a_slow_link(slowest_link: int, is_ring: bool) -> None:
     """All-to-all of 4 members moves half a state between any two, a ring 1.5 states over each link that it uses."""
-    network = Network((100,) * 4, (0, 2, 1, 3), slowest_link=slowest_link, slowest_in_ring=100, rtt_ms=10)
+    network = LinkTable((100,) * 4, (0, 2, 1, 3), slowest_link=slowest_link, slowest_in_ring=100, rtt_ms=10)
     shape = shape_of(10**8, INT8, [0.25] * 4, network)
     assert (shape.is_ring, shape.order) == (is_ring, (0, 2, 1, 3))
 
 
 def test_ring_is_not_worth_its_round_trips_for_little() -> None:
-    network = Network((100,) * 4, slowest_link=5, slowest_in_ring=100, rtt_ms=80)
+    network = LinkTable((100,) * 4, slowest_link=5, slowest_in_ring=100, rtt_ms=80)
     assert not shape_of(10**5, INT8, [0.25] * 4, network).is_ring
 
 
@@ -113,26 +113,26 @@ worlds, sizes, mbits = st.integers(2, 1000), st.integers(1, 10**10), st.integers
 
 @given(worlds, sizes, mbits)
 def test_both_ways_take_at_least_the_time_of_their_bytes(world: int, size: int, rate: int) -> None:
-    network = Network((rate,) * world)
+    network = LinkTable((rate,) * world)
     least_s = 2 * (world - 1) / world * size * 8e-6 / rate
     assert min(ring_s(world, size, network), all_to_all_s([1 / world] * world, size, network)) >= 0.999 * least_s
 
 
 def test_predicted_time_counts_bytes_ways_and_messages() -> None:
-    network = Network((8,) * 4, slowest_in_ring=4, rtt_ms=500)  # a megabyte a second
+    network = LinkTable((8,) * 4, slowest_in_ring=4, rtt_ms=500)  # a megabyte a second
     chunk_s = 0.25 / 16
     assert all_to_all_s([0.25] * 4, 10**6, network) == pytest.approx(1.5 * CROWDED + 3 * chunk_s + 0.5 + 6 * MESSAGE_S)
     assert ring_s(4, 10**6, network) == pytest.approx(3.0 + 3 * (2 * 2 * chunk_s + 0.5 + 2 * MESSAGE_S))
-    assert all_to_all_s([0.5, 0.5], 10**9, Network((8, 8), rtt_ms=500)) == pytest.approx(
+    assert all_to_all_s([0.5, 0.5], 10**9, LinkTable((8, 8), rtt_ms=500)) == pytest.approx(
         1000 + 0.065536 + 0.5 + 2 * MESSAGE_S
     )
 
 
 def test_slowest_access_link_decides_unless_its_owner_owns_less() -> None:
-    network = Network((80, 8, 80), rtt_ms=1)
+    network = LinkTable((80, 8, 80), rtt_ms=1)
     equal, sized = all_to_all_s([1 / 3] * 3, 10**7, network), all_to_all_s([0.5, 0.0, 0.5], 10**7, network)
     assert sized == pytest.approx(10 * CROWDED, abs=0.15) and equal == pytest.approx(10 * CROWDED * 4 / 3, abs=0.15)
 
 
 def test_member_whose_rate_is_not_known_counts_as_the_median() -> None:
-    assert ring_s(3, 10**7, Network((0, 10, 80))) == ring_s(3, 10**7, Network((80, 10, 80)))
+    assert ring_s(3, 10**7, LinkTable((0, 10, 80))) == ring_s(3, 10**7, LinkTable((80, 10, 80)))

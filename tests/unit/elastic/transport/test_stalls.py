@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroband.elastic.transport.stalls import Progress, StallLimit, StallLimits, TransferBounds
+from zeroband.elastic.transport.stalls import StallLimit, StallLimits, StallWatch, TransferBounds
 
 BOUNDS = TransferBounds(stall_s=10.0, most_stall_s=150.0, stream_s=60.0, connect_s=15.0)
 
@@ -35,14 +35,14 @@ def test_slow_transfer_gets_through_after_a_few_attempts() -> None:
 
 
 def test_progress_counts_the_time_in_which_nothing_grew() -> None:
-    progress = Progress(look_s=1.0, at_s=0.0)
+    progress = StallWatch(look_s=1.0, at_s=0.0)
     assert [progress.see(value, now_s) for now_s, value in enumerate([5, 5, 5, 6, 6], start=1)] == [0, 1, 2, 0, 1]
     assert progress.longest_s == 2
 
 
 def test_pause_of_this_process_is_nobodys_fault() -> None:
     """It was stopped for a minute; what came meanwhile is still to be read."""
-    progress = Progress(look_s=1.0, at_s=0.0)
+    progress = StallWatch(look_s=1.0, at_s=0.0)
     assert [progress.see(5, now_s) for now_s in (1.0, 61.0, 62.0)] == [0, 0, 1]
 
 

@@ -12,7 +12,7 @@ from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.outer.compression import sparse_codec as module
 from zeroband.outer.compression.bits import pack
 from zeroband.outer.compression.norms import norm_of
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import HEADER, SparseCodec, SparseRule
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import ShardMap
@@ -233,7 +233,7 @@ def test_sum_that_overflows_is_refused() -> None:
 
 @EACH_CODING
 def test_restored_contribution_leaves_the_memory_as_if_it_had_not_been_sent(values: str) -> None:
-    feedback = ErrorFeedback(codec_of(values=values), decay=0.9, share=0.7)
+    feedback = SparseResidual(codec_of(values=values), decay=0.9, share=0.7)
     memory, never_sent = noise(0), noise(0)
     taken = feedback.extract(memory).taken
     assert not torch.allclose(memory, never_sent, atol=1e-3)
@@ -245,7 +245,7 @@ def test_restored_contribution_leaves_the_memory_as_if_it_had_not_been_sent(valu
 
 
 def test_accumulate_gives_the_same_bits_however_the_buffer_is_cut() -> None:
-    feedback = ErrorFeedback(codec_of(), decay=0.95)
+    feedback = SparseResidual(codec_of(), decay=0.95)
     whole, cut, new = noise(0), noise(0), noise(1)
     feedback.accumulate(whole, new, scale=0.3)
     for a, b in zip(cut.split(1001), new.split(1001), strict=True):

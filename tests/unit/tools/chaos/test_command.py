@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos import command as chaos
-from zeroband.tools.chaos.command import Outcome, main
+from zeroband.tools.chaos.command import SoakOutcome, main
 from zeroband.tools.chaos.judgement import Judgement
 from zeroband.tools.chaos.options import ChaosOptions
 from zeroband.tools.chaos.soak import SoakFailed
@@ -23,9 +23,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Gi
     def prepare(*violations: str) -> Given:
         given: Given = []
 
-        def soak(options: ChaosOptions, **_: object) -> Outcome:
+        def soak(options: ChaosOptions, **_: object) -> SoakOutcome:
             given.append(options)
-            return Outcome("the report", Judgement(violations), tmp_path)
+            return SoakOutcome("the report", Judgement(violations), tmp_path)
 
         monkeypatch.setattr(chaos, "soak", soak)
         return given
@@ -94,7 +94,7 @@ def test_soak_that_shows_nothing_fails_and_is_told_from_one_that_broke(
     code: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(chaos, "soak", lambda *_, **__: Outcome("the report", judgement, tmp_path))
+    monkeypatch.setattr(chaos, "soak", lambda *_, **__: SoakOutcome("the report", judgement, tmp_path))
     assert main([]) == code
     assert said in capsys.readouterr().err
     assert "held" not in judgement.headline

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from zeroband.tools.chaos.judgement import Judgement
-from zeroband.tools.chaos.measure import Struck, compare, percentile, round_costs, rows_of
-from zeroband.tools.chaos.plan import Fault, Kind
-from zeroband.tools.chaos.report import Counts, Setting, render
+from zeroband.tools.chaos.measure import InjectedFault, compare, percentile, round_costs, rows_of
+from zeroband.tools.chaos.plan import Kind, PlannedFault
+from zeroband.tools.chaos.report import Counts, SoakSetting, render
 
-SETTING = Setting("2 cores", "zeroband chaos", "outer.type diloco", 1, 3, 1.0, 0.2, 20.0, left_out="")
+SETTING = SoakSetting("2 cores", "zeroband chaos", "outer.type diloco", 1, 3, 1.0, 0.2, 20.0, left_out="")
 COUNTS = Counts(9, 1, 0, 0, 0, 4, 3, "9 samples trained", 0.3, 0.1, 0.2, (5.0, 7.0))
 
 
@@ -31,9 +31,11 @@ def ended(round: int, at_s: float, blocked_s: float) -> list[dict[str, Any]]:
     return [event("round_committed", at_s, round=round), metrics]
 
 
-def struck(kind: Kind, at_s: float, node: str, undone_s: float, over_s: float, detected_s: float | None) -> Struck:
-    fault = Fault(1, at_s, kind, (node,), undone_s - at_s)
-    return Struck(fault, at_s, undone_s, detected_s, {node: over_s})
+def struck(
+    kind: Kind, at_s: float, node: str, undone_s: float, over_s: float, detected_s: float | None
+) -> InjectedFault:
+    fault = PlannedFault(1, at_s, kind, (node,), undone_s - at_s)
+    return InjectedFault(fault, at_s, undone_s, detected_s, {node: over_s})
 
 
 def rounds_of(node: str, blocked_s: list[float]) -> list[dict[str, Any]]:
@@ -120,7 +122,9 @@ def test_rows_have_the_times_of_each_kind_and_none_of_faults_that_the_next_one_s
 
 
 def test_fault_of_two_nodes_is_over_when_both_have_recovered() -> None:
-    one = Struck(Fault(1, 5.0, Kind.PAIR_CUT, ("node0", "node1"), 3.0), 5.0, undone_s=8.0, over_s={"node0": 9.0})
+    one = InjectedFault(
+        PlannedFault(1, 5.0, Kind.PAIR_CUT, ("node0", "node1"), 3.0), 5.0, undone_s=8.0, over_s={"node0": 9.0}
+    )
     assert not one.is_over
     assert one.span(60.0) == (5.0, 60.0)
     one.over_s["node1"] = 12.0

@@ -11,8 +11,8 @@ import pytest
 
 from zeroband.tools.chaos import soak as soak_module
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.measure import Struck
-from zeroband.tools.chaos.plan import Fault, Kind
+from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.soak import Soak, SoakRules
 from zeroband.tools.chaos.starvation import Starvation
 from zeroband.tools.chaos.watch import Violations
@@ -36,7 +36,7 @@ class Scene:
         rules = SoakRules(detect_s=3.0, slack_s=10.0, keep_undisturbed=1)
         say, is_stopped = lambda line: None, lambda: self.is_stopped
         self.soak = Soak(cluster, self.watch, rules, now=lambda: self.clock_s, is_stopped=is_stopped, say=say)
-        self.struck = Struck(Fault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
+        self.struck = InjectedFault(PlannedFault(1, 0.0, Kind.CUT_OFF, ("node0",), 5.0), at_s=-5.0, undone_s=0.0)
         self.soak.course.struck.append(self.struck)
 
     def _pause(self, _seconds: float) -> None:

@@ -13,8 +13,8 @@ import pytest
 from zeroband.elastic.membership.epoch import Opening, Peer, Verdict, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.measure import Struck
-from zeroband.tools.chaos.plan import Fault, Kind
+from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 
 MEMBERS = ("node0#a", "node1#a", "node2#a")
@@ -68,8 +68,8 @@ def verdict(round: int, weights: tuple[int, ...] = (1, 1, 1)) -> Verdict:
     return Verdict(Opening(round + 1, 1, round, MEMBERS, weights, (4, 4, 4), (4, 4, 4)), f"result{round}")
 
 
-def struck(kind: Kind, *nodes: str, at_s: float = 5.0) -> Struck:
-    return Struck(Fault(1, at_s, kind, nodes, 3.0), at_s)
+def struck(kind: Kind, *nodes: str, at_s: float = 5.0) -> InjectedFault:
+    return InjectedFault(PlannedFault(1, at_s, kind, nodes, 3.0), at_s)
 
 
 def cut(one: str, *others: str) -> dict[str, Peer]:
@@ -223,7 +223,7 @@ def test_run_that_is_complete_is_noticed_by_its_verdict_or_by_what_a_node_wrote(
     scene.look(7.0)
     assert scene.watch.complete_s is None
     if is_in_store:
-        scene.store.verdicts.append(replace(verdict(1), payload={"progress": {"is_complete": True}}))
+        scene.store.verdicts.append(replace(verdict(1), record={"progress": {"is_complete": True}}))
         scene.look(9.0)
     else:
         scene.write("node1", "events", [{"kind": "run_finished", "at_s": 1009.0, "step": 50}])

@@ -16,7 +16,7 @@ from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, check, parse_claims
 from zeroband.tools.compare.curves import charts, ticks
 from zeroband.tools.compare.methods import Arm, parse_arms
-from zeroband.tools.compare.page import COLUMNS, Report, cells, html, markdown
+from zeroband.tools.compare.page import COLUMNS, ResultPage, cells, html, markdown
 from zeroband.tools.compare.png import write_pngs
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.svg import draw
@@ -41,10 +41,11 @@ def rows(outcomes: list[Outcome] = OUTCOMES, arms: Sequence[str] = ("single", "d
 ARMS = [*parse_arms(["single", "ddp", "diloco", "demo"]), *(Arm(name, "diloco") for name in ("zero", "odd", "big"))]
 
 
-def report() -> Report:
+def report() -> ResultPage:
     found = rows()
     verdicts = check([Claim("ppl_ratio", "diloco", "ddp", at_most=1.03)], found)
-    return Report("A & B", "zeroband compare", [("machine", "<2 cores>")], found, OUTCOMES, verdicts, ["diloco: few"],
+    about = ("A & B", "zeroband compare", [("machine", "<2 cores>")])
+    return ResultPage(*about, found, OUTCOMES, verdicts, ["diloco: few"],
                   charts(found, "8mbit,50ms"))  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class Middle:
 
 
 @dataclass(frozen=True)
-class Pacing:
+class PacedKind:
     """What was learned of one kind of transfer."""
 
     target_s: float | None = None
@@ -92,7 +92,7 @@ class Pacing:
     rests: int = 0
     """So many transfers more nothing is tried."""
 
-    def after(self, took_s: float) -> Pacing:
+    def after(self, took_s: float) -> PacedKind:
         """What is known after another transfer. One that was left to TCP took what its middle promised."""
         if self.rests > 0:
             return self._resting(took_s)
@@ -104,42 +104,42 @@ class Pacing:
             return self._kept(self.target_s)
         return self._missed(self.target_s)
 
-    def _harmed(self) -> Pacing:
+    def _harmed(self) -> PacedKind:
         if self.bad + 1 < _MOST_HARMFUL:
             return replace(self, bad=self.bad + 1)
-        return Pacing(rests=_LONG_REST) if self.kept_s == math.inf else Pacing()
+        return PacedKind(rests=_LONG_REST) if self.kept_s == math.inf else PacedKind()
 
-    def _left_to_tcp(self, took_s: float) -> Pacing:
+    def _left_to_tcp(self, took_s: float) -> PacedKind:
         seen = replace(self, guess_s=min(self.guess_s, took_s), free=self.free + 1)
         if seen.free < _FREE:
             return seen
-        return replace(seen, target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else Pacing(rests=_REST)
+        return replace(seen, target_s=seen.guess_s) if seen.guess_s >= _LEAST_S else PacedKind(rests=_REST)
 
-    def _kept(self, target_s: float) -> Pacing:
+    def _kept(self, target_s: float) -> PacedKind:
         step = self.step if self.is_fine else min(2 * self.step, _MOST_STEP) or _STEP
         return replace(self, kept_s=target_s, target_s=target_s / (1 + step), step=step, bad=0)
 
-    def _missed(self, target_s: float) -> Pacing:
+    def _missed(self, target_s: float) -> PacedKind:
         kept_s = self.kept_s
         if kept_s == math.inf:
             slower_s = _SLOWER * target_s
             pays = slower_s <= _MOST_SLOWER * self.guess_s
-            return replace(self, target_s=slower_s, bad=0) if pays else Pacing(rests=_REST)
+            return replace(self, target_s=slower_s, bad=0) if pays else PacedKind(rests=_REST)
         if self.step <= _STEP:
-            return Pacing(target_s=kept_s, kept_s=kept_s, rests=_REST)
+            return PacedKind(target_s=kept_s, kept_s=kept_s, rests=_REST)
         step = max(self.step / _BACK, _STEP)
         return replace(self, target_s=kept_s / (1 + step), step=step, is_fine=True, bad=0)
 
-    def _resting(self, took_s: float) -> Pacing:
+    def _resting(self, took_s: float) -> PacedKind:
         is_late = self.target_s is not None and took_s > _LATE * self.target_s + _MET_S
         bad = self.bad + 1 if is_late else 0
         if bad == _MOST_LATE:
-            return Pacing()
+            return PacedKind()
         if self.rests > 1:
             return replace(self, bad=bad, rests=self.rests - 1)
         if self.target_s is None:
-            return Pacing()
-        return Pacing(target_s=self.target_s / (1 + _STEP), kept_s=self.target_s, step=_STEP)
+            return PacedKind()
+        return PacedKind(target_s=self.target_s / (1 + _STEP), kept_s=self.target_s, step=_STEP)
 
 
 Kind = tuple[int, ...]
@@ -147,12 +147,12 @@ Kind = tuple[int, ...]
 
 
 @dataclass
-class Paces:
+class RateControl:
     """Of all transfers between the same members, the same on all of them. Each kind is paced by itself."""
 
     _between: tuple[int, tuple[str, ...]] = (0, ())
     """The epoch and its members."""
-    _kinds: dict[Kind, Pacing] = field(default_factory=dict[Kind, Pacing])
+    _kinds: dict[Kind, PacedKind] = field(default_factory=dict[Kind, PacedKind])
     _last: tuple[Kind, int] | None = None
     """The last transfer, and its round."""
 
@@ -167,9 +167,9 @@ class Paces:
             self._between, self._kinds, self._last = (epoch, members), {}, None
         if self._last is not None and self._last[1] != outer_round and last_took_s > 0:
             last = self._last[0]
-            self._kinds[last] = self._kinds.get(last, Pacing()).after(last_took_s)
+            self._kinds[last] = self._kinds.get(last, PacedKind()).after(last_took_s)
         self._last = (kind, outer_round)
-        target_s = self._kinds.get(kind, Pacing()).target_s
+        target_s = self._kinds.get(kind, PacedKind()).target_s
         if target_s is None or len(members) < 3 or 2 * kind[0] / len(members) > _MOST_BYTES_PER_S * target_s:
             return None  # nothing is shared, or it is no slow link
         return target_s

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from zeroband.elastic.membership.epoch import Opening, Ready, Verdict, View
-from zeroband.elastic.store.redis_store import Recollection
+from zeroband.elastic.store.redis_store import StoreBackup
 
 
-class Memory:
+class LiveBackup:
     """The newest that this member saw and said."""
 
     def __init__(self, member_id: str, run: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._known = Recollection(member_id, run)
+        self._known = StoreBackup(member_id, run)
         self._failed: tuple[Opening, str] | None = None
 
     @property
-    def known(self) -> Recollection:
+    def known(self) -> StoreBackup:
         with self._lock:
             return self._known
 
@@ -73,13 +73,13 @@ class Memory:
         return known.vote is not None and known.vote[0] == view.opening and known.member_id not in view.votes
 
 
-def _is_of_another_session(view: View, known: Recollection) -> bool:
+def _is_of_another_session(view: View, known: StoreBackup) -> bool:
     """Whether the store shows a session that follows on the known one, or this member is in none yet."""
     shown, ours = view.committed, known.committed
     return shown is not None and ours is not None and shown.session != ours.session
 
 
-def _is_behind(view: View, known: Recollection) -> bool:
+def _is_behind(view: View, known: StoreBackup) -> bool:
     if view.orders.version < known.orders.version:
         return True
     if known.opening is not None and (view.opening is None or view.opening.version < known.opening.version):

@@ -1,4 +1,4 @@
-"""The node's notice board: a page of shared memory that its ranks, its guardian and its watcher read and write.
+"""The node's notice flags: a page of shared memory that its ranks, its guardian and its watcher read and write.
 
 Each word has one writer, and so has the name behind them. Plain 8-byte stores; a reader that sees an old value sees the
 new one a moment later.
@@ -18,7 +18,7 @@ _SESSION_BYTES = 256
 """Behind the last word, which holds its length."""
 
 
-class NodeBoard:
+class SharedFlags:
     """Create it on local rank 0 before the others open it. No tensors, no torch."""
 
     def __init__(self, path: Path, *, create: bool) -> None:

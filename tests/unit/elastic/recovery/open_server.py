@@ -1,4 +1,4 @@
-"""A state server with a door of its own; in a run, the guardian has the port, shakes hands, and hands over."""
+"""A state server with a port of its own; in a run, the guardian has the port, shakes hands, and hands over."""
 
 from __future__ import annotations
 

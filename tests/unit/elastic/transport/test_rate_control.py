@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zeroband.elastic.transport.pacing import Kind, Middle, Paces, Pacing
+from zeroband.elastic.transport.rate_control import Kind, Middle, PacedKind, RateControl
 
 CARRIES_S, AS_TCP_HAS_IT_S, TOO_FAST_S, PROMISES_S = 4.0, 4.5, 4.8, 4.3
 REST = 32
@@ -25,7 +25,7 @@ class Run:
     """Transfers of one kind, one in each round."""
 
     takes: Callable[[float | None], float] = took
-    pacing: Pacing = field(default_factory=Pacing)
+    pacing: PacedKind = field(default_factory=PacedKind)
 
     def go(self, rounds: int) -> list[float]:
         """So many more rounds; what each transfer took."""
@@ -85,7 +85,7 @@ def test_search_begins_anew_where_links_carry_much_less_than_a_moment_before() -
     assert run.pacing.kept_s < 10
     run.takes = lambda target_s: 8.0
     run.go(2)
-    assert run.pacing == Pacing()
+    assert run.pacing == PacedKind()
 
 
 def test_one_transfer_that_something_else_held_up_changes_nothing_of_the_search() -> None:
@@ -111,7 +111,7 @@ def test_links_that_carry_less_are_learned_anew() -> None:
     run.go(2)
     assert run.pacing.target_s is not None
     run.go(1)
-    assert run.pacing == Pacing()
+    assert run.pacing == PacedKind()
     run.go(14)
     assert run.pacing.target_s == pytest.approx(1.02 * 2 * CARRIES_S, rel=0.02)
 
@@ -152,7 +152,7 @@ MEMBERS, KIND, LARGE = ("a", "b", "c", "d"), (5_000_000,), (6_000_000,)
 class Asking:
     """Transfers of a node, one in each round unless it is said otherwise."""
 
-    paces: Paces = field(default_factory=Paces)
+    paces: RateControl = field(default_factory=RateControl)
     round: int = 0
 
     def target_s(

@@ -1,6 +1,6 @@
 """DeMo's transform in Triton: what plain torch chooses and makes of it, within float32's rounding.
 
-test_gpu.py has Triton's interpreter run these. On a machine with a GPU: pytest tests/unit/kernels/test_waves_gpu.py
+test_gpu.py has Triton's interpreter run these. On a machine with a GPU: pytest tests/unit/kernels/test_dct_gpu.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from tests.unit.kernels.test_gpu import DEVICE, IS_INTERPRETED, compiled, needs_triton, runs_kernels
 from torch import Tensor
 
-from zeroband.kernels import waves
-from zeroband.kernels.waves import Waves
+from zeroband.kernels import dct_kernels
+from zeroband.kernels.dct_kernels import DctKernels
 from zeroband.outer.compression import sparse_codec as codec_module
-from zeroband.outer.compression.residual import ErrorFeedback
+from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.state.flat import FlatLayout, Slot
 
@@ -29,7 +29,7 @@ each_shape = pytest.mark.parametrize(("count", "rows", "columns", "k"), SHAPES)
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    return importlib.import_module("zeroband.kernels.waves_gpu")
+    return importlib.import_module("zeroband.kernels.dct_gpu")
 
 
 def noise(*shape: int) -> Tensor:
@@ -46,27 +46,31 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 @runs_kernels
 @each_shape
-def test_largest_waves_are_those_of_plain_torch(kernels: Waves, count: int, rows: int, columns: int, k: int) -> None:
+def test_largest_waves_are_those_of_plain_torch(
+    kernels: DctKernels, count: int, rows: int, columns: int, k: int
+) -> None:
     chunks = noise(count, rows, columns)
     places, values = kernels.choose(chunks.to(DEVICE), k)
-    expected_places, expected_values = waves.choose(chunks, k)
+    expected_places, expected_values = dct_kernels.choose(chunks, k)
     assert torch.equal(places.cpu().long(), expected_places)
     assert error_of(values, expected_values) < 2e-6
 
 
 @runs_kernels
 @each_shape
-def test_chunks_of_waves_are_those_of_plain_torch(kernels: Waves, count: int, rows: int, columns: int, k: int) -> None:
-    places, values = waves.choose(noise(count, rows, columns), k)
+def test_chunks_of_waves_are_those_of_plain_torch(
+    kernels: DctKernels, count: int, rows: int, columns: int, k: int
+) -> None:
+    places, values = dct_kernels.choose(noise(count, rows, columns), k)
     found = kernels.restore(places.int().to(DEVICE), values.to(DEVICE), rows, columns)
-    assert error_of(found, waves.restore(places, values, rows, columns)) < 2e-6
+    assert error_of(found, dct_kernels.restore(places, values, rows, columns)) < 2e-6
 
 
 @runs_kernels
-def test_of_equal_waves_the_first_are_chosen(kernels: Waves) -> None:
+def test_of_equal_waves_the_first_are_chosen(kernels: DctKernels) -> None:
     """A chunk of zeros has nothing but equal ones; the other's three waves are powers of two, and two of one size."""
     places, signs = torch.tensor([[3, 70, 900]]), torch.tensor([[4.0, -8.0, 4.0]])
-    chunks = torch.cat([waves.restore(places, signs, 64, 64), torch.zeros(1, 64, 64)])
+    chunks = torch.cat([dct_kernels.restore(places, signs, 64, 64), torch.zeros(1, 64, 64)])
     found, values = kernels.choose(chunks.to(DEVICE), 5)
     assert set(places[0].tolist()) <= set(found[0].tolist()) and bool((found[0].diff() > 0).all())
     assert found[1].tolist() == [0, 1, 2, 3, 4] and not values[1].any()
@@ -74,10 +78,10 @@ def test_of_equal_waves_the_first_are_chosen(kernels: Waves) -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e34, 3e36])
-def test_neither_large_nor_small_chunks_get_lost(kernels: Waves, scale: float) -> None:
+def test_neither_large_nor_small_chunks_get_lost(kernels: DctKernels, scale: float) -> None:
     chunks = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1)).mul(scale)
     places, values = kernels.choose(chunks.to(DEVICE), 4)
-    expected_places, expected = waves.choose(chunks, 4)
+    expected_places, expected = dct_kernels.choose(chunks, 4)
     assert scale < 1e-40 or torch.equal(places.cpu().long(), expected_places)
     assert values.isfinite().all()
     torch.testing.assert_close(values.cpu().abs().amax(), expected.abs().amax(), rtol=1e-5, atol=2e-44)
@@ -86,15 +90,15 @@ def test_neither_large_nor_small_chunks_get_lost(kernels: Waves, scale: float) -
 @runs_kernels
 @pytest.mark.parametrize("values", ["sign", "float32"])
 def test_payload_is_that_of_plain_torch_and_nothing_is_lost(
-    kernels: Waves, values: Any, monkeypatch: pytest.MonkeyPatch
+    kernels: DctKernels, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the matrix, what the chunks do not divide, and vectors; what is taken out can be put back."""
     layout = FlatLayout((Slot("a", (130, 70), 0), Slot("b", (100,), 9100), Slot("c", (64, 64), 9200)))
     codec = SparseCodec(layout, SparseRule(k=4, values=values), device=torch.device(DEVICE))
-    feedback, memory = ErrorFeedback(codec, decay=0.9), noise(1, codec.numel)[0]
+    feedback, memory = SparseResidual(codec, decay=0.9), noise(1, codec.numel)[0]
     plain, before = memory.clone(), memory.clone()
-    expected = ErrorFeedback(SparseCodec(layout, codec.rule), decay=0.9).extract(plain)
-    monkeypatch.setattr(codec_module, "waves_on", lambda device, longest: kernels)
+    expected = SparseResidual(SparseCodec(layout, codec.rule), decay=0.9).extract(plain)
+    monkeypatch.setattr(codec_module, "dct_kernels_on", lambda device, longest: kernels)
     encoded = feedback.extract(memory)
     if values == "sign":
         assert torch.equal(encoded.payload, expected.payload)
@@ -121,4 +125,4 @@ def test_compiled_kernels_multiply_in_float32(kernels: Any, tmp_path: Path, monk
 
 
 def test_chunks_that_are_too_long_for_a_gpu_are_left_to_plain_torch() -> None:
-    assert waves.waves_on(torch.device("cuda"), longest=waves.MOST_IN_TRITON + 1) is waves
+    assert dct_kernels.dct_kernels_on(torch.device("cuda"), longest=dct_kernels.MOST_IN_TRITON + 1) is dct_kernels

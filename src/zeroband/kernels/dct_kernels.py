@@ -1,6 +1,6 @@
 """What a node takes out of its momentum for a payload: the largest waves of each chunk, and the chunks they make.
 
-Here in plain torch, exact (`dct`), as the truth and where there is no Triton; `waves_gpu` has both as one kernel each,
+Here in plain torch, exact (`dct`), as the truth and where there is no Triton; `dct_gpu` has both as one kernel each,
 in float32. They are for what stays on the node: others get the waves by their places and values, and how those add up
 to an update is for `dct` alone, so that all nodes get the same bits.
 """
@@ -21,7 +21,7 @@ MOST_IN_TRITON = 64
 """Longest side of a chunk whose transform fits into the shared memory of any GPU: three squares of float32."""
 
 
-class Waves(Protocol):
+class DctKernels(Protocol):
     """Both directions; all tensors of a call on one device, contiguous. The result of a chunk does not depend on the
     others of the call."""
 
@@ -39,19 +39,19 @@ class Waves(Protocol):
 
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `Waves` says."""
+    """As `DctKernels` says."""
     coefficients = dct.forward(chunks).flatten(1)
     places = largest(coefficients, k)
     return places, coefficients.gather(1, places)
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """As `Waves` says."""
+    """As `DctKernels` says."""
     return dct.inverse(place(places, values, rows * columns).view(-1, rows, columns))
 
 
 @cache
-def waves_on(device: torch.device, *, longest: int) -> Waves:
+def dct_kernels_on(device: torch.device, *, longest: int) -> DctKernels:
     """What serves on a device for chunks whose sides are at most `longest`."""
-    triton = "zeroband.kernels.waves_gpu" if longest <= MOST_IN_TRITON else __name__
-    return cast(Waves, module_for(device, triton=triton, plain=__name__, what="the cosine transform of momenta"))
+    triton = "zeroband.kernels.dct_gpu" if longest <= MOST_IN_TRITON else __name__
+    return cast(DctKernels, module_for(device, triton=triton, plain=__name__, what="the cosine transform of momenta"))

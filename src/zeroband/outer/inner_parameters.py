@@ -21,7 +21,7 @@ from zeroband.state.flat import parameter_shards
 VIEW, HISTORY = "view", "history"
 
 
-class Replica(Protocol):
+class InnerParameters(Protocol):
     """A node's own parameters, relative to the outer ones."""
 
     @property
@@ -156,7 +156,7 @@ class EagerReplica:
         return {name: (view, history) for (name, view), (_, history) in zip(views, histories, strict=True)}
 
 
-def build_replica(parts: OuterParts, config: DilocoConfig, outer: Tensor) -> Replica:
+def build_replica(parts: OuterParts, config: DilocoConfig, outer: Tensor) -> InnerParameters:
     """The replica that a configuration asks for. `outer`: (n,) float32, the outer parameters."""
     match config.merge:
         case "overwrite":

@@ -1,4 +1,4 @@
-"""Memory: what a member takes over from a look, and when it knows more than the store."""
+"""LiveBackup: what a member takes over from a look, and when it knows more than the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroband.elastic.membership.epoch import Opening, Ready, Verdict, View
-from zeroband.elastic.store.recollection import Memory
+from zeroband.elastic.store.backup import LiveBackup
 
 A, B = "a#1", "b#1"
 RUN = {"model.d_model": "256"}
@@ -41,14 +41,14 @@ EMPTY = a_view(opening=None, committed=None, is_known=False)
 
 
 @pytest.fixture
-def memory() -> Memory:
+def memory() -> LiveBackup:
     """Of member A, which saw round 5 committed."""
-    memory = Memory(A, RUN)
+    memory = LiveBackup(A, RUN)
     memory.learn(a_view())
     return memory
 
 
-def test_memory_keeps_what_it_saw_and_said(memory: Memory) -> None:
+def test_memory_keeps_what_it_saw_and_said(memory: LiveBackup) -> None:
     memory.announced(WORD)
     memory.voted(an_opening(), "digest")
     known = memory.known
@@ -57,7 +57,7 @@ def test_memory_keeps_what_it_saw_and_said(memory: Memory) -> None:
     assert (known.ready, known.vote) == (WORD, (an_opening(), "digest"))
 
 
-def test_memory_takes_over_what_is_newer(memory: Memory) -> None:
+def test_memory_takes_over_what_is_newer(memory: LiveBackup) -> None:
     newer = a_view(opening=an_opening(8, 7), committed=a_verdict(7, 6))
     memory.learn(newer)
     assert (memory.known.opening, memory.known.committed) == (newer.opening, newer.committed)
@@ -68,31 +68,31 @@ def test_memory_takes_over_what_is_newer(memory: Memory) -> None:
     [EMPTY, a_view(opening=an_opening(4, 3), committed=a_verdict(3, 2)), a_view(opening=None, committed=None)],
     ids=["nothing", "an older copy", "only the run"],
 )
-def test_memory_keeps_what_the_store_forgot(memory: Memory, older: View) -> None:
+def test_memory_keeps_what_the_store_forgot(memory: LiveBackup, older: View) -> None:
     memory.learn(older)
     assert (memory.known.opening, memory.known.committed) == (an_opening(), a_verdict())
     assert memory.is_more_than(older, 6)
 
 
-def test_memory_follows_the_store_where_both_know_another_of_one_version(memory: Memory) -> None:
+def test_memory_follows_the_store_where_both_know_another_of_one_version(memory: LiveBackup) -> None:
     """Members that brought the record back agreed on it: it counts from then on."""
     other = an_opening(members=(A,))
     memory.learn(a_view(opening=other, committed=Verdict(other, "e")))
     assert (memory.known.opening, memory.known.committed) == (other, Verdict(other, "e"))
 
 
-def test_memory_is_no_more_than_what_it_came_from(memory: Memory) -> None:
+def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
     assert not memory.is_more_than(a_view(), 6)
 
 
-def test_memory_is_no_more_than_a_store_that_went_on(memory: Memory) -> None:
+def test_memory_is_no_more_than_a_store_that_went_on(memory: LiveBackup) -> None:
     memory.announced(WORD)
     memory.voted(an_opening(), "digest")
     assert not memory.is_more_than(a_view(opening=an_opening(8, 7), committed=a_verdict(7, 6)), 7)
 
 
 def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
-    memory = Memory(A, RUN)
+    memory = LiveBackup(A, RUN)
     assert not memory.is_more_than(a_view(opening=None, committed=None), 0)
     assert memory.is_more_than(EMPTY, 0), "it knows what all nodes must share"
 
@@ -103,31 +103,31 @@ def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
     ids=["opening", "verdict", "newest verdict", "nothing"],
 )
 def test_memory_is_more_than_a_store_that_misses_a_part(
-    memory: Memory, missing: dict[str, Any], expected: bool
+    memory: LiveBackup, missing: dict[str, Any], expected: bool
 ) -> None:
     assert memory.is_more_than(a_view(**missing), 6) is expected
 
 
-def test_memory_is_more_when_its_word_is_missing(memory: Memory) -> None:
+def test_memory_is_more_when_its_word_is_missing(memory: LiveBackup) -> None:
     memory.announced(WORD)
     assert memory.is_more_than(a_view(ready={B: WORD}), 6)
     assert not memory.is_more_than(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
 
 
-def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: Memory) -> None:
+def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: LiveBackup) -> None:
     """A look shows one round's words; those of the others may be there."""
     memory.announced(WORD)
     assert not memory.is_more_than(a_view(), 0)
 
 
-def test_memory_is_more_when_its_vote_for_the_current_opening_is_missing(memory: Memory) -> None:
+def test_memory_is_more_when_its_vote_for_the_current_opening_is_missing(memory: LiveBackup) -> None:
     memory.voted(an_opening(), "digest")
     assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
     assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
     assert not memory.is_more_than(a_view(opening=an_opening(7)), 6), "it was opened again"
 
 
-def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: Memory) -> None:
+def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: LiveBackup) -> None:
     """The run began again on a checkpoint without this member, in a store that had lost everything."""
     founding = replace(an_opening(1, 2), sessions=("old",))
     again = a_view(opening=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)

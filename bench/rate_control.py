@@ -1,11 +1,11 @@
-"""Transfers at one even pace beside those that are left to TCP: the same run with comm.pacing and without.
+"""Transfers at one even pace beside those that are left to TCP: the same run with comm.rate_control and without.
 
 Linux as root, with `ip` and a C compiler (bench/wan.py).
 
 Four real nodes in network namespaces, every access link shaped in both directions, rounds of a second of computing.
 A transfer takes as long as the member that it takes longest; the first rounds, in which the pace is found, are apart.
 
-    python bench/pacing.py [--mbit 3 10 30 100] [--rtt-ms 20]
+    python bench/rate_control.py [--mbit 3 10 30 100] [--rtt-ms 20]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def transfers(mbit: float, rtt_ms: float, *, paced: bool) -> tuple[list[float], 
     """Seconds of each round's transfer, and the model's size."""
     width, layers = MODELS[mbit]
     arguments = flags_of(Arm("diloco", "diloco"), nodes=NODES, inner_steps=INNER_STEPS)
-    arguments += ["--model.d-model", width, "--model.n-layers", layers, f"--comm.pacing={str(paced).lower()}"]
+    arguments += ["--model.d-model", width, "--model.n-layers", layers, f"--comm.rate_control={str(paced).lower()}"]
     arguments += [f"--train.total-steps={(SEARCHING + ROUNDS) * INNER_STEPS}"]
     records, params = trained(arguments, mbit, rtt_ms, NODES)
     rounds = [[record["outer/transfer_s"] for record in of_node if "outer/round" in record] for of_node in records]

@@ -1,8 +1,8 @@
-"""`waves` in Triton: a chunk is read once and only its largest coefficients are written, and the way back.
+"""`dct_kernels` in Triton: a chunk is read once and only its largest coefficients are written, and the way back.
 
 Importing needs triton, which comes with torch's CUDA wheels. They run on tensors of an NVIDIA GPU; with
 `TRITON_INTERPRET=1` in the environment, on CPU tensors. Coefficients are sums in float32, about 1e-6 of the chunk's
-largest value away from the exact ones of `waves`, so of two of nearly the same size the other may be chosen.
+largest value away from the exact ones of `dct_kernels`, so of two of nearly the same size the other may be chosen.
 """
 
 # Triton has no type stubs, and a kernel's parameters are what it is launched with.
@@ -91,7 +91,7 @@ def restore_kernel(
 
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `waves.Waves` says. Does not wait for the GPU."""
+    """As `DctKernels` says. Does not wait for the GPU."""
     count, rows, columns = chunks.shape
     places = torch.empty(count, k, dtype=torch.int32, device=chunks.device)
     values = torch.empty(count, k, dtype=torch.float32, device=chunks.device)
@@ -104,7 +104,7 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """As `waves.Waves` says. Does not wait for the GPU."""
+    """As `DctKernels` says. Does not wait for the GPU."""
     count, k = places.shape
     chunks = torch.empty(count, rows, columns, dtype=torch.float32, device=values.device)
     if count:
@@ -122,4 +122,4 @@ def _side(length: int) -> int:
 @lru_cache(maxsize=256)
 def _basis(n: int, device: torch.device) -> Tensor:
     """Orthonormal DCT-II, (frequency, place) float32."""
-    return dct.waves(n, device).float()
+    return dct.basis(n, device).float()
