@@ -33,7 +33,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from zeroband.elastic.membership.epoch import Opening, View
+from zeroband.elastic.membership.records import Opening, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,

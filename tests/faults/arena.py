@@ -14,7 +14,7 @@ import pytest
 from tests.faults.conftest import left_behind
 
 from zeroband.elastic.guardian.process import process_state
-from zeroband.elastic.membership.epoch import Verdict
+from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.store.redis_store import Store
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import take
-from zeroband.elastic.membership.epoch import Verdict
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.node.processes import pids_with

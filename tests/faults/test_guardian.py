@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.guardian.process import process_state
-from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.store.redis_store import Store
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder

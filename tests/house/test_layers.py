@@ -104,6 +104,41 @@ def test_imports_go_down_the_layers_only(modules: Mapping[str, Any]) -> None:
     assert [why for edge in sorted(edges) if (why := objection(*edge))] == []
 
 
+def circles(imports: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
+    """Groups of modules that import one another, directly or through others."""
+
+    def reached(start: str) -> set[str]:
+        found, left = set[str](), [start]
+        while left:
+            new = imports.get(left.pop(), set()) - found
+            found |= new
+            left += new
+        return found
+
+    ways = {name: reached(name) for name in imports}
+    return sorted(
+        {tuple(sorted(o for o in ways[name] if name in ways.get(o, ()))) for name in ways if name in ways[name]}
+    )
+
+
+def test_no_modules_import_one_another_in_a_circle(modules: Mapping[str, Any]) -> None:
+    """Imports for type checking alone count: who reads one of the files has to read the other."""
+    imports = {name: set(_imports(module, modules)) - {name} for name, module in modules.items()}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [("a", "b", "c")]
+    assert circles(imports) == []
+
+
+def test_package_root_holds_the_trainer_the_command_and_the_errors_alone(root: Path) -> None:
+    assert {path.name for path in (root / "src/zeroband").glob("*.py")} == {
+        *("__init__.py", "cli.py", "errors.py", "train.py"),
+    }
+
+
+def test_every_package_says_what_it_owns(root: Path) -> None:
+    folders = {path.parent for path in (root / "src/zeroband").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").read_text(encoding="utf-8").strip()] == []
+
+
 def _is_definition(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)  # a docstring

@@ -23,35 +23,17 @@ from torch import Tensor, nn
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, OptimConfig, RollbackConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import (
-    Opening,
-    Patience,
-    Ready,
-    Rules,
-    Verdict,
-    View,
-    Wait,
-    has_quorum,
-    must_leave,
-    next_opening,
-    next_verdict,
-)
+from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.resume_rules import RestartPoint
+from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.interfaces import (
-    FetchedRound,
-    MissedRound,
-    OuterAlgorithm,
-    OuterParts,
-    RoundReport,
-    StateCopy,
-)
+from zeroband.elastic.rounds.interfaces import FetchedRound, MissedRound, OuterAlgorithm, OuterParts, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalEntry
 from zeroband.elastic.rounds.loss_record import StepLoss
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import Exchange
 from zeroband.elastic.transport.base import Gathering, Rates
 from zeroband.elastic.transport.engine import Encoded

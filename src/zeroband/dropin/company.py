@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import Leaving, StoreLost
 from zeroband.node.sharding import local_part

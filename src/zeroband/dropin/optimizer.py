@@ -22,7 +22,7 @@ from zeroband.dropin.inner import (
 )
 from zeroband.dropin.outer_sgd import outer_sgd_of
 from zeroband.dropin.session import DropInOptions, Session
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, RunOver
 
 

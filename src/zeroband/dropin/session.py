@@ -28,8 +28,8 @@ from zeroband.dropin.parameters import NamedParameters
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.elastic.rounds.member import say_nothing
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
 from zeroband.node.faults import FaultPoints

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import Gathering, Transfer
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroband.data.ledger import Range
-from zeroband.elastic.membership.epoch import Opening
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.round_report import RoundReport
 
 MEMBER_ID = "alone"
 

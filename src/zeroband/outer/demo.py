@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
-from zeroband.elastic.rounds.interfaces import OuterParts, RoundReport
+from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import Committed
 from zeroband.errors import Fenced
 from zeroband.node.mesh import broadcast_json, clip_grad_norm_

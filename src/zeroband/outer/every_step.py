@@ -16,7 +16,8 @@ from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import CoordinatedRounds, RoundCoordinator
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import RESULT, Committed, Exchange
 from zeroband.node.mesh import barrier
 from zeroband.state.flat import digest_of, gradient_shards

@@ -18,7 +18,8 @@ from zeroband.config.outer import RoundsConfig
 from zeroband.config.section import Section
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.coordinator import CoordinatedRounds, Offer, RoundCoordinator
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, open_buffers
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, open_buffers
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm

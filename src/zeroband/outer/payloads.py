@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, Gathering, Transfer
 from zeroband.elastic.rounds.transaction import RESULT
 from zeroband.errors import MalformedPayload, RecoveryFailed

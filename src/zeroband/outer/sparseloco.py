@@ -15,8 +15,9 @@ from torch import Tensor
 
 from zeroband.config.outer import SparseLocoConfig
 from zeroband.elastic.rounds.coordinator import Offer
-from zeroband.elastic.rounds.interfaces import OuterParts, RoundReport
+from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import Committed
 from zeroband.errors import Fenced
 from zeroband.outer.compression.norms import norm_of

@@ -25,7 +25,8 @@ from zeroband.checkpoint.writer_process import LOG_FILE, NoFellows, WriterProces
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import RoundReport, SyncHooks
+from zeroband.elastic.rounds.interfaces import SyncHooks
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.async_copy import HostCopier, copier_for

@@ -19,11 +19,12 @@ import torch
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
-from zeroband.elastic.membership.resume_rules import RestartPoint, Way, members_of, pending, restart_point_after, way_in
+from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
+from zeroband.elastic.membership.resume_rules import Way, members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import RoundReport, SyncHooks, verify
+from zeroband.elastic.rounds.interfaces import SyncHooks, verify
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.node.mesh import LocalMesh, all_ok, broadcast_json
 from zeroband.node.shm import is_restart, launch_of

@@ -18,9 +18,9 @@ from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.rounds.interfaces import RoundReport
 from zeroband.elastic.rounds.member import say_nothing
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, Leaving, RunOver
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe

@@ -18,12 +18,9 @@ from torch import Tensor
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.epoch import (
-    Rules,
-    View,
-)
+from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import view_to_record
+from zeroband.elastic.membership.records import View, view_to_record
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.fetcher import Fetcher
 from zeroband.elastic.recovery.serving import StateServer

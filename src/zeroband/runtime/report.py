@@ -19,7 +19,7 @@ from zeroband.config.load import render_toml
 from zeroband.config.model_size import flops_per_token, parameter_count
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.observe.events import EventLog
 from zeroband.observe.hardware import peak_flops, resident_bytes

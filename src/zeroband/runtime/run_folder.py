@@ -18,8 +18,8 @@ from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Verdict
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import CheckpointDamaged, ConfigError

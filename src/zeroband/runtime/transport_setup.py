@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND
+from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.base import DataPlane

@@ -16,8 +16,8 @@ from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.epoch import View
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import View
 from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending
 from zeroband.elastic.transport.dial import Address, answers
 from zeroband.errors import RecoveryFailed

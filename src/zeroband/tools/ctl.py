@@ -18,8 +18,8 @@ from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import ResumeConfig
 from zeroband.elastic.membership import orders
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.topology import LinkTable
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.aggregator import aggregator_of
 from zeroband.outer.sparseloco import error_rule

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.fetcher import Fetcher
 from zeroband.elastic.recovery.recovery import FetchedState

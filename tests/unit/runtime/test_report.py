@@ -14,7 +14,7 @@ import torch
 
 from zeroband.config import load_config
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.interfaces import RoundReport
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.runtime.report import Report, RunProgress, StepResult
 

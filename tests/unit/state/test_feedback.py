@@ -13,7 +13,7 @@ from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
-from zeroband.elastic.membership.resume_rules import RestartPoint
+from zeroband.elastic.membership.records import RestartPoint
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import Fenced
 from zeroband.kernels.codec import CODECS

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.store.redis_store import Store
 from zeroband.tools import ctl
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
-from zeroband.elastic.membership.epoch import Peer
+from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.dial import Address

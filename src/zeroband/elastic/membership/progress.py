@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range, count, take
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 
 
 @dataclass(frozen=True)

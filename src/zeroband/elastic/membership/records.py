@@ -1,13 +1,281 @@
-"""Records as they come back from JSON: what `to_record` and `to_json` wrote."""
+"""The records that members exchange through the store, and what one look at it shows; as JSON, and back."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from statistics import median_low
 from typing import Any
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
+
+_TOO_FEW_FOR_A_MEDIAN = 2
+
+_MOST_SESSIONS = 16
+"""Sessions that a run remembers; members of older ones count as strangers."""
+
+
+FOUNDING_ROUND = 0
+"""The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A member has arrived at the boundary of `round`. Written once for each member and round."""
+
+    round: int
+    weight: int
+    """Tokens it contributes; 0 for a joiner, and for a node whose update was not finite."""
+    state_digest: str
+    """Digest of the outer state that it holds; only members with the same state reduce together."""
+    steps: int = 0
+    """Inner steps behind what it contributes."""
+    steps_requested: int = 0
+    """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
+    round."""
+    rate: int = 0
+    """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Mbit/s to each other member, as far as known."""
+    took_ms: int = 0
+    """Of its last transfer, as the data plane counts it for pacing; 0: it had none, or the last one failed."""
+    norm: float = 0.0
+    """Of what it contributes; 0: the run does not ask for it."""
+    loss: float | None = None
+    """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
+    trained: float = 1.0
+    """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
+    with the others, and at a run's start."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Round `round` is open to exactly these members, in the order of their node ranks."""
+
+    version: int
+    """Grows by one with every opening of the run; fences everything that refers to an older one."""
+    epoch: int
+    """Number of the membership; grows whenever the groups between the nodes must be built anew."""
+    round: int
+    members: tuple[str, ...]
+    weights: tuple[int, ...]
+    """Of each member, as in its `Ready`; so are the next two."""
+    steps: tuple[int, ...] = ()
+    steps_requested: tuple[int, ...] = ()
+    late: tuple[str, ...] = ()
+    """Members that the others stopped waiting for: what they learned goes into the round after."""
+    divergences: int = 0
+    """How often this round ended in different results before."""
+    network: LinkTable = field(default_factory=LinkTable)
+    """What the members plan the transfer with."""
+    orders: int = 0
+    """Version of the operators' orders that it was proposed under."""
+    rollback: int | None = None
+    """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
+    norms: tuple[float, ...] = ()
+    """Of what each member contributes; none: nothing is clipped."""
+    skips_data: bool = False
+    """With a rollback: what was learned from since that checkpoint is not learned from again."""
+    losses: tuple[float | None, ...] = ()
+    """Of each member, as in its `Ready`."""
+    sessions: tuple[str, ...] = ()
+    """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
+    trained: tuple[float, ...] = ()
+    """As in each member's `Ready`; none: the same for all that have weight."""
+
+    @property
+    def id(self) -> str:
+        """Tells this opening from every other one, also from one that a store with old data gave the same version."""
+        return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
+
+    @property
+    def total_weight(self) -> int:
+        return sum(self.weights)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each member in the mean of this round, in 0..1.
+
+        They add up to 1, with two exceptions. Where a member has trained less than the others what it contributes, they
+        add up to more (`_unclipped`). And a contribution that is longer than the median of the round counts as if it
+        were that long, if the run asks for it. Of two contributions nobody can say which is too long.
+        """
+        shares = self._unclipped()
+        counted = [norm for norm, share in zip(self.norms, shares, strict=False) if share > 0]
+        if len(counted) <= _TOO_FEW_FOR_A_MEDIAN:
+            return shares
+        most = median_low(counted)
+        return tuple(s * most / norm if norm > most else s for s, norm in zip(shares, self.norms, strict=True))
+
+    def _unclipped(self) -> tuple[float, ...]:
+        """Shares by weight; a member counts in the divisor by what it has trained, as a part of what is usual.
+
+        A contribution grows with the phases behind it. So the mean is that of a phase's drift, times the phases of a
+        usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
+        long with a joiner as without.
+        """
+        total: float = self.total_weight
+        if self.longest:
+            total = sum(w * t for w, t in zip(self.weights, self.trained, strict=True)) / self.longest
+        return tuple(weight / total if total else 0.0 for weight in self.weights)
+
+    @property
+    def longest(self) -> float:
+        """The most that a member trained, as a part of what is usual and at most that; 0: the same for all."""
+        trained = [t for t, w in zip(self.trained, self.weights, strict=False) if w > 0]
+        return max(0.0, min(1.0, max(trained, default=0.0)))
+
+    def share(self, member_id: str) -> float:
+        """Of one member."""
+        return self.shares[self.members.index(member_id)]
+
+    def clip(self, member_id: str) -> float | None:
+        """What a member's contribution was scaled by; None where nothing is clipped, or the member has no weight."""
+        share = self._unclipped()[self.members.index(member_id)]
+        return self.share(member_id) / share if self.norms and share else None
+
+    def contributors(self) -> dict[str, int]:
+        """Inner steps of the members whose update counts."""
+        return {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=True) if w > 0}
+
+    def wanted(self) -> dict[str, int]:
+        """Inner steps that the members ask samples for."""
+        return dict(zip(self.members, self.steps_requested, strict=True))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A round is committed: the members of its opening hold the same result. Written once for each round."""
+
+    opening: Opening
+    digest: str
+    """Digest of the reduced result."""
+    record: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What else the round fixed for everybody: data ledger, progress, norm of the mean gradient."""
+
+    @property
+    def round(self) -> int:
+        return self.opening.round
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.opening.members
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """The run's session after this round and those before it, the newest first.
+
+        A founding begins another session. It names the one that it goes on from, so that a member of that one which
+        turns out to live finds itself left behind; one that is not named is another run's.
+        """
+        named = (self.record.get("session"), self.record.get("session_before"), *self.opening.sessions)
+        return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
+
+    @property
+    def session(self) -> str:
+        """Session of the run after this round; empty where nobody named one."""
+        return next(iter(self.sessions), "")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a member is found, and whom it does not reach. Its guardian writes it with every renewal of the lease."""
+
+    node_id: str
+    host: str
+    port: int
+    """Its one port: for probes, for its state and for the data plane."""
+    serves_state: bool
+    """Whether others may fetch its state."""
+    cut_off: tuple[str, ...] = ()
+    """Members that did not answer its probes for `fault.detect_s`."""
+    links: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Mbit/s to each other member, as its guardian measured them when the two met."""
+    rtt_ms: int = 0
+    """The longest round trip to another member; 0: not known."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What one look at the store showed, all of it at one instant."""
+
+    opening: Opening | None
+    committed: Verdict | None
+    """The newest verdict of the run."""
+    alive: frozenset[str]
+    """Members whose lease holds."""
+    ready: Mapping[str, Ready]
+    """Those at the boundary of the round that was asked for."""
+    votes: Mapping[str, str]
+    """Digests voted for the current opening."""
+    failed: str | None
+    """Why the current opening cannot be finished, if a member said so."""
+    peers: Mapping[str, Peer] = field(default_factory=dict[str, Peer])
+    is_known: bool = True
+    """False: the store has no record of this run, because it is new or because the store lost it."""
+    is_settling: bool = False
+    """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
+    orders: Orders = field(default_factory=Orders)
+    restart_point: RestartPoint | None = None
+    """The newest agreement to begin again on a checkpoint."""
+
+    def are_cut(self, one: str, other: str) -> bool:
+        """Whether two members, which both reach the store, do not reach one another."""
+        return any(a in self.peers and b in self.peers[a].cut_off for a, b in ((one, other), (other, one)))
+
+    def can_finish(self, opening: Opening) -> bool:
+        """Whether this opening is the current one, and nothing that it needs is lost."""
+        return self.opening == opening and self.failed is None and not self.lost(opening)
+
+    def lost(self, opening: Opening) -> tuple[str, ...]:
+        """Members that keep an opening from being finished: without lease, or cut off from another one.
+
+        One that has voted is not needed any more, unless nobody is left who would write the verdict.
+        """
+        if not any(m in self.alive for m in opening.members):
+            return opening.members
+        unvoted = [m for m in opening.members if m not in self.votes]
+        dead = [m for m in unvoted if m not in self.alive]
+        cut = [m for m in unvoted if any(self.are_cut(m, other) for other in opening.members)]
+        return tuple(dict.fromkeys([*dead, *cut]))
+
+
+def to_record(value: Ready | Opening | Verdict | Peer) -> dict[str, Any]:
+    """A record as JSON-ready values."""
+    return asdict(value)
+
+
+def to_json(value: Ready | Opening | Verdict | Peer) -> str:
+    """A record as text, always the same for equal records: the store compares openings by it."""
+    return json.dumps(to_record(value), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class RestartPoint:
+    """What was agreed on for the founding of a run from a checkpoint."""
+
+    round: int
+    """That founds it: above all rounds before."""
+    step: int
+    """Inner step of the checkpoint."""
+    state_digest: str
+    """Digest of its outer state."""
+    member: str
+    """Who proposed it."""
+    sessions: tuple[str, ...] = ()
+    """Sessions of the dead run, as in its newest verdict."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def restart_point_from(record: Mapping[str, Any]) -> RestartPoint:
+    """The inverse of `RestartPoint.to_json`, its JSON read."""
+    fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
+    return RestartPoint(**fields)
 
 
 def view_to_record(view: View) -> dict[str, Any]:

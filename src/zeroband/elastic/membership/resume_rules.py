@@ -7,38 +7,9 @@ dead run that turns out to live is preferred by the rules of the opening: its st
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from zeroband.elastic.membership.epoch import View
-
-
-@dataclass(frozen=True)
-class RestartPoint:
-    """What was agreed on for the founding of a run from a checkpoint."""
-
-    round: int
-    """That founds it: above all rounds before."""
-    step: int
-    """Inner step of the checkpoint."""
-    state_digest: str
-    """Digest of its outer state."""
-    member: str
-    """Who proposed it."""
-    sessions: tuple[str, ...] = ()
-    """Sessions of the dead run, as in its newest verdict."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def restart_point_from(record: Mapping[str, Any]) -> RestartPoint:
-    """The inverse of `RestartPoint.to_json`, its JSON read."""
-    fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
-    return RestartPoint(**fields)
+from zeroband.elastic.membership.records import RestartPoint, View
 
 
 def pending(view: View) -> RestartPoint | None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.recovery import FetchedEntry, FetchedState, StateFetch, fetch_entry
 from zeroband.elastic.store.redis_store import Store

@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
-from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, RoundReport, StateCopy, verify
+from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, describe_return
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange, MeanExchange, commit_round, found_run
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.kernels.scan import all_finite

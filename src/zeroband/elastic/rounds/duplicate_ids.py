@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger

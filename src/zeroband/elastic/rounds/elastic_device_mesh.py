@@ -13,14 +13,8 @@ from typing import Any
 
 import torch
 
-from zeroband.elastic.membership.epoch import (
-    Opening,
-    Ready,
-    Rules,
-    Verdict,
-    to_record,
-)
-from zeroband.elastic.membership.records import opening_from, verdict_from
+from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, opening_from, to_record, verdict_from
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Transfer
 from zeroband.elastic.transport.engine import Encoded

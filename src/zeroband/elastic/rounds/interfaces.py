@@ -1,4 +1,4 @@
-"""What outer algorithms share: the trainer's two hooks, the state that a joiner receives, the report of a round."""
+"""What outer algorithms share: the trainer's two hooks, the state that a joiner receives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from zeroband.data.ledger import Range
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND
 from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.loss_record import LossRecord, StepLoss
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
@@ -31,47 +32,6 @@ from zeroband.state.flat import ShardMap, SharedBuffers
 from zeroband.state.fragments import Fragment
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """A committed round as this node saw it."""
-
-    round: int
-    epoch: int
-    member_id: str
-    """This node in the run."""
-    members: tuple[str, ...]
-    weights: tuple[int, ...]
-    samples: tuple[int, ...]
-    """Of each member: how many its update was learned from, whether or not it had weight."""
-    late: tuple[str, ...]
-    """Members whose update goes into a later round."""
-    state_digest: str
-    """Digest of the outer state after the round; local rank 0 only."""
-    progress: Progress
-    """The run after the round."""
-    wait_s: float
-    transfer_s: float
-    apply_s: float
-    sent_bytes: int
-    received_bytes: int
-    failures: tuple[str, ...]
-    """Why the round was opened again, once for each time."""
-    is_left_out: bool
-    """This node's update was not finite, so it had no weight."""
-    uncommitted_tokens: int = 0
-    """That this node learned from since what it contributed to the round."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """Members whose payload was left out, and why."""
-    payload_bytes: int | None = None
-    """Of this node's payload, counted on its way to one other node; None: it sent none."""
-    clip: float | None = None
-    """What this node's update was scaled by; None: updates are not clipped."""
-
-    @property
-    def retries(self) -> int:
-        return len(self.failures)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 
 RECORD = "losses"
 """Where it stands in a verdict's record."""

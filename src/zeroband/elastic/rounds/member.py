@@ -14,20 +14,9 @@ from typing import Any, TypeVar
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import (
-    Opening,
-    Patience,
-    Ready,
-    Rules,
-    Verdict,
-    View,
-    Wait,
-    has_quorum,
-    must_leave,
-    next_opening,
-    next_verdict,
-)
+from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeroband.data.ledger import Range, holes
-from zeroband.elastic.membership.epoch import Opening
 from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ZerobandError
-
-if TYPE_CHECKING:
-    from zeroband.elastic.rounds.interfaces import RoundReport
 
 
 class RolledBack(ZerobandError):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import Opening, Verdict
+from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, Transfer
 from zeroband.elastic.rounds.packing import pack, packed_sizes, unpack
 from zeroband.elastic.transport.engine import Encoded

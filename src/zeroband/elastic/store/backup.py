@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zeroband.elastic.membership.epoch import Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
 from zeroband.elastic.store.redis_store import StoreBackup
 
 

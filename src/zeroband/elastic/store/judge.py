@@ -9,10 +9,20 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, to_json
 from zeroband.elastic.membership.orders import Orders, orders_from
-from zeroband.elastic.membership.records import opening_from, peer_from, ready_from, verdict_from
-from zeroband.elastic.membership.resume_rules import RestartPoint, restart_point_from
+from zeroband.elastic.membership.records import (
+    Opening,
+    Peer,
+    Ready,
+    RestartPoint,
+    Verdict,
+    opening_from,
+    peer_from,
+    ready_from,
+    restart_point_from,
+    to_json,
+    verdict_from,
+)
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
 

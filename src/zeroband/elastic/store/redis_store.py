@@ -17,15 +17,8 @@ from typing import Any, cast
 
 import redis
 
-from zeroband.elastic.membership.epoch import (
-    Opening,
-    Peer,
-    Ready,
-    Verdict,
-    View,
-)
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.resume_rules import RestartPoint
+from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import (

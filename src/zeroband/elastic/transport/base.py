@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.engine import Encoded
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Rates

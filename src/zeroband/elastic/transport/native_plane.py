@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.transport.base import Gathering, Rates
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.dial import Address

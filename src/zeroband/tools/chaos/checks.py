@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zeroband.elastic.membership.epoch import Verdict
+from zeroband.elastic.membership.records import Verdict
 from zeroband.tools.audit import Audit
 
 _SHOWN = 5

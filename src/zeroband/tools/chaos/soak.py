@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from zeroband.elastic.membership.epoch import Verdict
+from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
 from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
 from zeroband.tools.chaos.measure import InjectedFault

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.elastic.membership.epoch import Verdict, View
+from zeroband.elastic.membership.records import Verdict, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import StoreLost
 from zeroband.observe.events import EVENTS_FILE

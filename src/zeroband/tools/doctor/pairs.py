@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.epoch import Peer
+from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.dial import Address

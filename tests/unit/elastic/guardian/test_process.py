@@ -29,7 +29,7 @@ from zeroband.elastic.guardian.process import (
     speaks,
 )
 from zeroband.elastic.guardian.rate import answer_rate
-from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handover import HandedOver, channel
 from zeroband.elastic.transport.handshake import (

@@ -11,24 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.epoch import (
+from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
+from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Opening,
-    Patience,
     Peer,
     Ready,
-    Rules,
     Verdict,
     View,
-    Wait,
-    has_quorum,
-    must_leave,
-    next_opening,
-    next_verdict,
+    opening_from,
+    peer_from,
+    ready_from,
     to_json,
     to_record,
+    verdict_from,
 )
-from zeroband.elastic.membership.records import opening_from, peer_from, ready_from, verdict_from
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 PATIENT, LATE = Patience(), Patience(stragglers_are_late=True)

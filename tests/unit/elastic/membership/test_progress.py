@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from zeroband.data.ledger import Ledger
-from zeroband.elastic.membership.epoch import Opening
 from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import Opening
 
 SHAPE = RunShape(total_steps=10, batch_size=5)
 A, B, C = "a#1", "b#1", "c#1"

@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.epoch import Opening, Ready, Rules, Verdict, View, Wait, next_opening
-from zeroband.elastic.membership.resume_rules import (
-    RestartPoint,
-    is_abandoned,
-    pending,
-    restart_point_after,
-    restart_point_from,
-    restarts_with,
-    way_in,
-)
+from zeroband.elastic.membership.epoch import Rules, Wait, next_opening
+from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, restart_point_from
+from zeroband.elastic.membership.resume_rules import is_abandoned, pending, restart_point_after, restarts_with, way_in
 
 A, B, C = "a#1", "b#1", "c#1"
 ALIVE = st.frozensets(st.sampled_from([A, B, C]))

@@ -16,9 +16,10 @@ from typing import Any, cast
 import redis
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND, Opening, Peer, Ready, Rules, Verdict, View, Wait
+from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member, say_nothing
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store

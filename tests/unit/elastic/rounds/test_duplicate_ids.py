@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 
-from zeroband.elastic.membership.epoch import Opening, Peer
+from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import ConfigError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.loss_record import LossRecord, loss_of, reason_to_go_back
 
 ON = RollbackConfig(on_spike=2.0)

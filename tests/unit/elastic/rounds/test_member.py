@@ -15,8 +15,9 @@ import redis
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict
+from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.orders import drain, go_on, pause
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.handover import Inbox

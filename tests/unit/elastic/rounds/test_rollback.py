@@ -14,13 +14,13 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.epoch import Verdict
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.resume_rules import RestartPoint
-from zeroband.elastic.rounds.interfaces import RoundReport, StateCopy
+from zeroband.elastic.membership.records import RestartPoint, Verdict
+from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import LocalMesh
 from zeroband.tools.audit import AuditedRound, audit
 

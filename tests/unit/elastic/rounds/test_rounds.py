@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from tests.unit.elastic.rounds.rounds_machine import LEASE_S, Run
 
-from zeroband.elastic.membership.epoch import FOUNDING_ROUND
 from zeroband.elastic.membership.orders import go_on, pause
+from zeroband.elastic.membership.records import FOUNDING_ROUND
 
 NODES, FOUNDERS = 4, 3
 SLOT = st.integers(0, NODES - 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
-from zeroband.elastic.membership.epoch import Opening, Ready
+from zeroband.elastic.membership.records import Opening, Ready
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import Fenced, PeerLost
 from zeroband.state.flat import FlatLayout, digest_of

@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import redis
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Rules, Verdict, View, Wait
+from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import Orders, go_on, pause
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.rounds.member import Member, say_nothing
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.redis_store import Store

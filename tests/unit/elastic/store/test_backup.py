@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
 from zeroband.elastic.store.backup import LiveBackup
 
 A, B = "a#1", "b#1"

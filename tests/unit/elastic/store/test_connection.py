@@ -27,7 +27,7 @@ from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.store import connection, scripts
 from zeroband.elastic.store import redis_store as store
 from zeroband.elastic.store.connection import (

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
-from zeroband.elastic.membership.epoch import Opening, Ready, Verdict
+from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Keys, Store
 

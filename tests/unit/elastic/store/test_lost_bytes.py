@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 from tests.relay import Damage, Relay, Wound
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, View
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.store import redis_store as store_module
 from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import Store

@@ -16,9 +16,8 @@ import pytest
 import redis
 from tests.servers import SERVERS
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.membership.orders import Orders, drain, go_on, pause, roll_back
-from zeroband.elastic.membership.resume_rules import RestartPoint
+from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, Store, StoreBackup
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer

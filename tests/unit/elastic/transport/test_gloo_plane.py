@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering

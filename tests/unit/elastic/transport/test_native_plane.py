@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
-from zeroband.elastic.membership.epoch import Opening
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Opening, Verdict
+from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 

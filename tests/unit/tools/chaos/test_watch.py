@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from zeroband.elastic.membership.epoch import Opening, Peer, Verdict, View
+from zeroband.elastic.membership.records import Opening, Peer, Verdict, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.measure import InjectedFault
