@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -254,7 +253,7 @@ class _Conducted:
         options = self._options
         setting = SoakSetting(
             machine=_machine(),
-            command=shlex.join(["zeroband", "chaos", *options.arguments]),
+            command=options.command,
             config=_summary(self._config),
             seed=options.seed,
             nodes=options.nodes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,21 @@ class ChaosOptions:
     @property
     def calm_minutes(self) -> float:
         return self.minutes / 5 if self.baseline_minutes is None else self.baseline_minutes
+
+    @property
+    def command(self) -> str:
+        """What has the same faults strike the same nodes again."""
+        flags = {
+            "--nodes": self.nodes,
+            "--minutes": self.minutes,
+            "--baseline-minutes": self.calm_minutes,
+            "--mtbf-s": self.mtbf_s,
+            "--seed": self.seed,
+            "--keep-undisturbed": self.keep_undisturbed,
+            "--slack-s": self.slack_s,
+        }
+        given = [text for flag, value in flags.items() for text in (flag, f"{value:g}")]
+        return shlex.join(["zeroband", "chaos", *self.arguments, *given])
 
 
 def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from zeroband.errors import ConfigError
 from zeroband.tools.chaos import command as chaos
 from zeroband.tools.chaos.command import SoakOutcome, main
 from zeroband.tools.chaos.judgement import Judgement
-from zeroband.tools.chaos.options import ChaosOptions
+from zeroband.tools.chaos.options import ChaosOptions, read_options
 from zeroband.tools.chaos.soak import SoakFailed
 
 Given = list[ChaosOptions]
@@ -149,3 +151,10 @@ def test_command_refuses_a_folder_that_holds_another_run(tmp_path: Path, capsys:
 def test_command_refuses_a_run_without_an_outer_algorithm(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         chaos.soak(ChaosOptions(("--outer", "none"), nodes=3, directory=tmp_path), say=lambda line: None)
+
+
+def test_report_names_a_command_that_makes_the_same_soak() -> None:
+    asked, _ = read_options(["@a b.toml", "--nodes", "7", "--seed=3", "--minutes", "0.5", "--fault.detect-s", "3"])
+    again, _ = read_options(shlex.split(asked.command)[2:])
+    assert (again.arguments, again.nodes, again.seed) == (("@a b.toml", "--fault.detect-s", "3"), 7, 3)
+    assert replace(again, run_id="", baseline_minutes=None) == replace(asked, run_id="", baseline_minutes=None)
