@@ -4,11 +4,11 @@
 
 One rank. The state is that of the trainer: parameters and both moments, float32. In turns, so that all see the same
 noise of the machine: the copy of the same bytes (`Tensor.copy_` between buffers that were touched before), the time
-that `Snapshots` keeps the loop from training (`take`, then `settle` when the next gradients are there), the same where
-it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors. The copy over DCP's stall
-bounds every way that copies once and waits for it. What a copy takes from the gradients beside it is in no stall but in
-the window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many without.
-"""
+that `Checkpoints` keeps the loop from training (`take`, then `settle` when the next gradients are there), the same
+where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors. The copy over DCP's
+stall bounds every way that copies once and waits for it. What a copy takes from the gradients beside it is in no
+stall but in the window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many
+without."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.mesh import init_local_mesh
 from zeroband.node.sharding import local_part
+from zeroband.observe.events import NoEvents
 from zeroband.outer.alone import Alone
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import Snapshots
+from zeroband.runtime.checkpointing import Checkpoints
 from zeroband.runtime.loop import forward_backward
 from zeroband.runtime.replica import shape_of
 from zeroband.state.flat import FlatLayout
@@ -89,7 +90,7 @@ class Bench:
         self.node: TrainerParts = build_trainer(config, local, Departure(1.0))
         self.node.node_dir.mkdir(parents=True, exist_ok=True)
         self.hooks = Alone(shape_of(config))
-        self.snapshots = Snapshots(self.node, None, self.hooks, None)
+        self.snapshots = Checkpoints(self.node, None, self.hooks, NoEvents())
         stack.callback(self.snapshots.close, waits=True)
         self.layout = FlatLayout.of(self.node.model)
         self.times = Times()

@@ -28,7 +28,6 @@ from zeroband.dropin.parameters import NamedParameters
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.member import say_nothing
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
@@ -41,7 +40,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.runtime.join import Joiner, join_until_member
 from zeroband.runtime.node import NodeParts
 from zeroband.runtime.replica import Replica
-from zeroband.runtime.report import NodeReport
+from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
 from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
@@ -87,7 +86,7 @@ class Session:
             self.store_url = _open_store(address, self._local, stack)
             self._node = self._build_node(parameters)
             self._report = self._open_report(parameters, stack)
-            self._entry = self._build_entry(stack)
+            self._joiner = self._build_joiner(stack)
             self._company = self._build_company(is_own=address == LOCAL)
             self._enter_first(is_own_store=address == LOCAL)
             self._stack = stack.pop_all()
@@ -118,8 +117,8 @@ class Session:
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
         )
 
-    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> NodeReport | None:
-        """On local rank 0; all have the error where the node's folder is another one's."""
+    def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
+        """That of local rank 0; all have the error where the node's folder is another one's."""
         reports: list[NodeReport] = []
 
         def open_one() -> None:
@@ -136,22 +135,21 @@ class Session:
             reports.append(report)
 
         on_first_rank(self._local, open_one)
-        return reports[0] if reports else None
+        return reports[0] if reports else SilentReport()
 
-    def _build_entry(self, stack: ExitStack) -> Joiner:
-        events = None if self._report is None else self._report.events
-        run = Replica(self._node, on_event=say_nothing if events is None else events.emit)
+    def _build_joiner(self, stack: ExitStack) -> Joiner:
+        run = Replica(self._node, on_event=self._report.events.emit)
         stack.push(run.leave)
         config = self._node.config
         batch_size, patience_s = config.train.batch_size, config.elastic.start_timeout_s
-        return Joiner(run, self._local, events, batch_size=batch_size, patience_s=patience_s)
+        return Joiner(run, self._local, self._report.events, batch_size=batch_size, patience_s=patience_s)
 
     def _build_company(self, *, is_own: bool) -> Company | None:
         """On local rank 0."""
-        if self._report is None:
+        if self._local.rank != 0:
             return None
         address = None if is_own else parse_store_url(self.store_url).shown
-        return Company(self._entry.run.store, self._node.config.run.id, address, self._report.events.emit)
+        return Company(self._joiner.run.store, self._node.config.run.id, address, self._report.events.emit)
 
     def _enter_first(self, *, is_own_store: bool) -> None:
         """Become a member, and say where; where the run is complete, say that, and be done."""
@@ -180,22 +178,20 @@ class Session:
             say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
 
     def _enter(self, why: Fenced | None) -> None:
-        joined = join_until_member(self._entry, why)
-        if self._report is not None:
-            self._report.belongs_to(self._entry.hooks.record["session"])
+        joined = join_until_member(self._joiner, why)
+        self._report.belongs_to(self._joiner.hooks.record["session"])
         if joined is not None:
             self.last_round = joined
-            if self._report is not None:
-                self._report.entered(joined)
+            self._report.entered(joined)
         self._begin_phase()
         self._end_if_due()
 
     def _begin_phase(self) -> None:
         """Inner steps until the next contribution: as many as the run has dealt this node."""
         self._steps = 0
-        self._dealt = count(self._entry.hooks.upcoming())
+        self._dealt = count(self._joiner.hooks.upcoming())
         self._from_s = time.monotonic()
-        self.is_done = self._entry.hooks.progress.is_complete
+        self.is_done = self._joiner.hooks.progress.is_complete
         if self._company is not None and self.last_round is not None:
             self._company.begin_round(self.last_round)
 
@@ -204,7 +200,7 @@ class Session:
     @property
     def inner_step(self) -> int:
         """Inner steps behind this node, those of the run before it joined included."""
-        return self._entry.hooks.inner_step
+        return self._joiner.hooks.inner_step
 
     def ask_to_leave(self) -> None:
         """Have the next inner step end the phase, and this node leave with it. From a signal handler, too."""
@@ -226,7 +222,7 @@ class Session:
             self._end_without(over)
 
     def _step(self, loss: float | None) -> None:
-        node, hooks = self._node, self._entry.hooks
+        node, hooks = self._node, self._joiner.hooks
         self._steps += 1
         if self._steps == 1 and self._company is not None:
             self._company.learned(self._parameters.named.values())
@@ -235,7 +231,7 @@ class Session:
         ends_round = self._ends_round()
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._company is not None:
-            self._company.offer(hooks.round + 1, self._entry.run.mesh.member_id)
+            self._company.offer(hooks.round + 1, self._joiner.run.mesh.member_id)
         try:
             synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
         except Fenced as fence:
@@ -258,7 +254,7 @@ class Session:
 
     def _ends_round(self) -> bool:
         """The same on all ranks, whichever of them was asked to leave or finds that the time is over."""
-        hooks, departure = self._entry.hooks, self._node.departure
+        hooks, departure = self._joiner.hooks, self._node.departure
         asks, is_over = departure.is_hurried, hooks.is_time_over(self._steps)
         votes = torch.tensor([int(asks), int(is_over)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._local.control)  # pyright: ignore[reportUnknownMemberType]
@@ -269,19 +265,15 @@ class Session:
     def _end_if_due(self) -> None:
         """Have this node be done where the run is complete, or where it was asked to leave and has handed over."""
         if self.is_done:
-            if self._report is not None:
-                self._report.finished()
+            self._report.finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
-            for synced in self._entry.hooks.flush():
-                if self._report is not None:
-                    self._report.committed(synced)
-            if self._report is not None and not self._node.departure.is_hurried:
-                self._report.events.emit("drained", round=self._entry.hooks.round)
+            for synced in self._joiner.hooks.flush():
+                self._report.committed(synced)
+            if not self._node.departure.is_hurried:
+                self._report.events.emit("drained", round=self._joiner.hooks.round)
             self.is_done = True
 
     def _tell(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
-        if self._report is None:
-            return
         values: dict[str, MetricValue | None] = {
             "train/loss": loss,
             "train/lr": float(self._inner.optimizer.param_groups[0]["lr"]),

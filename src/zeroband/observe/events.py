@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
@@ -141,6 +142,20 @@ EVENTS: Mapping[str, EventKind] = {
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),
 }
 """Every kind of event there is. Lists of members hold member ids: `node id#incarnation`."""
+
+
+class Events(Protocol):
+    """Where events go."""
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Record an event. Fields are JSON values, with their units in their names."""
+        ...
+
+
+class NoEvents:
+    """Where those of the ranks go that do not speak for their node."""
+
+    def emit(self, kind: str, **fields: object) -> None: ...
 
 
 class EventLog:

@@ -1,4 +1,4 @@
-"""Snapshots: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
+"""Checkpoints: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
 
 The trainer waits for that copy alone, and not before it has made the next gradients, which change nothing of the state.
 One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.node.shm import NodeFolder
-from zeroband.observe.events import EventLog
+from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.build import are_rounds_steps
@@ -149,27 +149,43 @@ class StoreFellows:
             return {}
 
 
-class NoSnapshots:
-    """Nothing is saved."""
+class Checkpointing(Protocol):
+    """The checkpoints of a run, as its loop sees them. All local ranks call the methods together."""
 
     def take_if_due(self, report: RoundReport | None) -> None:
-        """Nothing."""
+        """After every committed round: take a checkpoint if it asks for one. `report`: None for a lone node."""
+        ...
 
     def settle(self) -> None:
-        """Nothing."""
+        """Before anything changes of what a copy under way copies: wait for it."""
+        ...
 
     def take_before_leaving(self, *, is_alone: bool) -> None:
-        """Nothing."""
+        """Nobody goes on with the run: take one, and wait for it."""
+        ...
 
     def measured(self) -> dict[str, MetricValue | None]:
-        """Nothing."""
+        """What to report of them with an inner step."""
+        ...
+
+
+class NoCheckpoints:
+    """Those of a run without `ckpt.path`."""
+
+    def take_if_due(self, report: RoundReport | None) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def take_before_leaving(self, *, is_alone: bool) -> None: ...
+
+    def measured(self) -> dict[str, MetricValue | None]:
         return {}
 
 
-class Snapshots:
+class Checkpoints:
     """The checkpoints of a run as its trainer sees them. Made by all local ranks when the node is a member.
 
-    `takes_over`: the run goes on from the checkpoints in its folder. `events`: there on local rank 0.
+    `takes_over`: the run goes on from the checkpoints in its folder.
     Raises ConfigError where the folder is another run's or out of reach.
     """
 
@@ -178,7 +194,7 @@ class Snapshots:
         node: TrainerParts,
         run: Replica | None,
         hooks: SyncHooks,
-        events: EventLog | None,
+        events: Events,
         *,
         takes_over: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
@@ -356,8 +372,7 @@ class Snapshots:
         self._emit(kind, **fields)
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        if self._events is not None:
-            self._events.emit(kind, **fields)
+        self._events.emit(kind, **fields)
 
     def close(self, *, waits: bool) -> None:
         """Give everything back; `waits`: until the writer has written what was taken, as all local ranks ask then."""

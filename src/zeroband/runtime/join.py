@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.node.mesh import LocalMesh, all_ok, broadcast_json
 from zeroband.node.shm import is_restart, launch_of
-from zeroband.observe.events import EventLog
+from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.outer.alone import Alone
 from zeroband.runtime.build import TrainerParts
@@ -44,12 +44,36 @@ _RETRY_S = 0.5
 _log = get_logger(__name__)
 
 
-class LoneJoiner:
-    """A node that trains alone is in its run at once."""
+class Joining(Protocol):
+    """A node's way into its run, and its place there. All local ranks call the methods together."""
 
-    run = None
+    @property
+    def hooks(self) -> SyncHooks: ...
 
-    def __init__(self, node: TrainerParts, events: EventLog | None) -> None:
+    @property
+    def run(self) -> Replica | None:
+        """Its place among other nodes; None: it trains alone."""
+        ...
+
+    def enter(self) -> RoundReport | None:
+        """Get in. Returns the report of the round that made this node a member; None where there are no others."""
+        ...
+
+    def come_back(self, why: Fenced | RolledBack) -> RoundReport | None:
+        """Get in again."""
+        ...
+
+    def announce_leaving(self) -> Literal["together", "alone"] | None:
+        """Say that this node leaves, once; whether the run then stands still, and with whom it does."""
+        ...
+
+
+class SingleNode:
+    """The way of a node that trains alone: it is in its run at once."""
+
+    run: Replica | None = None
+
+    def __init__(self, node: TrainerParts, events: Events) -> None:
         self._node = node
         self._alone = Alone(shape_of(node.config), launch_of(os.environ))
         self._events = events
@@ -100,10 +124,9 @@ class LoneJoiner:
         self._alone.adopt(saved["round"], saved["record"])
         node.inner.seek(saved["step"])
         has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
-        if self._events is not None:
-            place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
-            took_s = round(time.monotonic() - from_s, 3)
-            self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
+        place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
+        took_s = round(time.monotonic() - from_s, 3)
+        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
 
     def announce_leaving(self) -> Literal["together", "alone"] | None:
         return "alone"
@@ -113,14 +136,12 @@ class LoneJoiner:
 
 
 class Joiner:
-    """Brings a node into its run. All local ranks call the methods together; `events` is there on local rank 0.
+    """Brings a node into its run.
 
     `batch_size`: samples of an inner step.
     """
 
-    def __init__(
-        self, run: Replica, local: LocalMesh, events: EventLog | None, *, batch_size: int, patience_s: float
-    ) -> None:
+    def __init__(self, run: Replica, local: LocalMesh, events: Events, *, batch_size: int, patience_s: float) -> None:
         self.hooks: SyncHooks = run.outer
         self.run = run
         self._local = local
@@ -177,7 +198,7 @@ class Joiner:
                 raise
             _log.info("the others founded the run; joining", extra={"fields": {"why": str(fence)}})
             return None
-        self._emit("joined", member_id=report.member_id, round=report.round)
+        self._events.emit("joined", member_id=report.member_id, round=report.round)
         return report
 
     def _begin_again(self) -> RoundReport | None:
@@ -191,7 +212,7 @@ class Joiner:
         has_inner = self.run.load_inner(agreed["step"])
         took_s = round(time.monotonic() - from_s, 3)
         place = {"round": agreed["round"], "step": agreed["step"], "rejected": agreed["rejected"]}
-        self._emit("resumed_from", **place, digest=digest, took_s=took_s, has_inner=has_inner)
+        self._events.emit("resumed_from", **place, digest=digest, took_s=took_s, has_inner=has_inner)
         return self._found(agreed["round"])
 
     def _agree(self) -> dict[str, Any]:
@@ -262,13 +283,13 @@ class Joiner:
         verify(digest, found["state_digest"], "what this node had in memory", self._local)
         took_s = round(time.monotonic() - from_s, 3)
         on_first_rank(self._local, lambda: self._tell_of(found))
-        self._emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
+        self._events.emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
         try:
             report = self.run.outer.join()
         except RecoveryFailed as error:
             _log.warning("what this node had in memory is too old", extra={"fields": {"why": str(error)}})
             return None
-        self._emit("joined", member_id=report.member_id, round=report.round)
+        self._events.emit("joined", member_id=report.member_id, round=report.round)
         return report
 
     def _tell_of(self, found: Mapping[str, Any]) -> None:
@@ -277,7 +298,7 @@ class Joiner:
         if verdict is None or verdict.round != found["round"]:
             return  # the others have said so
         opening = verdict.opening
-        self._emit(
+        self._events.emit(
             "round_committed",
             round=verdict.round,
             epoch=opening.epoch,
@@ -297,7 +318,7 @@ class Joiner:
         has_inner = self.run.load_inner(order.step)
         skipped = [list(span) for span in order.record.get("skipped", ())]
         place = {"round": report.round, "step": order.step, "digest": digest}
-        self._emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
+        self._events.emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self.run.point_latest(order.step))
         if report.progress.is_complete or self.hooks.upcoming():
             return report
@@ -307,7 +328,7 @@ class Joiner:
         """Return after the run went on without this node, whether or not it was founded by then, or went back."""
         if isinstance(why, RolledBack):
             return self._roll_back(why)
-        self._emit("fenced", reason=str(why))
+        self._events.emit("fenced", reason=str(why))
         self.run.come_back()
         return self.enter()
 
@@ -317,7 +338,7 @@ class Joiner:
         Raises RunOver when it is complete, RecoveryFailed when attempts have failed for `patience_s` and none of them
         brought this node any nearer.
         """
-        self._emit("recovering", round=self.run.outer.round)
+        self._events.emit("recovering", round=self.run.outer.round)
         on_first_rank(self._local, lambda: self.run.fetcher.begin(self.run.outer.sections))
         failing_since_s, said = math.inf, ""
         while True:
@@ -343,7 +364,7 @@ class Joiner:
                     on_first_rank(self._local, lambda: self._say_wait(said, failing_since_s))  # noqa: B023
                 time.sleep(_RETRY_S)
                 continue
-            self._emit("joined", member_id=self.run.mesh.member_id, round=report.round)
+            self._events.emit("joined", member_id=self.run.mesh.member_id, round=report.round)
             return report
 
     def _say_wait(self, why: str, since_s: float) -> None:
@@ -371,7 +392,9 @@ class Joiner:
         except RecoveryFailed:
             on_first_rank(self._local, self.run.fetcher.distrust_state)
             raise
-        self._emit("recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"], source="members")
+        self._events.emit(
+            "recovered", round=fetched["round"], digest=digest, took_s=fetched["took_s"], source="members"
+        )
         return int(fetched["round"])
 
     def _fetch(self) -> dict[str, Any]:
@@ -383,22 +406,18 @@ class Joiner:
             "took_s": fetched.took_s,
         }
 
-    def _emit(self, kind: str, **fields: object) -> None:
-        if self._events is not None:
-            self._events.emit(kind, **fields)
-
 
 def _say_new(url: str) -> None:
     _log.warning("nothing to resume: a new run begins", extra={"fields": {"no_checkpoint_in": url}})
 
 
-def join_until_member(entry: Joiner | LoneJoiner, why: Fenced | RolledBack | None = None) -> RoundReport | None:
+def join_until_member(joiner: Joining, why: Fenced | RolledBack | None = None) -> RoundReport | None:
     """Become a member, again and again if the run goes on, or back, without this node meanwhile.
 
     `why`: this node was a member before. Returns the report of the round that it became a member with.
     """
     while True:
         try:
-            return entry.enter() if why is None else entry.come_back(why)
+            return joiner.enter() if why is None else joiner.come_back(why)
         except (Fenced, RolledBack) as again:
             why = again

@@ -18,7 +18,6 @@ from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.rounds.member import say_nothing
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, Leaving, RunOver
@@ -31,10 +30,10 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import NoSnapshots, Snapshots
-from zeroband.runtime.join import Joiner, LoneJoiner, join_until_member
+from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
+from zeroband.runtime.join import Joiner, Joining, SingleNode, join_until_member
 from zeroband.runtime.replica import Replica
-from zeroband.runtime.report import Report, RunProgress, StepResult
+from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -51,127 +50,130 @@ def run(config: RunConfig, departure: Departure) -> None:
         train(config, local, departure, stack)
 
 
+@dataclass(frozen=True)
+class Training:
+    """What the loop of this rank works with."""
+
+    node: TrainerParts
+    joiner: Joining
+    checkpoints: Checkpointing
+    report: Report
+
+
 def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
     """The whole run of this rank; `stack` gives everything back at its end."""
     node = build_trainer(config, local, departure)
-    report = Report(node) if local.rank == 0 else None
-    if report is not None:
-        stack.callback(report.close)
-        report.started()
-        stack.push(report.leave)
-        stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
-        departure.on_cut_off = report.cut_off
+    report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
-    entry = build_joiner(node, report, stack)
-    joined = enter(entry, report)
-    snapshots = build_snapshots(node, entry, report, stack)
+    joiner = open_way_in(node, report, stack)
+    joined = enter(joiner, report)
+    training = Training(node, joiner, open_checkpoints(node, joiner, report, stack), report)
     if joined is not None:
-        snapshots.take_if_due(joined)
+        training.checkpoints.take_if_due(joined)
     departure.holds_work = True
-    while not entry.hooks.progress.is_complete:
-        leave_if_asked(node, entry, snapshots, report)
+    while not joiner.hooks.progress.is_complete:
+        leave_if_asked(training)
         try:
-            train_round(node, entry, snapshots, report)
-        except Fenced as fence:
-            leave_if_asked(
-                node, entry, NoSnapshots(), report
-            )  # others go on, and it holds no committed state of theirs
-            node.inner.zero_grad()
-            snapshots.take_if_due(enter(entry, report, fence))
+            train_round(training)
+        except (Fenced, RolledBack) as why:
+            come_back(training, why)
         except Leaving:  # its time is over, and the others, if there are any, did not come
-            if not node.departure.is_cut_short or local.world_size == 1:  # else local ranks are at different places
-                save_if_last(entry, snapshots)
+            if not departure.is_cut_short or local.world_size == 1:  # else local ranks are at different places
+                save_if_last(training)
             raise
-        except RolledBack as order:
-            node.inner.zero_grad()
-            enter(entry, report, order)
-    if config.observe.sample_prompt is not None:
-        write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
-        if report is not None:
-            report.sampled(node.node_dir / SAMPLE_FILE)
-    if report is not None:
-        report.finished()
-    if config.export is not None:
-        write_export(node, config.export, report)
+    finish(node, report)
 
 
-def leave_if_asked(
-    node: TrainerParts, entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots, report: Report | None
-) -> None:
+def leave_if_asked(training: Training) -> None:
     """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
 
     If nobody goes on with the run, it saves what it holds first.
     """
+    node, hooks, report = training.node, training.joiner.hooks, training.report
     if broadcast_json(node.departure.is_asked, node.local):
-        for synced in entry.hooks.flush():
-            if report is not None:
-                report.committed(synced)
-        round = entry.hooks.round
-        save_if_last(entry, snapshots)
-        if report is not None and not node.departure.is_hurried:
+        for synced in hooks.flush():
+            report.committed(synced)
+        round = hooks.round
+        save_if_last(training)
+        if not node.departure.is_hurried:
             report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
 
 
-def save_if_last(entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots) -> None:
+def save_if_last(training: Training) -> None:
     """Take a checkpoint if nobody goes on with the run when this node leaves."""
-    if (last := entry.announce_leaving()) is not None:
-        snapshots.take_before_leaving(is_alone=last == "alone")
+    if (last := training.joiner.announce_leaving()) is not None:
+        training.checkpoints.take_before_leaving(is_alone=last == "alone")
 
 
-def build_joiner(node: TrainerParts, report: Report | None, stack: ExitStack) -> Joiner | LoneJoiner:
+def open_way_in(node: TrainerParts, report: Report, stack: ExitStack) -> Joining:
     """The way into the run that the configuration asks for."""
-    events = report.events if report is not None else None
     if node.config.outer is None:
-        return LoneJoiner(node, events)
-    run = Replica(node, on_event=events.emit if events is not None else say_nothing)
+        return SingleNode(node, report.events)
+    run = Replica(node, on_event=report.events.emit)
     stack.push(run.leave)
     batch_size, patience_s = node.config.train.batch_size, node.config.elastic.start_timeout_s
-    return Joiner(run, node.local, events, batch_size=batch_size, patience_s=patience_s)
+    return Joiner(run, node.local, report.events, batch_size=batch_size, patience_s=patience_s)
 
 
-def build_snapshots(
-    node: TrainerParts, entry: Joiner | LoneJoiner, report: Report | None, stack: ExitStack
-) -> Snapshots | NoSnapshots:
+def open_checkpoints(node: TrainerParts, joiner: Joining, report: Report, stack: ExitStack) -> Checkpointing:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
-        return NoSnapshots()
-    events, is_sequel = report.events if report is not None else None, entry.hooks.progress.follows is not None
-    snapshots = Snapshots(node, entry.run, entry.hooks, events, takes_over=is_sequel)
+        return NoCheckpoints()
+    is_sequel = joiner.hooks.progress.follows is not None
+    checkpoints = Checkpoints(node, joiner.run, joiner.hooks, report.events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        snapshots.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
+        checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
 
     stack.push(close)
-    return snapshots
+    return checkpoints
 
 
-def enter(
-    entry: Joiner | LoneJoiner, report: Report | None, why: Fenced | RolledBack | None = None
-) -> RoundReport | None:
+def enter(joiner: Joining, report: Report, why: Fenced | RolledBack | None = None) -> RoundReport | None:
     """Become a member. Returns the report of the round that it became a member with."""
-    joined = join_until_member(entry, why)
-    if report is not None:
-        report.belongs_to(entry.hooks.record["session"])
-    if report is not None and joined is not None:
+    joined = join_until_member(joiner, why)
+    report.belongs_to(joiner.hooks.record["session"])
+    if joined is not None:
         report.entered(joined)
     return joined
 
 
-def train_round(
-    node: TrainerParts, entry: Joiner | LoneJoiner, snapshots: Snapshots | NoSnapshots, report: Report | None
-) -> None:
+def come_back(training: Training, why: Fenced | RolledBack) -> None:
+    """Become a member again: the run went on without this node, or went back to a checkpoint."""
+    node, joiner, report = training.node, training.joiner, training.report
+    if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
+        leave_if_asked(Training(node, joiner, NoCheckpoints(), report))
+    node.inner.zero_grad()
+    joined = enter(joiner, report, why)
+    if isinstance(why, Fenced):
+        training.checkpoints.take_if_due(joined)
+
+
+def finish(node: TrainerParts, report: Report) -> None:
+    """Write what the configuration wants of the trained model."""
+    config = node.config
+    if config.observe.sample_prompt is not None:
+        write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
+        report.sampled(node.node_dir / SAMPLE_FILE)
+    report.finished()
+    if config.export is not None:
+        write_export(node, config.export, report)
+
+
+def train_round(training: Training) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
-    hooks, inner, first = entry.hooks, node.inner, entry.hooks.inner_step
+    node, hooks, checkpoints = training.node, training.joiner.hooks, training.checkpoints
+    inner, first = node.inner, hooks.inner_step
     node.loader.assign(hooks.upcoming())
     step, ends_round = first, False
     while not (ends_round or hooks.progress.is_complete):  # a round that travelled may complete the run before
         lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
         with node.departure.in_step():
             passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
-        snapshots.settle()  # what a checkpoint copies has not changed so far
+        checkpoints.settle()  # what a checkpoint copies has not changed so far
         node.step_loss.nats = passed.loss
         with node.departure.in_step():
             node.faults.at("inner", hooks.round + 1)
@@ -194,10 +196,9 @@ def train_round(
         step += 1
         committed = RunProgress(hooks.progress, is_now=hooks.progress is not before)
         if committed.is_now:
-            snapshots.take_if_due(synced[-1] if synced else None)
-        if report is not None:
-            learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
-            report.stepped(step, learned, synced, committed, snapshots.measured())
+            checkpoints.take_if_due(synced[-1] if synced else None)
+        learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
+        training.report.stepped(step, learned, synced, committed, checkpoints.measured())
 
 
 def leave_out_gradient(node: TrainerParts, step: int, norm: float) -> None:
@@ -262,11 +263,11 @@ def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
         (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()), encoding="utf-8")
 
 
-def write_export(node: TrainerParts, settings: ExportConfig, report: Report | None) -> None:
+def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> None:
     """Write the trained model as a directory; 4 bytes of memory for each parameter, and 8 more to compare it."""
     out = settings.path or node.node_dir / EXPORT_DIR
-    held = whole_parameters(node.model, keeps=report is not None)
-    if report is None:
+    held = whole_parameters(node.model, keeps=node.local.rank == 0)
+    if node.local.rank != 0:
         return
     vocab_size, seq_length = node.tokenizer.padded_vocab_size, node.config.data.seq_length
     trained = TrainedModel(node.config.model, vocab_size, node.tokenizer, seq_length, held.__getitem__)

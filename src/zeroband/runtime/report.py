@@ -7,10 +7,11 @@ import fcntl
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from zeroband.data.ledger import Ledger
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Leaving, RunOver
-from zeroband.observe.events import EventLog
+from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
@@ -33,6 +34,33 @@ _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/ro
 """Metrics of the console line."""
 
 _log = get_logger(__name__)
+
+
+class LoopReport(Protocol):
+    """What any training loop tells of its node, whichever of the node's ranks it runs on."""
+
+    @property
+    def events(self) -> Events: ...
+
+    def belongs_to(self, session: str) -> None:
+        """This node is in the run of this session."""
+        ...
+
+    def entered(self, round: RoundReport) -> None:
+        """This node became a member."""
+        ...
+
+    def committed(self, round: RoundReport) -> None:
+        """The state got another round, between two inner steps."""
+        ...
+
+    def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
+        """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
+        ...
+
+    def finished(self) -> None:
+        """All inner steps of the run are done."""
+        ...
 
 
 class NodeReport:
@@ -211,8 +239,56 @@ class RunProgress:
     """Whether that round ended with the step that is reported."""
 
 
-class Report(NodeReport):
-    """What the trainer tells of its node."""
+class Report(LoopReport, Protocol):
+    """What the trainer's loop tells beside that."""
+
+    def stepped(
+        self,
+        step: int,
+        learned: StepResult,
+        synced: Sequence[RoundReport],
+        committed: RunProgress,
+        checkpoints: Mapping[str, MetricValue | None],
+    ) -> None:
+        """Inner step `step` (counted from 1) is done."""
+        ...
+
+    def sampled(self, path: Path) -> None: ...
+
+    def exported(self, path: Path, parity: str) -> None: ...
+
+
+class SilentReport:
+    """That of the ranks which do not speak for their node."""
+
+    events: Events = NoEvents()
+
+    def belongs_to(self, session: str) -> None: ...
+
+    def entered(self, round: RoundReport) -> None: ...
+
+    def committed(self, round: RoundReport) -> None: ...
+
+    def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None: ...
+
+    def stepped(
+        self,
+        step: int,
+        learned: StepResult,
+        synced: Sequence[RoundReport],
+        committed: RunProgress,
+        checkpoints: Mapping[str, MetricValue | None],
+    ) -> None: ...
+
+    def sampled(self, path: Path) -> None: ...
+
+    def finished(self) -> None: ...
+
+    def exported(self, path: Path, parity: str) -> None: ...
+
+
+class TrainerReport(NodeReport):
+    """That of local rank 0: metrics, events, and the console line."""
 
     def __init__(self, node: TrainerParts) -> None:
         config, vocab_size = node.config, node.tokenizer.padded_vocab_size
@@ -276,6 +352,20 @@ class Report(NodeReport):
 
     def exported(self, path: Path, parity: str) -> None:
         self.events.emit("model_exported", path=str(path), parity=parity)
+
+
+def open_report(node: TrainerParts, stack: ExitStack) -> Report:
+    """The report of this rank; `stack` says how its part ends, and closes it."""
+    if node.local.rank != 0:
+        return SilentReport()
+    report = TrainerReport(node)
+    stack.callback(report.close)
+    report.started()
+    stack.push(report.leave)
+    departure = node.departure
+    stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
+    departure.on_cut_off = report.cut_off
+    return report
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:

@@ -17,6 +17,7 @@ from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import NoEvents
 from zeroband.runtime.join import Joiner
 
 PATIENCE_S = 300.0
@@ -90,7 +91,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         mesh = SimpleNamespace(member_id="a#1")
         parts: Any = SimpleNamespace(outer=attempts, fetcher=fetcher, mesh=mesh)
         try:
-            return Joiner(parts, local, None, batch_size=4, patience_s=PATIENCE_S).join().round
+            return Joiner(parts, local, NoEvents(), batch_size=4, patience_s=PATIENCE_S).join().round
         finally:
             flags.close()
 
@@ -137,7 +138,7 @@ def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) 
     member = SimpleNamespace(outlast_duplicates=refuse)
     parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
     with pytest.raises(ConfigError, match="in this run already"):
-        Joiner(parts, local, None, batch_size=4, patience_s=PATIENCE_S).enter()
+        Joiner(parts, local, NoEvents(), batch_size=4, patience_s=PATIENCE_S).enter()
 
 
 @pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])

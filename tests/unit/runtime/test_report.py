@@ -16,7 +16,7 @@ from zeroband.config import load_config
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.runtime.report import Report, RunProgress, StepResult
+from zeroband.runtime.report import RunProgress, StepResult, TrainerReport
 
 LEARNED = StepResult(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
 
@@ -45,7 +45,7 @@ def round_after(progress: Progress, uncommitted_tokens: int) -> RoundReport:
 
 
 def tokens_of(node: Any, steps: Sequence[tuple[RunProgress, Sequence[RoundReport]]]) -> list[int]:
-    report = Report(node)
+    report = TrainerReport(node)
     for step, (committed, synced) in enumerate(steps, start=1):
         report.stepped(step, LEARNED, synced, committed, {})
     report.close()

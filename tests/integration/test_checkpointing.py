@@ -21,11 +21,11 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
 from zeroband.node.async_copy import Pairs
 from zeroband.node.mesh import init_local_mesh
-from zeroband.observe.events import EVENTS_FILE, EventLog
+from zeroband.observe.events import EVENTS_FILE, EventLog, NoEvents
 from zeroband.outer.alone import Alone
-from zeroband.runtime import checkpointing as snapshots
+from zeroband.runtime import checkpointing as checkpoints
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import Snapshots
+from zeroband.runtime.checkpointing import Checkpoints
 from zeroband.runtime.loop import train
 from zeroband.runtime.replica import shape_of
 from zeroband.state.flat import FlatLayout, parameter_shards
@@ -46,7 +46,7 @@ SMALL: Mapping[str, Any] = {
 
 @pytest.fixture
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerParts]:
-    folder = tmp_path_factory.mktemp("snapshots")
+    folder = tmp_path_factory.mktemp("checkpoints")
     settings = {
         **SMALL,
         "run.id": folder.name,
@@ -91,18 +91,18 @@ class EarlyCopier(LateCopier):
 
 
 def copies_by(copier: type[LateCopier], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have snapshots copy by it, from the host and as from a GPU."""
-    monkeypatch.setattr(snapshots, "HostCopier", lambda stack: copier())
-    monkeypatch.setattr(snapshots, "copier_for", lambda device, targets, stack: copier())
+    """Have checkpoints copy by it, from the host and as from a GPU."""
+    monkeypatch.setattr(checkpoints, "HostCopier", lambda stack: copier())
+    monkeypatch.setattr(checkpoints, "copier_for", lambda device, targets, stack: copier())
 
 
-def step(node: TrainerParts, hooks: Alone, snapshots: Snapshots) -> None:
-    snapshots.settle()
+def step(node: TrainerParts, hooks: Alone, checkpoints: Checkpoints) -> None:
+    checkpoints.settle()
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
     hooks.sync_gradients(0, 64)
     hooks.sync_parameters(0, 64, ends_round=True)
-    snapshots.take_if_due(None)
+    checkpoints.take_if_due(None)
 
 
 def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(
@@ -112,25 +112,25 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     hooks, events = Alone(shape_of(node.config)), EventLog(node.node_dir)
     with ExitStack() as stack:
         stack.callback(events.close)
-        snapshots = Snapshots(node, None, hooks, events)
-        writer = snapshots._writer
+        checkpoints = Checkpoints(node, None, hooks, events)
+        writer = checkpoints._writer
         assert writer is not None
-        step(node, hooks, snapshots)
+        step(node, hooks, checkpoints)
         assert not writer.is_busy  # due every second round
         torch.manual_seed(7)
-        step(node, hooks, snapshots)
+        step(node, hooks, checkpoints)
         drawn = torch.rand(3)
         assert not writer.is_busy  # nothing is read before the copy is whole
-        snapshots.settle()
+        checkpoints.settle()
         assert writer.is_busy
         writer.await_free()
         kept = {name: shard.clone() for name, shard in parameter_shards(node.model).items()}
         os.kill(writer.pid, signal.SIGSTOP)
         for _ in range(4):  # two more are due; the writer stands still with the first of them
-            step(node, hooks, snapshots)
-        assert snapshots.measured()["ckpt/backlog_bytes"]
+            step(node, hooks, checkpoints)
+        assert checkpoints.measured()["ckpt/backlog_bytes"]
         os.kill(writer.pid, signal.SIGCONT)
-        snapshots.close(waits=True)
+        checkpoints.close(waits=True)
     kinds = [json.loads(line)["kind"] for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]
     staged, committed, skipped = "checkpoint_staged", "checkpoint_committed", "checkpoint_skipped"
     assert kinds == [staged, committed, staged, skipped, committed]
@@ -140,7 +140,7 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     assert steps_in_order(storage) == [4, 2]
     require_state(node, kept, drawn, step=2)
     with pytest.raises(ConfigError, match="belongs to another run"):
-        Snapshots(node, None, Alone(shape_of(node.config)), None)
+        Checkpoints(node, None, Alone(shape_of(node.config)), NoEvents())
 
 
 def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: torch.Tensor, *, step: int) -> None:
