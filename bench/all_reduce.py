@@ -388,8 +388,10 @@ Quantise = Callable[[torch.Tensor], torch.Tensor]
 
 
 def six_sigma(x: torch.Tensor) -> torch.Tensor:
-    """uint8 of a whole tensor: 256 buckets within 3 sigma of the mean, what lies beyond in the outermost; a bucket
-    stands for the mean of its values. INTELLECT-1's scheme, arXiv:2412.01152."""
+    """Encode a whole tensor in uint8: 256 buckets within 3 sigma of the mean, the outermost for what lies beyond.
+
+    A bucket stands for the mean of its values. INTELLECT-1's scheme, arXiv:2412.01152.
+    """
     low, width = x.mean() - 3 * x.std(), (6 * x.std() / 256).clamp_min(1e-30)
     bucket = ((x - low) / width).floor().clamp(0, 255).long()
     ones = torch.ones_like(x, dtype=torch.float64)

@@ -8,7 +8,8 @@ that `Checkpoints` keeps the loop from training (`take`, then `settle` when the 
 where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors. The copy over DCP's
 stall bounds every way that copies once and waits for it. What a copy takes from the gradients beside it is in no
 stall but in the window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many
-without."""
+without.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ CALLS_PER_S = 200
 
 def hold_door(host: str) -> None:
     """A guardian's port with nobody behind it, until this process is ended; says what memory it took, every second."""
-
     LinkMonitor(host, port=PORT, identity=Identity("node", RunKey(b"k" * 32)), detect_s=3.0, on_gone=print)
     while True:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

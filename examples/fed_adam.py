@@ -20,8 +20,10 @@ MEAN, SQUARES = "mean", "squares"
 
 
 class FedAdam(ManySteps):
-    """Of the mean pseudo-gradient d: m <- b1 m + (1 - b1) d;  v <- b2 v + (1 - b2) d d, both from 0;
-    outer <- outer - lr m / (sqrt(v) + tau)."""
+    """Adam on the mean pseudo-gradient d.
+
+    m <- b1 m + (1 - b1) d;  v <- b2 v + (1 - b2) d d, both from 0;  outer <- outer - lr m / (sqrt(v) + tau).
+    """
 
     sections = (PARAMS, MEAN, SQUARES)
 

@@ -20,8 +20,10 @@ from zeroband.tools.cluster import RedisServer
 
 
 def pytest_configure() -> None:
-    """Have interrupts interrupt, also where a shell that started the tests beside itself had them ignored; and have no
-    example of a property fail because it was slow."""
+    """Set what all tests rely on, whatever shell started them.
+
+    Interrupts interrupt, also where they were ignored; no example of a property fails because it was slow.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("busy machines", deadline=None)

@@ -73,8 +73,9 @@ def _load(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def show_config(argv: Sequence[str]) -> int:
-    """Print the configuration that the arguments ask for, with what is known to go wrong with its algorithm as comments
-    before it, or what is wrong with it. Returns the exit code.
+    """Print the configuration that the arguments ask for, or what is wrong with it. Returns the exit code.
+
+    What is known to go wrong with its algorithm stands before it, as comments.
     """
     try:
         config = load_config(argv)

@@ -107,7 +107,7 @@ def test_pip_is_not_needed_beside_uv(run_setup: Setup) -> None:
 def test_cpu_only_torch_in_the_wheelhouse_is_locked_for_this_machine(
     run_setup: Setup, clone: Path, torch_version: str, locked: str
 ) -> None:
-    """uv prefers the registry's, which has wheels for more machines, unless an older lock has this one."""
+    """Uv prefers the registry's, which has wheels for more machines, unless an older lock has this one."""
     (clone / "wheelhouse").mkdir()
     (clone / "wheelhouse" / f"torch-{torch_version}+cpu-cp312-cp312-any.whl").touch()
     (clone / "uv.lock").write_text(locked, encoding="utf-8")

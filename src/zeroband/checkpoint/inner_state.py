@@ -68,7 +68,7 @@ def load_inner(
 
 @contextmanager
 def _quietly() -> Generator[None]:
-    """torch wraps what goes wrong, and warns that one process works alone, which is what we ask for."""
+    """Torch wraps what goes wrong, and warns that one process works alone, which is what we ask for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:

@@ -217,8 +217,10 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
 def open_checkpoint(
     storage: Storage, step: int, on_piece: Callable[[], object] = lambda: None, *, trust: Trust = ANYBODY
 ) -> Checkpoint:
-    """A committed checkpoint by its step. Raises CheckpointDamaged, which is also what a half-written one is, and one
-    that is not to be trusted."""
+    """A committed checkpoint by its step.
+
+    Raises CheckpointDamaged, which is also what a half-written one is, and one that is not to be trusted.
+    """
     path = f"{folder_of(step)}/{MANIFEST}"
     try:
         manifest = parse_manifest(storage.read(path))

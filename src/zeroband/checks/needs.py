@@ -20,8 +20,10 @@ _LEAST_SECTIONS = 1
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs. `vocab_size`, `sections`: of the tokenizer and of an algorithm of one's own, which cannot be
-    known without loading them; 0 and 1 where they are not, and then these are the least that it needs.
+    """What a run needs.
+
+    `vocab_size`, `sections`: of the tokenizer and of an algorithm of one's own, which cannot be known without loading
+    them; 0 and 1 where they are not, and then these are the least that it needs.
     """
 
     config: RunConfig

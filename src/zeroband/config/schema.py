@@ -16,6 +16,8 @@ from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 
 
 class RunSection(Section):
+    """Which run this is, and where its files go."""
+
     id: str = Field(default="default", pattern=NAME_PATTERN)
     """Name of the run, the same on every node; all keys in the store carry it."""
     token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
@@ -39,6 +41,8 @@ class RunSection(Section):
 
 
 class NodeSection(Section):
+    """This machine in the run."""
+
     id: str | None = Field(default=None, pattern=NAME_PATTERN, json_schema_extra=NODE_LOCAL)
     """Name of this machine for the life of the run, which no other machine of the run may have. None: host name."""
     advertise_host: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
@@ -55,6 +59,8 @@ class NodeSection(Section):
 
 
 class ModelConfig(Section):
+    """The decoder."""
+
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 4
@@ -93,6 +99,8 @@ class ModelConfig(Section):
 
 
 class TextSource(Section):
+    """Plain text files."""
+
     type: Literal["text"] = "text"
     paths: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs; one document each. Empty: this machine's Python standard library."""
@@ -102,6 +110,8 @@ class TextSource(Section):
 
 
 class JsonlSource(Section):
+    """JSON Lines files."""
+
     type: Literal["jsonl"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one document each line."""
@@ -110,6 +120,8 @@ class JsonlSource(Section):
 
 
 class ParquetSource(Section):
+    """Parquet files."""
+
     type: Literal["parquet"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
     """Files, globs or fsspec URLs of Parquet; one document each row."""
@@ -121,6 +133,8 @@ class ParquetSource(Section):
 
 
 class HuggingFaceSource(Section):
+    """A dataset by its name on the Hugging Face Hub, or a folder of one."""
+
     type: Literal["huggingface"]
     name: str
     """Name or local path for `datasets.load_dataset`; needs the extra `hf`."""
@@ -136,6 +150,8 @@ class HuggingFaceSource(Section):
 
 
 class SyntheticSource(Section):
+    """Text that is made up, for tests and simulations."""
+
     type: Literal["synthetic"]
     documents: PositiveInt = 1000
     """How many documents the seed makes."""
@@ -152,6 +168,8 @@ Source = Annotated[
 
 
 class DataConfig(Section):
+    """What is trained on."""
+
     source: Source = TextSource()
     """Where the documents come from."""
     tokenizer: str = "byte"
@@ -179,6 +197,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(Section):
+    """AdamW."""
+
     lr: PositiveFloat = 4e-4
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -192,18 +212,24 @@ class AdamWConfig(Section):
 
 
 class CosineSchedule(Section):
+    """Half a cosine from the peak down."""
+
     type: Literal["cosine"] = "cosine"
     final_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
 
 class LinearSchedule(Section):
+    """A straight line from the peak down."""
+
     type: Literal["linear"]
     final_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
 
 class WarmupStableDecaySchedule(Section):
+    """The peak, held until the last part of the run, then a straight line down."""
+
     type: Literal["wsd"]
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Share of all steps spent in the final decay."""
@@ -215,6 +241,8 @@ LrSchedule = Annotated[CosineSchedule | LinearSchedule | WarmupStableDecaySchedu
 
 
 class OptimConfig(Section):
+    """The inner optimizer and its schedule."""
+
     adamw: AdamWConfig = AdamWConfig()
     """The inner optimizer."""
     schedule: LrSchedule = CosineSchedule()
@@ -228,6 +256,8 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
+    """Length and shape of the training."""
+
     total_steps: PositiveInt = 88_000
     """Inner steps of the whole run."""
     init_from: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
@@ -250,6 +280,8 @@ class TrainConfig(Section):
 
 
 class CommConfig(Section):
+    """The data path between nodes."""
+
     backend: Literal["native", "gloo"] = "native"
     """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted ones."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
@@ -279,6 +311,8 @@ class CommConfig(Section):
 
 
 class StoreConfig(Section):
+    """The run's Redis."""
+
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
     `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. None: this node trains alone, without [outer]."""
@@ -292,6 +326,8 @@ class StoreConfig(Section):
 
 
 class ElasticConfig(Section):
+    """Nodes that come and go."""
+
     min_nodes: PositiveInt = 1
     """The run waits while fewer nodes than this are alive."""
     start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
@@ -302,6 +338,8 @@ class ElasticConfig(Section):
 
 
 class FaultConfig(Section):
+    """When a silent node counts as lost, and all that follows from it."""
+
     detect_s: float = Field(default=5.0, ge=0.5, le=600)
     """Longest silence of a node before the others go on without it; every other time-out follows from it."""
     lease_s: PositiveFloat | None = None
@@ -338,6 +376,8 @@ class FaultConfig(Section):
 
 
 class WandbConfig(Section):
+    """Weights & Biases."""
+
     project: str = Field(default="zeroband", json_schema_extra=NODE_LOCAL)
     """Project to log to."""
     mode: Literal["online", "offline"] = Field(default="offline", json_schema_extra=NODE_LOCAL)
@@ -345,6 +385,8 @@ class WandbConfig(Section):
 
 
 class ObserveConfig(Section):
+    """What is shown and kept of the training."""
+
     log_every_steps: PositiveInt = Field(default=10, json_schema_extra=NODE_LOCAL)
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)

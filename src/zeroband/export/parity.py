@@ -1,4 +1,4 @@
-"""Does transformers compute the same from an exported directory as we do from the weights that went into it?"""
+"""Whether transformers computes the same from an exported directory as we do from the weights that went into it."""
 
 from __future__ import annotations
 

@@ -22,8 +22,10 @@ MOST_IN_TRITON = 64
 
 
 class DctKernels(Protocol):
-    """Both directions; all tensors of a call on one device, contiguous. The result of a chunk does not depend on the
-    others of the call."""
+    """Both directions; all tensors of a call on one device, contiguous.
+
+    The result of a chunk does not depend on the others of the call.
+    """
 
     def choose(self, chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k coefficients of largest size of each chunk, of equal ones the first.

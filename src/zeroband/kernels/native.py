@@ -15,8 +15,11 @@ ABI = 11
 
 
 class ReduceSpec(ctypes.Structure):
-    """One reduction, as `zb_reduce_start` takes it. The pointers are read during the call, but for `input`, `output`
-    and what follows them, which are used until the reduction ended. The last three may be null."""
+    """One reduction, as `zb_reduce_start` takes it.
+
+    The pointers are read during the call, but for `input`, `output` and what follows them, which are used until the
+    reduction ended. The last three may be null.
+    """
 
     _fields_ = (
         ("run", c_uint64),
@@ -43,8 +46,11 @@ class ReduceSpec(ctypes.Structure):
 
 
 class GatherSpec(ctypes.Structure):
-    """One gathering, as `zb_gather_start` takes it. The pointers are read during the call, but for `input` and
-    `output`, which are used until it ended. `receiver`: a member, or -1 for everybody."""
+    """One gathering, as `zb_gather_start` takes it.
+
+    The pointers are read during the call, but for `input` and `output`, which are used until it ended. `receiver`: a
+    member, or -1 for everybody.
+    """
 
     _fields_ = (
         ("run", c_uint64),

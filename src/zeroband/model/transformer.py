@@ -1,5 +1,7 @@
-"""The decoder: embedding, blocks of attention and SwiGLU behind RMSNorms, head. Parameter names are those of Hugging
-Face's Llama without the leading `model.`, so an export renames nothing else."""
+"""The decoder: embedding, blocks of attention and SwiGLU behind RMSNorms, head.
+
+Parameter names are those of Hugging Face's Llama without the leading `model.`, so an export renames nothing else.
+"""
 
 from __future__ import annotations
 

@@ -108,8 +108,10 @@ def remove(folder: Path) -> None:
 
 
 def _claim(folder: Path) -> int:
-    """Make and lock a folder; the descriptor of its lock. Raises ConfigError where somebody prepared it, and
-    BlockingIOError while another process holds it."""
+    """Make and lock a folder; the descriptor of its lock.
+
+    Raises ConfigError where somebody prepared it, and BlockingIOError while another process holds it.
+    """
     for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -150,15 +152,20 @@ def _lock(folder: Path, *, create: bool) -> int | None:
 
 
 def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
-    """Remove this user's folders whose owners are dead and have no successor, all but `spare`. Returns what was
-    removed."""
+    """Remove this user's folders whose owners are dead and have no successor, all but `spare`.
+
+    Returns what was removed.
+    """
     folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if is_ours(folder) and folder != spare]
     return [folder for folder in folders if remove_abandoned(folder)]
 
 
 def remove_abandoned(folder: Path) -> bool:
-    """Remove a folder unless it is held, left to a trainer that a living launcher is about to start, or so young that
-    it may be held in a moment. Holds its lock meanwhile."""
+    """Remove a folder that nobody holds; its lock is held meanwhile.
+
+    Not one that is left to a trainer which a living launcher is about to start, nor one that is young
+    and may be held in a moment.
+    """
     try:
         descriptor = _lock(folder, create=False)
     except FileNotFoundError:  # being made at this moment, or half removed

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
-    """inner <- alpha inner + (1 - alpha) outer, in place. 0 takes the outer parameters bit for bit, 1 the inner ones.
+    """Inner <- alpha inner + (1 - alpha) outer, in place. 0 takes the outer parameters bit for bit, 1 the inner ones.
 
     What a replica learned during the overlap lives on in the alpha part.
     """
@@ -51,7 +51,7 @@ class EagerView:
         self._nesterov = nesterov
 
     def add(self, history: Tensor, fresh: Tensor, *, share: float) -> None:
-        """history <- mu history + share fresh, in place: u takes in the pseudo-gradient that was just sent."""
+        """History <- mu history + share fresh, in place: u takes in the pseudo-gradient that was just sent."""
         history.mul_(self._momentum).add_(fresh.mul(share))
 
     def write(self, canonical: Tensor, history: Tensor, fresh: Tensor, out: Tensor, *, share: float) -> None:

@@ -148,8 +148,10 @@ class Guardian:
 
 
 def last_word(output: IO[bytes], *, store_s: float) -> bytes:
-    """What a new guardian says: that it holds the lease, or why it cannot; that it waits for the store, when it has
-    said so for this time. Empty: it is silent."""
+    """Wait for what a new guardian says: that it holds the lease, or why it cannot. Empty: it is silent.
+
+    Or that it waits for the store, when it has said so for this time.
+    """
     end_s = time.monotonic() + store_s
     while speaks(output, _START_DEADLINE_S):
         said = output.readline()

@@ -118,8 +118,10 @@ def _has_lost_verdict(view: View, round: int) -> bool:
 
 
 def _seen(view: View, member: str) -> LinkObservation:
-    """What a member's transfers and its guardian's probes showed; of two rates the higher: a link shared while it was
-    measured carries more."""
+    """What a member's transfers and its guardian's probes showed of its links.
+
+    Of two rates the higher: a link shared while it was measured carries more.
+    """
     ready, peer = view.ready[member], view.peers.get(member)
     probed = {} if peer is None else peer.links
     links = {m: max(probed.get(m, 0), ready.links.get(m, 0)) for m in {*probed, *ready.links}}

@@ -138,8 +138,9 @@ def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 def ring_order(links: Mapping[tuple[int, int], float], members: int) -> tuple[int, ...]:
-    """Members in an order such that the slowest link from one to the next, and from the last to the first, is as fast
-    as possible: exactly so up to EXACT_UP_TO members, nearly above.
+    """Order members so that the slowest link from one to the next, around the ring, is as fast as possible.
+
+    Exactly so up to EXACT_UP_TO members, nearly above.
 
     `links`: rate from one member to another, by their places; one that is missing or UNKNOWN counts as the median.
     """

@@ -455,8 +455,10 @@ class CoordinatedRounds:
         return ()
 
     def _is_end(self, rounds: int = 1) -> bool:
-        """Whether all nodes wait after so many more rounds, and nothing is on its way then: as all inner steps of the
-        run are made, or for a checkpoint, so that it can be gone on from to the last bit."""
+        """Whether all nodes wait after so many more rounds, and nothing is on its way then.
+
+        So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
+        """
         every = self._coordinator.parts.flush_every
         return self._coordinator.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
 

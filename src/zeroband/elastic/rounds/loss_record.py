@@ -68,8 +68,10 @@ class LossRecord:
 
 
 def loss_of(opening: Opening) -> float | None:
-    """The loss of a round in nats per token, over the members whose update counts; NaN where none of those that
-    learned has a finite one, None where nobody learned."""
+    """The loss of a round in nats per token, over the members whose update counts.
+
+    NaN where none of those that learned has a finite one, None where nobody learned.
+    """
     if not any(opening.steps):
         return None
     pairs = zip(opening.weights, opening.losses, strict=True)

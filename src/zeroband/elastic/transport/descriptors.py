@@ -1,5 +1,7 @@
-"""Descriptors: how many connections this process may hold, raised at start, compared with what the peers need, and said
-when they run out."""
+"""Descriptors: how many connections this process may hold.
+
+The limit is raised at start and compared with what the peers need; that they run out is said.
+"""
 
 from __future__ import annotations
 

@@ -69,8 +69,11 @@ class StallLimit:
 
 @dataclass
 class StallWatch:
-    """Since when a figure that grows has not. `look_s`: how often it is looked at; a longer pause between two looks was
-    this process's own, and is nobody's fault."""
+    """Since when a figure that grows has not.
+
+    `look_s`: how often it is looked at; a longer pause between two looks was this process's own, and is nobody's
+    fault.
+    """
 
     look_s: float
     at_s: float

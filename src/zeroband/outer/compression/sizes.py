@@ -22,8 +22,9 @@ def packed_size(count: int, bits: int) -> int:
 
 
 def has_zeros(k: int, numel: int) -> bool:
-    """Whether signs need a code for zero: a chunk of which all values or only one are sent has no other way to say that
-    there is nothing to send.
+    """Whether signs need a code for zero.
+
+    A chunk of which all values or only one are sent has no other way to say that there is nothing to send.
     """
     return k == 1 or k == numel
 

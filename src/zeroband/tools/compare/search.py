@@ -28,6 +28,7 @@ def is_bracketed(losses: Losses) -> bool:
 
 def next_lr(losses: Losses, *, most: int) -> float | None:
     """The learning rate to try next, beyond the edge at which the best one lies; None: bracketed, or tried enough.
+
     Where every run diverged it is a lower one.
 
     `most`: how many may be tried, the same for every method. Steps outward by the ratio of the two outermost.

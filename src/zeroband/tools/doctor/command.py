@@ -1,7 +1,7 @@
-"""`zeroband doctor @config --nodes N`: can this machine take part, and what do its links to the others carry?
+"""`zeroband doctor @config --nodes N`: whether this machine can take part, and what its links to the others carry.
 
-Run it on all nodes at the same time. Exit codes: 0 a run would
-work; 2 wrong arguments; 3 it would not start, or most likely not reach its end.
+Run it on all nodes at the same time. Exit codes: 0 a run would work; 2 wrong arguments; 3 it would not start, or most
+likely not reach its end.
 """
 
 from __future__ import annotations

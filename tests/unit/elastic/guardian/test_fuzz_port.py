@@ -1,5 +1,8 @@
-"""`bench/fuzz_port.py` at the port of one guardian in this process: each kind of message is sent, and an honest node
-is answered after all of them. The runs of three nodes that the tool makes take minutes, by hand."""
+"""`bench/fuzz_port.py` at the port of one guardian in this process.
+
+Each kind of message is sent, and an honest node is answered after all of them. The runs of three nodes that the tool
+makes take minutes, by hand.
+"""
 
 from __future__ import annotations
 

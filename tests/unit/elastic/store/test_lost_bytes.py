@@ -1,5 +1,7 @@
-"""The store over a plain connection that loses, inserts or changes one byte, at each place that counts: never a wrong
-answer, never an error, at most another connection."""
+"""The store over a plain connection that loses, inserts or changes one byte, at each place that counts.
+
+Never a wrong answer, never an error, at most another connection.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The store against real servers, each version that is here: what two writers may not both do, what is fenced, what
-is forgotten."""
+"""The store against real servers, each version that is here.
+
+What two writers may not both do, what is fenced, what is forgotten.
+"""
 
 from __future__ import annotations
 

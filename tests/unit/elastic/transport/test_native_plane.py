@@ -124,8 +124,11 @@ class Node:
 
 
 def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") -> None:
-    """Link two nodes by a stream. `is_silent`: nothing comes through, and neither end is told. `session`: of the link
-    that it is to belong to; empty: a new one."""
+    """Link two nodes by a stream.
+
+    `is_silent`: nothing comes through, and neither end is told. `session`: of the link that it is to belong to;
+    empty: a new one.
+    """
     ends, session = tcp_pair(), session or new_session()
     if is_silent:
         make_silent(*ends)
@@ -314,8 +317,10 @@ class ToldLinks(Links):
 
 @pytest.fixture
 def paced_links(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """Those of the first node, and what has the first so many nodes make round N, of which the openings say that the
-    last one took two seconds."""
+    """The first node's links, and what makes round N.
+
+    It has so many nodes make the round; of the openings before it says that the last transfer took two seconds.
+    """
     nodes = [Node(member, tmp_path, ToldLinks, request.param) for member in OPENING.members]
     for one, other in combinations(nodes, 2):
         session = new_session()
