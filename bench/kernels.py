@@ -191,7 +191,7 @@ def compare_rounds(numel: int) -> None:
     from zeroband.kernels.codec import CODECS
     from zeroband.node.mesh import init_local_mesh
     from zeroband.outer.device_state import DeviceState
-    from zeroband.outer.optimizer import OuterSGD
+    from zeroband.outer.outer_optimizer import OuterSGD
     from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 
     codec, optimizer = CODECS["int8"], OuterSGD(OuterSGDConfig())

@@ -25,8 +25,8 @@ from evidence import count, require
 from wan import Wan
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
-from zeroband.tools.compare.measure import Measured, measured
 from zeroband.tools.compare.methods import Arm, flags_of, known_presets
+from zeroband.tools.compare.trial_measures import Measured, measured
 from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
 
 STEP_S = 0.2

@@ -12,7 +12,7 @@ from tests.faults.middlebox import HOST, Middlebox
 
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
-from zeroband.tools.cluster.node import NodeProcess
+from zeroband.tools.cluster.node_process import NodeProcess
 
 DEADLINE_S = 60.0
 """Far below `fault.hung_s`, which is 300 s."""

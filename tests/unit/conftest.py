@@ -44,9 +44,9 @@ from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
-from zeroband.outer.build import build_algorithm
 from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.many_steps import ManySteps
+from zeroband.outer.registry import build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers

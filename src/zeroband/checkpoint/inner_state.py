@@ -32,7 +32,7 @@ from zeroband.checkpoint.headers import StoredTensor, read_header
 from zeroband.checkpoint.layout import SlotLike, numel_of
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.checkpoint.storage import read_exactly
-from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged
 
 _PIECE_ELEMENTS = 4 << 20

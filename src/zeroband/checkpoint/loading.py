@@ -21,7 +21,7 @@ from zeroband.checkpoint.headers import read_header
 from zeroband.checkpoint.layout import LATEST, MANIFEST, SlotLike, folder_of, hub_name, numel_of, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
-from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
 

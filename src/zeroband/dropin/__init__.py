@@ -4,6 +4,6 @@ Owns what such a loop has in the place of the trainer's model, data and configur
 what it is for the trainer: the same membership, data path, outer loop and ways to join. It has no checkpoints.
 """
 
-from zeroband.dropin.optimizer import DiLoCoOptimizer
+from zeroband.dropin.diloco_optimizer import DiLoCoOptimizer
 
 __all__ = ["DiLoCoOptimizer"]

@@ -38,7 +38,7 @@ from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.runtime.join import Joiner, join_until_member
-from zeroband.runtime.node import NodeParts
+from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
 from zeroband.state.flat import digest_of

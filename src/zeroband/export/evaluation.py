@@ -11,8 +11,8 @@ from torch import nn
 
 from zeroband.data.loader import IGNORED, MicroBatch
 from zeroband.data.tokenizer import Tokenizer
+from zeroband.model.generate import evaluating
 from zeroband.model.loss import next_token_loss
-from zeroband.model.sample import evaluating
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroband.errors import way_to_extra
 from zeroband.export.directory import DTYPES, ExportDtype, TrainedModel
-from zeroband.model.sample import evaluating
+from zeroband.model.generate import evaluating
 
 TOLERANCE = 1e-5
 """Of logits up to 1; of larger ones the same share, because float32 has no more digits."""

@@ -1,9 +1,9 @@
 """The language model: its decoder, initial weights, loss and sampling. Knows no data, no nodes and no optimizer."""
 
 from zeroband.config.model_size import flops_per_token, parameter_count
+from zeroband.model.generate import evaluating, generate
 from zeroband.model.init import init_weights
 from zeroband.model.loss import IGNORE_INDEX, TokenLoss, gradient_scale, next_token_loss
-from zeroband.model.sample import evaluating, generate
 from zeroband.model.transformer import Transformer
 
 __all__ = [

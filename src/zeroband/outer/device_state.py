@@ -21,7 +21,7 @@ from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.fused import BLOCK, passes_on
 from zeroband.kernels.scan import all_finite
 from zeroband.node.async_copy import pin
-from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import ShardMap, SharedBuffers
 
 _CODEC = CODECS["int8"]

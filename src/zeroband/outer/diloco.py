@@ -25,7 +25,7 @@ from zeroband.kernels.scan import norm
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.outer.device_state import DeviceState
 from zeroband.outer.inner_parameters import InnerParameters, build_replica
-from zeroband.outer.optimizer import OuterSGD, build_outer_optimizer
+from zeroband.outer.outer_optimizer import OuterSGD, build_outer_optimizer
 from zeroband.outer.turns import Turns
 from zeroband.state.flat import digest_of, parameter_shards
 from zeroband.state.fragments import Fragment, bounds_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.transaction import CONTRIBUTION
-from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, mix
 from zeroband.state.flat import parameter_shards
 

@@ -24,7 +24,7 @@ from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, make_room, parallelize
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node import NodeParts
+from zeroband.runtime.node_parts import NodeParts
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)

@@ -35,8 +35,8 @@ from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.ddp import Ddp
+from zeroband.outer.registry import are_rounds_steps
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.replica import Replica
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards

@@ -23,8 +23,8 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, Leaving, RunOver
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe
+from zeroband.model.generate import generate
 from zeroband.model.loss import gradient_scale, next_token_loss
-from zeroband.model.sample import generate
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump

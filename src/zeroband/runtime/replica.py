@@ -39,11 +39,11 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
-from zeroband.outer.build import are_rounds_steps, build_algorithm
 from zeroband.outer.ddp import Ddp
 from zeroband.outer.device_state import require_device
+from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
-from zeroband.runtime.node import NodeParts
+from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.transport_setup import PlaneParts, codec_of
 from zeroband.runtime.vacancy import Vacancy
 from zeroband.state.crash_memory import NodeMemory

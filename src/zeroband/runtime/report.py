@@ -27,7 +27,7 @@ from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
 from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.node import NodeParts
+from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")

@@ -15,7 +15,7 @@ from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.owner import Owner, claim
 from zeroband.checkpoint.saving import PeerWord, Save, SaveRules, Staged
 from zeroband.checkpoint.storage import Storage
-from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.state.flat import FlatLayout, Slot, digest_of
 
 SHAPES = {

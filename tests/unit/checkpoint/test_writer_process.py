@@ -18,7 +18,7 @@ from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
 from zeroband.checkpoint.writer_process import WriterProcess
-from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.elastic.recovery.state_chunks import bytes_of
 
 AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from zeroband.checkpoint.storage import Storage
 from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import Corpus
-from zeroband.elastic.recovery.chunks import bytes_of
+from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights
 from zeroband.state.flat import FlatLayout, digest_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroband.config.outer import OuterSGDConfig
 from zeroband.kernels import fused
 from zeroband.kernels.fused import BLOCK, OuterStep, passes_on
-from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.outer_optimizer import OuterSGD
 
 N = 12 * BLOCK
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig
 from zeroband.errors import ConfigError
-from zeroband.outer.build import are_rounds_steps
 from zeroband.outer.custom import load_algorithm
+from zeroband.outer.registry import are_rounds_steps
 from zeroband.state.flat import digest_of
 
 FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"

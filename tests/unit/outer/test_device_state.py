@@ -16,7 +16,7 @@ from zeroband.kernels.codec import CODECS
 from zeroband.node.mesh import LocalMesh
 from zeroband.outer.device_state import DeviceState, require_device
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 StartRun = Callable[..., Any]

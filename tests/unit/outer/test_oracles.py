@@ -16,7 +16,7 @@ from zeroband.outer.compression.bits import ALIGNMENT
 from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
-from zeroband.outer.optimizer import OuterSGD
+from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, eager_gradient
 from zeroband.outer.sparseloco import error_rule
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-from zeroband.elastic.recovery.chunks import Chunk
+from zeroband.elastic.recovery.state_chunks import Chunk
 
 STRAGGLER_S = 1.0
 """No chunk is given to a second donor before it is so long on its way."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.recovery.chunks import StateManifest, bytes_of, chunk_hash
+from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of, chunk_hash
 
 COPY_LIFE_S = 120.0
 """A copy that nobody asked for during this time is dropped."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from zeroband.elastic.recovery.chunks import StateManifest, parse_manifest
+from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 

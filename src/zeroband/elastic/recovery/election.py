@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroband.elastic.recovery.chunks import StateManifest
 from zeroband.elastic.recovery.donors import Donor, Inquiry, Refusal
+from zeroband.elastic.recovery.state_chunks import StateManifest
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 

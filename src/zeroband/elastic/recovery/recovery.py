@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.recovery.chunk_queue import STRAGGLER_S, ChunkQueue
-from zeroband.elastic.recovery.chunks import Chunk, StateManifest, bytes_of
 from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.election import Believed, believe_newest, believe_round
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed

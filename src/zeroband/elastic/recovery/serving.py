@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroband.elastic.recovery.chunks import CHUNK_BYTES, bytes_of
 from zeroband.elastic.recovery.copies import COPY_LIFE_S, Copies, Entries, Hasher, Promise, ServedEntry, ServedState
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, bytes_of
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import Connection, sealed_by
 from zeroband.errors import RecoveryFailed

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from zeroband.elastic.recovery.chunk_queue import ChunkQueue
-from zeroband.elastic.recovery.chunks import Chunk, StateManifest, chunk_hash
 from zeroband.elastic.recovery.donors import NONSENSE, Donor, DonorConnection, Inquiry, Refusal, reason_of
 from zeroband.elastic.recovery.election import no_donor
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, chunk_hash
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 

@@ -21,8 +21,8 @@ from zeroband.kernels import dct
 from zeroband.kernels.dct_kernels import DctKernels, dct_kernels_on
 from zeroband.kernels.scan import all_finite
 from zeroband.kernels.select import largest, place
+from zeroband.outer.compression.chunk_records import Chosen, RecordFormat
 from zeroband.outer.compression.chunks import ChunkGroup, ChunkLayout, share_of
-from zeroband.outer.compression.records import Chosen, RecordFormat
 from zeroband.outer.compression.sizes import ALIGNMENT, HEADER
 from zeroband.state.flat import FlatLayout
 

@@ -22,12 +22,12 @@ from zeroband.errors import ConfigError
 from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import left_behind
+from zeroband.tools.chaos.fault_costs import Fence, PhaseComparison, RoundCost, compare, round_costs
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Evidence, Judgement
-from zeroband.tools.chaos.measure import Fence, PhaseComparison, RoundCost, compare, round_costs
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
 from zeroband.tools.chaos.plan import OF_NETWORK, PLANNED, PlannedFault, PlanRules, plan
-from zeroband.tools.chaos.report import Counts, SoakSetting, render
 from zeroband.tools.chaos.soak import Soak, SoakFailed, SoakRules
+from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.cluster.local import LocalCluster

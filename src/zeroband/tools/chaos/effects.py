@@ -16,7 +16,7 @@ from zeroband.node.shm import NodeFolder
 from zeroband.tools.chaos.plan import OF_NETWORK, OF_PROCESSES, OF_RANKS, Kind, PlannedFault
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
-from zeroband.tools.cluster.node import NodeProcess
+from zeroband.tools.cluster.node_process import NodeProcess
 
 _TICKS_PER_S = 100.0
 _BACKGROUND_PRIORITY = 10

@@ -13,12 +13,12 @@ from itertools import pairwise
 from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
 from zeroband.tools.chaos.effects import Striker, cpu_s, set_background
-from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import OF_PROCESSES, OF_STORE, Kind, PlannedFault
 from zeroband.tools.chaos.starvation import QueueTimes
 from zeroband.tools.chaos.watch import Overdue, Watch
 from zeroband.tools.cluster.local import LocalCluster
-from zeroband.tools.cluster.node import NodeProcess
+from zeroband.tools.cluster.node_process import NodeProcess
 
 _PENDING_PAUSE_S, _PAUSE_S = 0.02, 0.1
 _SURVEY_EVERY_S = 0.5

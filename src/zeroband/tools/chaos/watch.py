@@ -20,7 +20,7 @@ from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import Audit, audit, read_rounds
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
-from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind
 from zeroband.tools.chaos.starvation import Starvation
 

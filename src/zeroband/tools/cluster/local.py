@@ -20,7 +20,7 @@ from zeroband.tools.cluster.asked import without_secrets
 from zeroband.tools.cluster.gpus import share_of, visible_gpus
 from zeroband.tools.cluster.interrupts import uninterrupted
 from zeroband.tools.cluster.network import Network
-from zeroband.tools.cluster.node import NodeProcess, NodeSpec
+from zeroband.tools.cluster.node_process import NodeProcess, NodeSpec
 
 PACKAGE = Path(zeroband.__file__).parent
 TRAINER = PACKAGE / "train.py"

@@ -28,11 +28,11 @@ from zeroband.tools.compare.methods import PRESETS, Arm, require_known
 from zeroband.tools.compare.options import Options, read_options
 from zeroband.tools.compare.page import ResultPage, html, markdown
 from zeroband.tools.compare.png import write_pngs
-from zeroband.tools.compare.progress import Bar, line_of
 from zeroband.tools.compare.results import Outcome, ResultFiles
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.search import Losses, best_lr, next_lr
 from zeroband.tools.compare.table import Row, row_of
+from zeroband.tools.compare.trial_progress import Bar, line_of
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.tools.compare.measure import Measured
+from zeroband.tools.compare.trial_measures import Measured
 
 FORMAT = 1
 """Of the files, and part of every digest: another one makes all runs anew."""

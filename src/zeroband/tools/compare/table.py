@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zeroband.tools.compare.measure import AtLink, Measured, at_link, payload_ratio
 from zeroband.tools.compare.methods import Arm
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.search import best_lr, is_bracketed
+from zeroband.tools.compare.trial_measures import AtLink, Measured, at_link, payload_ratio
 from zeroband.tools.plan.forecast import Link
 
 REFERENCE = "ddp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroband.export.directory import TrainedModel
-from zeroband.model.sample import generate
+from zeroband.model.generate import generate
 
 
 def continuation(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.recovery import copies as copies_module
-from zeroband.elastic.recovery.chunks import parse_manifest
 from zeroband.elastic.recovery.copies import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
+from zeroband.elastic.recovery.state_chunks import parse_manifest
 
 PATIENCE_S = 10.0
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.elastic.recovery.chunks import StateManifest
 from zeroband.elastic.recovery.donors import Donor, Refusal
 from zeroband.elastic.recovery.election import ask_all, elect
+from zeroband.elastic.recovery.state_chunks import StateManifest
 
 A, B, C, D = (Donor(name, "127.0.0.1", port) for port, name in enumerate("abcd", start=1))
 HONEST = StateManifest(3, "honest", {}, 4, {"params": 4}, {"params": ("p0",)})

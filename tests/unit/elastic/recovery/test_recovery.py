@@ -20,9 +20,9 @@ from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, sh
 from torch import Tensor
 
 from zeroband.elastic.recovery import transfer
-from zeroband.elastic.recovery.chunks import chunk_hash
 from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
 from zeroband.elastic.recovery.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
+from zeroband.elastic.recovery.state_chunks import chunk_hash
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 

@@ -11,7 +11,7 @@ import pytest
 
 from zeroband.tools.chaos import soak as soak_module
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.soak import Soak, SoakRules
 from zeroband.tools.chaos.starvation import Starvation

@@ -13,7 +13,7 @@ import pytest
 from zeroband.elastic.membership.records import Opening, Peer, Verdict, View
 from zeroband.elastic.store.redis_store import Store
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.measure import InjectedFault
+from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 

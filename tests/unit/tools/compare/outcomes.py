@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeroband.tools.compare.measure import Measured
 from zeroband.tools.compare.results import Outcome, Point
+from zeroband.tools.compare.trial_measures import Measured
 
 PARAMS = 1000
 

@@ -13,9 +13,9 @@ from tests.unit.tools.compare.outcomes import PARAMS, counted, failed, outcome
 from zeroband.tools.compare import command
 from zeroband.tools.compare.command import Comparison
 from zeroband.tools.compare.options import read_options
-from zeroband.tools.compare.progress import remaining_s, said
 from zeroband.tools.compare.results import Outcome, Point, ResultFiles
 from zeroband.tools.compare.runner import Stopped
+from zeroband.tools.compare.trial_progress import remaining_s, said
 from zeroband.tools.compare.trials import Trial
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tools.compare.outcomes import PARAMS, counted
 
 from zeroband.elastic.transport.times import CROWDED, MESSAGE_S
-from zeroband.tools.compare.measure import at_link, measured, payload_ratio
+from zeroband.tools.compare.trial_measures import at_link, measured, payload_ratio
 from zeroband.tools.plan.forecast import HEADERS, Link
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=1e6, rtt_s=0.1)

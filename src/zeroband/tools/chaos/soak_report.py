@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroband.tools.chaos.fault_costs import InjectedFault, KindRow, PhaseComparison, Share, percentile, rows_of
 from zeroband.tools.chaos.judgement import Judgement
-from zeroband.tools.chaos.measure import InjectedFault, KindRow, PhaseComparison, Share, percentile, rows_of
 
 _TITLE = "# Chaos soak"
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.kernels.codec import CODECS, Codec
-from zeroband.outer import optimizer as module
-from zeroband.outer.optimizer import OuterOptimizer, OuterSGD, PlainAverage, build_outer_optimizer
+from zeroband.outer import outer_optimizer as module
+from zeroband.outer.outer_optimizer import OuterOptimizer, OuterSGD, PlainAverage, build_outer_optimizer
 
 N, ROUNDS = 1003, 20
 CONFIGS = [

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.recovery.chunks import Chunk, StateManifest, bytes_of, chunk_hash, parse_manifest
+from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, bytes_of, chunk_hash, parse_manifest
 from zeroband.errors import RecoveryFailed
 
 LENGTHS = {"params": 10, "momentum": 8}

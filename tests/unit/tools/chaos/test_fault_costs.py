@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from zeroband.tools.chaos.fault_costs import InjectedFault, compare, percentile, round_costs, rows_of
 from zeroband.tools.chaos.judgement import Judgement
-from zeroband.tools.chaos.measure import InjectedFault, compare, percentile, round_costs, rows_of
 from zeroband.tools.chaos.plan import Kind, PlannedFault
-from zeroband.tools.chaos.report import Counts, SoakSetting, render
+from zeroband.tools.chaos.soak_report import Counts, SoakSetting, render
 
 SETTING = SoakSetting("2 cores", "zeroband chaos", "outer.type diloco", 1, 3, 1.0, 0.2, 20.0, left_out="")
 COUNTS = Counts(9, 1, 0, 0, 0, 4, 3, "9 samples trained", 0.3, 0.1, 0.2, (5.0, 7.0))
