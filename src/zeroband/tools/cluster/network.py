@@ -16,6 +16,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -36,6 +37,7 @@ _MAX_NODES = 254
 _SUBNET = "198.18.0"
 """Of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no machine has
 its name server there."""
+_CARRIER_S = 10.0
 _NOBODY = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")
 _NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
@@ -159,9 +161,10 @@ class Network:
         self._told = {pair: is_lost for pair, is_lost in self._told.items() if pair[0] != node}  # the kernel forgets it
 
     def link_up(self, node: str) -> None:
-        """Take a node's interface up after `link_down`; other faults of the node stay."""
+        """Take a node's interface up after `link_down`, until it carries packets; other faults of the node stay."""
         self._check(node)
         self._configure(node, ["link set e0 up"])
+        self._await_carrier(node)
         self._down.discard(node)
         self._apply()
 
@@ -202,6 +205,14 @@ class Network:
                 self._told[sender, receiver] = is_lost
         for sender, entries in changes.items():
             self._configure(sender, entries)
+
+    def _await_carrier(self, node: str) -> None:
+        """Wait until the kernel has noticed, in its own time, that both ends of a node's link are up."""
+        ends, end_s = ((node, "e0"), (_HUB, f"port{self._numbers[node]}")), time.monotonic() + _CARRIER_S
+        while not all(" state UP " in _ip("-n", self._namespace(n), "-o", "link", "show", dev) for n, dev in ends):
+            if time.monotonic() > end_s:
+                raise ConfigError(f"the link of {node} was set up, and is still down after {_CARRIER_S:g} s")
+            time.sleep(0.005)
 
     def _configure(self, node: str, commands: Sequence[str]) -> None:
         _ip("-n", self._namespace(node), "-batch", "-", commands=commands)
@@ -246,8 +257,8 @@ def _ip_program() -> str:
     return program
 
 
-def _ip(*arguments: str, commands: Sequence[str] = ()) -> None:
-    """Run `ip`. Raises ConfigError with what it said."""
+def _ip(*arguments: str, commands: Sequence[str] = ()) -> str:
+    """Run `ip`; what it shows. Raises ConfigError with what it objects to."""
     done = subprocess.run(
         [_ip_program(), *arguments],
         input="\n".join(commands),
@@ -257,3 +268,4 @@ def _ip(*arguments: str, commands: Sequence[str] = ()) -> None:
     )
     if done.returncode:
         raise ConfigError(f"ip {' '.join(arguments)} failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout
