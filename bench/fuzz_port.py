@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -489,6 +489,13 @@ class Fuzz:
 # -- what must hold ---------------------------------------------------------------------------------------------------
 
 
+def is_guardian(pid: int) -> bool:
+    try:
+        return b"guardian" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def opened_by(pid: int) -> tuple[int, int]:
     """Descriptors and threads of a process; none where it has ended."""
     try:
@@ -496,6 +503,17 @@ def opened_by(pid: int) -> tuple[int, int]:
         return descriptors, threads
     except OSError:
         return 0, 0
+
+
+def ended(cluster: LocalCluster, before: Collection[int], guardians: Collection[int]) -> list[str]:
+    """Processes that have ended, but for guardians of nodes that were fenced: who comes back has another one."""
+    gone = set(before) - {pid for node in cluster.nodes.values() for pid in node.pids}
+    fenced = sum(len(node.events("fenced")) for node in cluster.nodes.values())
+    print(f"{fenced} times a node was left behind and came back, with another guardian")
+    wrong = [f"process {pid} has ended" for pid in gone.difference(guardians)]
+    if len(gone.intersection(guardians)) > fenced:
+        wrong.append(f"{len(gone.intersection(guardians))} guardians have ended, and {fenced} nodes were left behind")
+    return wrong
 
 
 def leaks(cluster: LocalCluster, before: Mapping[int, tuple[int, int]]) -> list[str]:
@@ -509,7 +527,7 @@ def leaks(cluster: LocalCluster, before: Mapping[int, tuple[int, int]]) -> list[
             if pid in now and any(count > past + SPARE for count, past in zip(now[pid], then, strict=True))
         ]
         if not more or time.monotonic() > end_s:
-            return more + [f"process {pid} has ended" for pid in before.keys() - now.keys()]
+            return more
         time.sleep(1.0)
 
 
@@ -555,6 +573,7 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
         assert cluster.store_url is not None
         key = RunKey.of(TOKEN, cluster.run_id)
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
+        guardians = frozenset(filter(is_guardian, before))
         with closing(Store(cluster.store_url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)) as store:
             said, rounds = Fuzz(lambda: targets_of(store.view(0), key, cluster.run_id), seed, per_s), Rounds()
             first, end_s = store.view(0).committed, time.monotonic() + 60 * minutes
@@ -563,7 +582,7 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
                 rounds.see(store.view(0), time.monotonic())
                 time.sleep(0.2)
             said.stop()
-        wrong = [*said.problems, *leaks(cluster, before)]
+        wrong = [*said.problems, *leaks(cluster, before), *ended(cluster, before, guardians)]
         wrong += [
             f"{node.node_id} ended with {node.exit_code}" for node in cluster.nodes.values() if not node.is_running
         ]

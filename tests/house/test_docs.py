@@ -99,3 +99,23 @@ def test_links_between_documents_lead_somewhere(root: Path) -> None:
         if "://" not in target and not (document.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_names_of_the_code_in_documents_are_those_of_the_code(root: Path) -> None:
+    """Classes, their members, and files: what was renamed is renamed in the documents, too."""
+    sources = [
+        path for folder in ("src", "tests", "bench", "examples", "scripts") for path in (root / folder).rglob("*")
+    ]
+    words = set(
+        re.findall(r"\w+", " ".join(p.read_text() for p in sources if p.suffix in {".py", ".h", ".cpp", ".sh"}))
+    )
+    files = {path.name for path in sources}
+    wrong: list[str] = []
+    for document in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"`([A-Za-z_][\w.]*)`", text):
+            if name.endswith(".py"):
+                wrong += [] if name in files else [f"{document.name}: {name}"]
+            elif re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)*", name):
+                wrong += [f"{document.name}: {name}" for part in name.split(".") if part not in words]
+    assert [name for name in wrong if not name.endswith(": Dockerfile")] == []

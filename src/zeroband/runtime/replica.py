@@ -44,7 +44,7 @@ from zeroband.outer.device_state import require_device
 from zeroband.outer.registry import are_rounds_steps, build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.transport_setup import PlaneParts, codec_of
+from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
@@ -119,7 +119,7 @@ class Replica:
             self._flags = SharedFlags(self._folder / "flags", create=False)
             stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = PlaneParts(config, self.store, self._flags, local, self._answer_requests)
+            self._plane = TransportSetup(config, self.store, self._flags, local, self._answer_requests)
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)

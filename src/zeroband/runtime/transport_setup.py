@@ -34,7 +34,7 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 
-class PlaneParts:
+class TransportSetup:
     """A node's port and data path. On local rank 0 it takes what other nodes send here.
 
     `answer_requests`: takes connections of nodes that ask for this one's state. Raises ConfigError, StoreLost.

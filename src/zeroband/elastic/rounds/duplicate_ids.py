@@ -1,4 +1,4 @@
-"""Namesakes: of two living machines with one node.id, which would spoil each other's checkpoints, one is refused.
+"""Duplicate node ids: of two living machines with one node.id, which would spoil each other's files, one is refused.
 
 The one that is in the run stays; where neither is yet, the one whose member id sorts first. A lease does not tell such
 a machine from an earlier life of this one that was killed; that it is renewed does.

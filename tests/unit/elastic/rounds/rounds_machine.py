@@ -1,8 +1,8 @@
 """A run of several nodes in one process, each of which does one thing when it is told to: the run under `test_rounds`.
 
 Production decides (`Member`, its memory, the rules, the store); here is what comes before and after its decisions, as
-`RoundKeeper`, the transaction and the join path do it, with digests of words in place of tensors. Leases are as long
-as a test never takes.
+`RoundCoordinator`, the transaction and the join path do it, with digests of words in place of tensors. Leases are as
+long as a test never takes.
 """
 
 from __future__ import annotations
