@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Write requirements.lock anew, after a change of dependencies in pyproject.toml: ./scripts/lock.sh
 #
-# Newer releases than `exclude-newer` in pyproject.toml are not seen: move that date to take them.
+# Newer releases than `exclude-newer` in pyproject.toml are not seen: move that date to take them, to one that is nine days
+# old at least: mirrors show a release days after its upload, and then two machines would resolve to different ones.
 # It resolves in a copy without wheelhouse/ and without settings of this machine, so that only the registry's files are named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
