@@ -66,6 +66,7 @@ class Damager:
             "made a sorted set": lambda key: self._put(key, lambda at_once: at_once.zadd(key, {"ghost": "inf"})),
             "cut in two": lambda key: self._change(key, lambda old: old[: len(old) // 2], 0.0),
             "forged": lambda key: self._change(key, lambda old: b"9" * 15 if old.isdigit() else FORGED, float("inf")),
+            "emptied": lambda key: self._change(key, lambda _: b"", 0.0),
             "set to 0": lambda key: self._change(key, lambda _: b"0", 0.0),
             "put back as it was": self._put_back,
             "made another key's": self._make_another,

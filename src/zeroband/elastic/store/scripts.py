@@ -19,8 +19,8 @@ local function mend(key, kind) -- so that no command fails by what somebody put 
     mended[#mended + 1] = key
   end
 end
-local function judged(raw, junk) -- a record, or nothing where the caller found that it does not verify
-  if raw and raw ~= junk then return raw end
+local function judged(raw, junk) -- a record, or nothing where it is empty or the caller found that it does not verify
+  if raw and raw ~= '' and raw ~= junk then return raw end
   return false
 end
 local function label(raw) -- round, version and id that a record names; nothing where it names none

@@ -94,6 +94,10 @@ def zero(run: Run, key: bytes) -> None:
     change(run, key, lambda _: b"0", lambda _: 0.0)
 
 
+def empty(run: Run, key: bytes) -> None:
+    change(run, key, lambda _: b"", lambda _: 0.0)
+
+
 def swap(run: Run, key: bytes) -> None:
     """Each member's record in the place of another one's."""
     client: Any = run.client
@@ -104,7 +108,7 @@ def swap(run: Run, key: bytes) -> None:
         truncate(run, key)
 
 
-KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_set, truncate, forge, zero, swap]
+KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_set, truncate, forge, zero, empty, swap]
 
 
 def old_values(run: Run, old: dict[bytes, bytes], name: str) -> None:

@@ -449,6 +449,23 @@ def test_restoring_what_is_there_changes_nothing(store: Store) -> None:
     assert store.view(6) == before and len(store.history()) == 1
 
 
+@pytest.mark.parametrize("name", ["opening", "committed", "orders", "run"])
+def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brought_back(
+    store: Store, redis_client: redis.Redis, name: str
+) -> None:
+    """What a look found to be junk is another value than the empty one, which no look judges."""
+    known = known_to(A, round=5)
+    assert store.restore(known)
+    redis_client.set(getattr(store.keys, name), b"0")
+    store.view(6)
+    for lost in {name, "committed", "opening"}:
+        redis_client.set(getattr(store.keys, lost), b"")
+    assert store.restore(known)
+    assert (store.view(6).committed, store.view(6).opening) == (known.committed, known.opening)
+    settle(redis_client, store)
+    assert store.propose_opening(an_opening(A, version=7, round=6), current=known.opening)
+
+
 def test_nothing_is_decided_until_the_members_had_time_to_bring_the_record_back(
     store: Store, redis_client: redis.Redis
 ) -> None:
