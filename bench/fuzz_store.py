@@ -89,8 +89,8 @@ class Damager:
         raw = self._client.get(f"{self._prefix}:opening") if is_string else None
         if raw and name in ("votes", "failed"):
             whole += f":{id_of(raw)}"
-        elif raw and name == "ready":
-            whole += f":{raw.split()[1].decode()}"
+        elif name == "ready" and len(words := (raw or b"").split()) > 1 and words[1].isdigit():  # not damaged just now
+            whole += f":{words[1].decode()}"
         return whole.encode()
 
     def strike(self, key: bytes, kind: str) -> str:
