@@ -26,7 +26,7 @@ class EventKind:
     meaning: str
     fields: tuple[str, ...] = ()
     level: int = logging.INFO
-    """Of its line in the log."""
+    """Level of its line in the log."""
 
 
 EVENTS: Mapping[str, EventKind] = {
@@ -153,7 +153,7 @@ class Events(Protocol):
 
 
 class NoEvents:
-    """Where those of the ranks go that do not speak for their node."""
+    """Drops events: for ranks other than local rank 0."""
 
     def emit(self, kind: str, **fields: object) -> None: ...
 

@@ -45,7 +45,7 @@ _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
 _PARAMS = "params"
 _STORE_PATIENCE_S = 2.0
-"""Of what writers tell each other; it is said again a second later."""
+"""Patience for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
 
@@ -83,7 +83,7 @@ class Staging:
 
     @property
     def total_bytes(self) -> int:
-        """Of all staged buffers."""
+        """Size of all staged buffers."""
         return 4 * self.layout.numel * len(self.names)
 
     def _staged(self, name: str) -> Tensor:
@@ -170,7 +170,7 @@ class Checkpointing(Protocol):
 
 
 class NoCheckpoints:
-    """Those of a run without `ckpt.path`."""
+    """The checkpoints of a run without `ckpt.path`: none is taken."""
 
     def take_if_due(self, report: RoundReport | None) -> None: ...
 
@@ -210,7 +210,7 @@ class Checkpoints:
         self._staged_round: int | None = None
         self._is_copying = False
         self._order: SaveOrder | None = None
-        """Of the copy under way; local rank 0 only."""
+        """The order for the copy under way; local rank 0 only."""
         self._report: RoundReport | None = None
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
         self._layout_digest = FlatLayout.of(node.model).digest()

@@ -127,7 +127,7 @@ class NodeReport:
             self._say(step, values)
 
     def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
-        """Of the newest round; what the rounds took, of all of them."""
+        """The newest round's values; times and bytes are summed over all rounds."""
         round = rounds[-1]
         nodes = len(round.members)
         steps, self._steps_since_round = self._steps_since_round, 0
@@ -240,7 +240,7 @@ class RunProgress:
 
 
 class Report(LoopReport, Protocol):
-    """What the trainer's loop tells beside that."""
+    """What the trainer's own loop tells as well."""
 
     def stepped(
         self,
@@ -259,7 +259,7 @@ class Report(LoopReport, Protocol):
 
 
 class SilentReport:
-    """That of the ranks which do not speak for their node."""
+    """The report of a rank other than local rank 0: it says nothing."""
 
     events: Events = NoEvents()
 
@@ -288,7 +288,7 @@ class SilentReport:
 
 
 class TrainerReport(NodeReport):
-    """That of local rank 0: metrics, events, and the console line."""
+    """The trainer's report on local rank 0: metrics, events, and the console line."""
 
     def __init__(self, node: TrainerParts) -> None:
         config, vocab_size = node.config, node.tokenizer.padded_vocab_size

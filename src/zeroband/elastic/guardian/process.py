@@ -246,7 +246,7 @@ class _Watch:
         self._order = order
         self._store = store
         self._flags = flags
-        self._vigil = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
+        self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._calls = calls
         listen = order.listen
@@ -275,11 +275,11 @@ class _Watch:
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
         states = [process_state(pid) for pid in self._order.rank_pids]
-        deserves_lease = self._vigil.deserves_lease(now_s, progress=self._flags.progress, states=states)
+        deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
         if deserves_lease and (is_due or self._links.cut_off() != self._cut_off):
             self.renew()
-        elif self._vigil.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
+        elif self._liveness.is_hung and not self._has_ended_lease:  # of all that hang at once, nobody's would run out
             self._store.expire_lease(self._order.member_id)
             self._has_ended_lease = True
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")

@@ -142,7 +142,7 @@ def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _that_can_reduce(view: View, round: int, expected: tuple[str, ...]) -> tuple[str, ...]:
-    """Of those at the boundary, the members that can bring the round to its end together, in the order of their ids."""
+    """Choose the members at the boundary that can bring the round to its end together, in the order of their ids."""
     wrong = outvoted(view, round)
     states = {m: r.state_digest for m, r in view.ready.items() if m in view.alive and m not in wrong}
     return _connected(view, _same_state(states, expected), expected)

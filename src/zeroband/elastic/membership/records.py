@@ -41,9 +41,9 @@ class Ready:
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """Mbit/s to each other member, as far as known."""
     took_ms: int = 0
-    """Of its last transfer, as the data plane counts it for pacing; 0: it had none, or the last one failed."""
+    """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
     norm: float = 0.0
-    """Of what it contributes; 0: the run does not ask for it."""
+    """Norm of what it contributes; 0: the run does not ask for it."""
     loss: float | None = None
     """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
     trained: float = 1.0
@@ -62,7 +62,7 @@ class Opening:
     round: int
     members: tuple[str, ...]
     weights: tuple[int, ...]
-    """Of each member, as in its `Ready`; so are the next two."""
+    """One for each member, as in its `Ready`; so are the next two."""
     steps: tuple[int, ...] = ()
     steps_requested: tuple[int, ...] = ()
     late: tuple[str, ...] = ()
@@ -76,11 +76,11 @@ class Opening:
     rollback: int | None = None
     """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
     norms: tuple[float, ...] = ()
-    """Of what each member contributes; none: nothing is clipped."""
+    """Norm of what each member contributes; none: nothing is clipped."""
     skips_data: bool = False
     """With a rollback: what was learned from since that checkpoint is not learned from again."""
     losses: tuple[float | None, ...] = ()
-    """Of each member, as in its `Ready`."""
+    """One for each member, as in its `Ready`."""
     sessions: tuple[str, ...] = ()
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
     trained: tuple[float, ...] = ()
@@ -97,7 +97,7 @@ class Opening:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each member in the mean of this round, in 0..1.
+        """Each member's share in the mean of this round, in 0..1.
 
         They add up to 1, with two exceptions. Where a member has trained less than the others what it contributes, they
         add up to more (`_unclipped`). And a contribution that is longer than the median of the round counts as if it
@@ -129,7 +129,7 @@ class Opening:
         return max(0.0, min(1.0, max(trained, default=0.0)))
 
     def share(self, member_id: str) -> float:
-        """Of one member."""
+        """One member's share."""
         return self.shares[self.members.index(member_id)]
 
     def clip(self, member_id: str) -> float | None:

@@ -94,7 +94,7 @@ class OuterParts:
     sent: ShardMap
     """Where this rank's parameters lie in contributions and results, which have the fragments one after the other."""
     codec: Codec
-    """Of contributions and their mean."""
+    """Encodes contributions and their mean."""
     feedback: ErrorFeedback
     journal: Journal
     shape: RunShape

@@ -18,7 +18,7 @@ class RoundReport:
     members: tuple[str, ...]
     weights: tuple[int, ...]
     samples: tuple[int, ...]
-    """Of each member: how many its update was learned from, whether or not it had weight."""
+    """For each member, how many its update was learned from, whether or not it had weight."""
     late: tuple[str, ...]
     """Members whose update goes into a later round."""
     state_digest: str
@@ -39,7 +39,7 @@ class RoundReport:
     refused: tuple[tuple[str, str], ...] = ()
     """Members whose payload was left out, and why."""
     payload_bytes: int | None = None
-    """Of this node's payload, counted on its way to one other node; None: it sent none."""
+    """Size of this node's payload, counted on its way to one other node; None: it sent none."""
     clip: float | None = None
     """What this node's update was scaled by; None: updates are not clipped."""
 

@@ -53,17 +53,17 @@ WITHOUT_US = Opening(1, 1, 0, (OTHER,), (0,))
 
 
 def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
-    vigil = LivenessRule(hung_s=10.0, started_at_s=100.0)
-    verdicts = [vigil.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
+    rule = LivenessRule(hung_s=10.0, started_at_s=100.0)
+    verdicts = [rule.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
     assert verdicts == [True, True, False]
 
 
 def test_any_progress_starts_the_time_again() -> None:
-    vigil = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert vigil.deserves_lease(9.0, progress=1, states="R")
-    assert vigil.deserves_lease(19.0, progress=1, states="R")
-    assert not vigil.deserves_lease(19.1, progress=1, states="R")
-    assert vigil.deserves_lease(19.2, progress=2, states="R"), "it moves again"
+    rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
+    assert rule.deserves_lease(9.0, progress=1, states="R")
+    assert rule.deserves_lease(19.0, progress=1, states="R")
+    assert not rule.deserves_lease(19.1, progress=1, states="R")
+    assert rule.deserves_lease(19.2, progress=2, states="R"), "it moves again"
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "I"])
@@ -73,9 +73,9 @@ def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -
 
 @pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
 def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
-    vigil = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert not vigil.deserves_lease(1.0, progress=1, states=["S", state])
-    assert vigil.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
+    rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
+    assert not rule.deserves_lease(1.0, progress=1, states=["S", state])
+    assert rule.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
 
 
 # -- states of processes ----------------------------------------------------------------------------------------------
