@@ -35,8 +35,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import Exchange
-from zeroband.elastic.transport.base import Gathering, Rates
-from zeroband.elastic.transport.engine import Encoded
+from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -233,7 +232,7 @@ class MemoryLanes:
 
     keeps_buffers = False
 
-    def __init__(self, store: MemoryStore, member_id: str, lanes: int, codec: Codec) -> None:
+    def __init__(self, store: MemoryStore, member_id: str, lanes: int, codec: Codec, faults: FaultPoints) -> None:
         self.ownership = LaneOwnership(lanes, 0, 1)
         self.codec = codec
         self.abandoned: list[Tensor] = []
@@ -242,19 +241,15 @@ class MemoryLanes:
         self.forge: dict[int, Callable[[Tensor], object]] = {}
         """Applied once to what is sent in the gathering of this number."""
         self._store = store
+        self._faults = faults
         self.member_id = member_id
 
     def reduce_mean(
         self,
-        contribution: Tensor,
-        result: Tensor,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-        errors: Tensor | None = None,
-        encoded: Encoded | None = None,
+        request: RoundRequest,
     ) -> tuple[int, int]:
+        opening, member_id, contribution, result = request.opening, request.member_id, request.sent, request.result
+        errors, encoded = request.residual, request.encoded
         assert member_id == self.member_id
         self._store.change(lambda: self._store.connected.add((opening.id, self.member_id)))
         share = opening.share(member_id)
@@ -265,7 +260,7 @@ class MemoryLanes:
             return 0, 0
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
-        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening, on_progress)
+        self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], opening)
         if encoded is not None:
             encoded.result.copy_(self.codec.encode(result))
             result.copy_(self.codec.decode(encoded.result, result.numel()))
@@ -292,12 +287,10 @@ class MemoryLanes:
         if errors is not None:
             errors.copy_(taken[opening.members.index(self.member_id)])
 
-    def all_reduce(
-        self, parts: Sequence[tuple[int, Tensor]], opening: Opening, on_progress: Callable[[float], None]
-    ) -> None:
+    def all_reduce(self, parts: Sequence[tuple[int, Tensor]], opening: Opening) -> None:
         if len(opening.members) == 1:
             return
-        on_progress(0.0)
+        points = self._faults.transfer(opening.round)
         store, number = self._store, opening.id
         for lane, part in parts:
             sent = {self.member_id: part.clone()}
@@ -319,23 +312,18 @@ class MemoryLanes:
         damage, self.damage = self.damage, None
         if damage is not None:
             damage(parts[0][1])
-        on_progress(1.0)
+        points.reach(1.0)
 
     def gather(
         self,
-        payload: Tensor,
-        result: Tensor,
+        request: RoundRequest,
         gathering: Gathering,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
     ) -> tuple[int, int]:
+        opening, member_id, payload, result = request.opening, request.member_id, request.sent, request.result
         store, key, sent = self._store, (opening.id, -1 - gathering.number), payload.clone()
         self.forge.pop(gathering.number, lambda payload: None)(sent)
         store.change(lambda: store.connected.add((opening.id, member_id)))
         store.change(lambda: store.sent.setdefault(key, {}).update({member_id: sent}))
-        on_progress(0.0)
 
         def arrived() -> bool | Wait:
             if len(store.sent[key]) == len(opening.members):
@@ -351,7 +339,7 @@ class MemoryLanes:
         receives = gathering.receiver in (None, member_id)
         if receives:
             result.copy_(torch.cat([store.sent[key][member] for member in opening.members]))
-        on_progress(1.0)
+        self._faults.transfer(opening.round).reach(1.0)
         receivers = len(opening.members) if gathering.receiver is None else 1
         received = gathering.total_bytes - len(payload) if receives else 0
         return len(payload) * (receivers - receives), received
@@ -556,10 +544,8 @@ class FakeRun:
         folder = self.folder / name
         folder.mkdir()
         member = MemoryMember(self.store, name)
-        lanes = MemoryLanes(self.store, name, self.lanes, self.codec)
         flags = SharedFlags(folder / "flags", create=True)
         rules = Rules(start_nodes=self.founders)
-        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -571,6 +557,9 @@ class FakeRun:
             member.close()
             raise NodeDied(name)
 
+        faults = FaultPoints(inject, strike=die)
+        lanes = MemoryLanes(self.store, name, self.lanes, self.codec, faults)
+        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
         if isinstance(self.algorithm, DilocoConfig | DemoConfig):
             shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
@@ -593,7 +582,7 @@ class FakeRun:
             shape=shape,
             phase_length=PhaseLength(pace or steps, seconds),
             departure=Departure(DEADLINE_S),
-            faults=FaultPoints(inject, strike=die),
+            faults=faults,
             fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,

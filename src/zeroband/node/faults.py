@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroband.errors import ConfigError
@@ -90,6 +90,22 @@ def _last_rank() -> int:
     return os.getpid()
 
 
+@dataclass
+class TransferPoints:
+    """The fault points of one transfer."""
+
+    faults: FaultPoints
+    round: int
+    stops: list[float]
+    """Shares, in order, at which a fault strikes: there the transfer stands still until `reach` returned."""
+    _left: list[tuple[str, float]] = field(default_factory=lambda: list(_IN_TRANSFER))
+
+    def reach(self, done: float) -> None:
+        """Pass the points up to the share in 0..1 that is done."""
+        while self._left and done >= self._left[0][1]:
+            self.faults.at(self._left.pop(0)[0], self.round)
+
+
 class FaultPoints:
     """The faults that this node was asked to have; each strikes once. Local rank 0 passes the points for all."""
 
@@ -122,19 +138,10 @@ class FaultPoints:
         else:
             self._strike(fault.action)
 
-    def stops(self, round: int) -> tuple[float, ...]:
-        """Shares of this round's transfer at which a fault strikes."""
-        return tuple(share for point, share in _IN_TRANSFER if any(self._is_due(f, point, round) for f in self._faults))
-
-    def at_progress(self, round: int) -> Callable[[float], None]:
-        """Pass the points of a transfer as its share in 0..1 that is done grows."""
-        left = list(reversed(_IN_TRANSFER))
-
-        def reached(done: float) -> None:
-            while left and done >= left[-1][1]:
-                self.at(left.pop()[0], round)
-
-        return reached
+    def transfer(self, round: int) -> TransferPoints:
+        """The points of a transfer that begins now."""
+        due = [share for point, share in _IN_TRANSFER if any(self._is_due(f, point, round) for f in self._faults)]
+        return TransferPoints(self, round, due)
 
     def extra_s(self, step_s: float) -> float:
         """What to add to a step of this length, on a machine that is slow on purpose."""

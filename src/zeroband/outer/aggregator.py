@@ -8,13 +8,13 @@ different things, their results differ, and the next member takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.rounds.elastic_device_mesh import Gathering, Transfer
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload
 from zeroband.node.mesh import all_ok, broadcast_json
 from zeroband.observe.log import get_logger
@@ -40,9 +40,9 @@ class AggregatedExchange(PayloadExchange):
     _told: Tensor
     """What the last result was decoded from; empty: nothing moved."""
 
-    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+    def run(self, opening: Opening) -> Transfer:
         aggregator = aggregator_of(opening)
-        moved, gathered = self.gather(opening, aggregator, on_progress, stops)
+        moved, gathered = self.gather(opening, aggregator)
         self._told = torch.empty(0, dtype=torch.uint8)
         if not any(opening.weights):
             self.zero_result()
@@ -71,7 +71,8 @@ class AggregatedExchange(PayloadExchange):
         """Bring so many bytes of the aggregator to all members, into memory that the local ranks share."""
         lengths = tuple(size if member == aggregator else 0 for member in opening.members)
         room, own = self.room_for(size), content if self._mesh.member_id == aggregator else content[:0]
-        return self._mesh.gather(own, room, Gathering(lengths, number=number), opening), room
+        request = RoundRequest(opening, self._mesh.member_id, own, room)
+        return self._mesh.gather(request, Gathering(lengths, number=number)), room
 
     def _combined(self, opening: Opening, gathered: Mapping[str, Tensor]) -> Tensor:
         """What the payloads make together, as one payload; on local rank 0, empty on the others."""

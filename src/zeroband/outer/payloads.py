@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, Gathering, Transfer
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.transaction import RESULT
+from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
@@ -65,20 +66,18 @@ class PayloadExchange:
     def result(self) -> Tensor:
         return self._buffers[RESULT]
 
-    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
-        moved, gathered = self.gather(opening, None, on_progress, stops)
+    def run(self, opening: Opening) -> Transfer:
+        moved, gathered = self.gather(opening)
         self._combine(opening, gathered)
         return moved
 
-    def gather(
-        self, opening: Opening, receiver: str | None, on_progress: Callable[[float], None], stops: Sequence[float]
-    ) -> tuple[Transfer, dict[str, Tensor]]:
+    def gather(self, opening: Opening, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
         """Bring the payloads to all members, or to one; they by their senders, where they are."""
         lengths = tuple(self._codec.nbytes if weight > 0 else 0 for weight in opening.weights)
         gathering, member_id = Gathering(lengths, receiver), self._mesh.member_id
         own, receives = self.payload[: lengths[opening.members.index(member_id)]], receiver in (None, member_id)
         room = self.room_for(gathering.total_bytes if receives else 0)
-        moved = self._mesh.gather(own, room, gathering, opening, on_progress, stops)
+        moved = self._mesh.gather(RoundRequest(opening, member_id, own, room), gathering)
         receivers = len(opening.members) - 1 if receiver is None else int(not receives)
         self.payload_bytes = moved.sent_bytes // receivers if receivers and len(own) else None
         senders = enumerate(opening.members) if receives else ()

@@ -119,7 +119,7 @@ class Replica:
             self._flags = SharedFlags(self._folder / "flags", create=False)
             stack.callback(self._flags.close)
             self._pids = _pids_of_ranks(local)
-            self._plane = TransportSetup(config, self.store, self._flags, local, self._answer_requests)
+            self._plane = TransportSetup(config, self.store, self._flags, local, node.faults, self._answer_requests)
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)

@@ -27,6 +27,7 @@ from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
+from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
@@ -46,6 +47,7 @@ class TransportSetup:
         store: Store,
         flags: SharedFlags,
         local: LocalMesh,
+        faults: FaultPoints,
         answer_requests: Callable[[socket.socket, HandedOver], None],
     ) -> None:
         assert config.store.url is not None
@@ -53,6 +55,7 @@ class TransportSetup:
         self._store = store
         self._flags = flags
         self._local = local
+        self._faults = faults
         self._host = config.node.advertise_host or address_towards(config.store.url.get_secret_value())
         self.inbox: Inbox | None = None
         self._links: Links | None = None
@@ -89,6 +92,7 @@ class TransportSetup:
                 self._flags,
                 codec_of(self._config),
                 reach,
+                self._faults,
                 streams=comm.streams,
                 paced=comm.rate_control,
                 bounds=TransferBounds.of(time_outs),
@@ -97,6 +101,7 @@ class TransportSetup:
             self._store,
             self._flags,
             LaneOwnership(comm.lanes, self._local.rank, self._local.world_size),
+            self._faults,
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
             transfer_s=time_outs.transfer_s,

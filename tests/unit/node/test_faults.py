@@ -162,18 +162,18 @@ def test_transfer_passes_its_points_in_order_and_once(
 ) -> None:
     faults, passed = FaultPoints([]), []
     monkeypatch.setattr(faults, "at", lambda point, round: passed.append((point, round)))
-    reached = faults.at_progress(3)
+    transfer = faults.transfer(3)
     for share in shares:
-        reached(share)
+        transfer.reach(share)
     assert passed == [(point, 3) for point in points]
 
 
 def test_transfer_that_is_tried_again_passes_its_points_again() -> None:
     struck: list[str] = []
     faults = FaultPoints(["transfer99@3=SIGSTOP"], strike=struck.append)
-    faults.at_progress(3)(0.6)
+    faults.transfer(3).reach(0.6)
     assert struck == []
-    faults.at_progress(3)(1.0)
+    faults.transfer(3).reach(1.0)
     assert struck == ["SIGSTOP"]
 
 

@@ -7,17 +7,14 @@ learn the decision, or the same error, through the local mesh.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.records import Opening, Ready, Verdict, opening_from, to_record, verdict_from
 from zeroband.elastic.rounds.member import Member
-from zeroband.elastic.transport.base import DataPlane, Gathering, Transfer
-from zeroband.elastic.transport.engine import Encoded
+from zeroband.elastic.transport.base import DataPlane, Gathering, RoundRequest, Transfer
 from zeroband.errors import (
     ConfigError,
     Fenced,
@@ -126,67 +123,28 @@ class ElasticDeviceMesh:
         outcome = on_first_rank(self.local, wait)
         return opening_from(outcome["record"]) if outcome["is_opening"] else verdict_from(outcome["record"])
 
-    def reduce_mean(
-        self,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
-        opening: Opening,
-        on_progress: Callable[[float], None] = lambda share: None,
-        stops: Sequence[float] = (),
-        errors: torch.Tensor | None = None,
-        encoded: Encoded | None = None,
-    ) -> Transfer:
-        """The weighted mean of the members' contributions, into `result`, bit-identical on all of them.
+    def reduce_mean(self, request: RoundRequest) -> Transfer:
+        """The weighted mean of the members' contributions, bit-identical on all of them.
 
-        Shapes: all (n,) float32 on CPU, mapped by all local ranks. `contribution` is left as it is. `errors`,
-        `encoded`: as in `DataPlane.reduce_mean`. `on_progress`: called with the share of this rank's transfer that is
-        done, in 0..1. `stops`: shares at which it stands still meanwhile.
-        Raises PeerLost on all local ranks; then `result` must be replaced unless `keeps_buffers`.
+        Raises PeerLost on all local ranks; then the request's `result` must be replaced unless `keeps_buffers`.
         """
+        return self._transfer(request.opening, lambda: self._plane.reduce_mean(request))
 
-        def move(moved: Callable[[float], None]) -> tuple[int, int]:
-            return self._plane.reduce_mean(contribution, result, opening, self.member_id, moved, stops, errors, encoded)
+    def gather(self, request: RoundRequest, gathering: Gathering) -> Transfer:
+        """The members' payloads, one behind the other: the same bytes on all of them that receive.
 
-        return self._transfer(move, opening, on_progress)
-
-    def gather(
-        self,
-        payload: torch.Tensor,
-        result: torch.Tensor,
-        gathering: Gathering,
-        opening: Opening,
-        on_progress: Callable[[float], None] = lambda share: None,
-        stops: Sequence[float] = (),
-    ) -> Transfer:
-        """The members' payloads, one behind the other, into `result`: the same bytes on all of them that receive.
-
-        As `DataPlane.gather`; `result` must be replaced after PeerLost, unless `keeps_buffers`.
+        Raises PeerLost as `reduce_mean` does.
         """
+        return self._transfer(request.opening, lambda: self._plane.gather(request, gathering))
 
-        def move(moved: Callable[[float], None]) -> tuple[int, int]:
-            return self._plane.gather(payload, result, gathering, opening, self.member_id, moved, stops)
-
-        return self._transfer(move, opening, on_progress)
-
-    def _transfer(
-        self,
-        move: Callable[[Callable[[float], None]], tuple[int, int]],
-        opening: Opening,
-        on_progress: Callable[[float], None],
-    ) -> Transfer:
+    def _transfer(self, opening: Opening, move: Callable[[], tuple[int, int]]) -> Transfer:
         """Move bytes between nodes, with the opening watched. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
         reason, sent, received = "", 0, 0
         if self.local.rank == 0:
             self.member.watch(opening)
-
-        def moved(done: float) -> None:
-            if self.local.rank == 0:
-                self.flags.advance()  # a transfer that stands still must not look alive to the guardian
-            on_progress(done)
-
         try:
-            sent, received = move(moved)
+            sent, received = move()
         except PeerLost as error:
             reason = str(error)
             self.flags.abort(opening.version)

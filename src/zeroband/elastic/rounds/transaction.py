@@ -7,7 +7,7 @@ so no inner step is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, Transfer
 from zeroband.elastic.rounds.packing import pack, packed_sizes, unpack
+from zeroband.elastic.transport.base import RoundRequest
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed
 from zeroband.kernels.codec import Codec
@@ -41,10 +42,10 @@ class Exchange(Protocol):
         """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
         ...
 
-    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+    def run(self, opening: Opening) -> Transfer:
         """Move the contributions and write the result; what is contributed stays, so that it can be run again.
 
-        `on_progress`, `stops`: as in `DataPlane.reduce_mean`. Raises PeerLost.
+        Raises PeerLost.
         """
         ...
 
@@ -102,11 +103,12 @@ class MeanExchange:
     def result(self) -> Tensor:
         return self._buffers[RESULT][self._part()]
 
-    def run(self, opening: Opening, on_progress: Callable[[float], None], stops: Sequence[float]) -> Transfer:
+    def run(self, opening: Opening) -> Transfer:
         part = self._part()
-        errors = None if self._feedback.residual is None else self._feedback.residual[part]
-        contribution = self._buffers[CONTRIBUTION][part]
-        return self._mesh.reduce_mean(contribution, self.result, opening, on_progress, stops, errors, self._encoded)
+        contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
+        residual = None if residual is None else residual[part]
+        buffers = contribution, self.result, residual, self._encoded
+        return self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers))
 
     def discard(self) -> None:
         if not self._mesh.keeps_buffers:
@@ -170,9 +172,7 @@ def commit_round(
         try:
             if opening.rollback is not None:
                 return costs.of(_go_back(mesh, opening, go_back), torch.empty(0))
-            progress = faults.at_progress(opening.round)
-            stops = faults.stops(opening.round)
-            costs.add(exchange.run(opening, progress, stops))
+            costs.add(exchange.run(opening))
             faults.at("reduced", opening.round)
             waited_from_s = time.monotonic()
             digest = digest_of(exchange.result) if mesh.local.rank == 0 else ""

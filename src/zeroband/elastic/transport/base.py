@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,24 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class RoundRequest:
+    """What a node asks its data path to move for an opening. Tensors lie on CPU, shared by the local ranks."""
+
+    opening: Opening
+    member_id: str
+    """This node among the members."""
+    sent: Tensor
+    """(n,) float32 contribution to a mean, or (nbytes,) uint8 payload of a gathering. It stays as it is."""
+    result: Tensor
+    """(n,) float32 or (bytes of all payloads,) uint8: where this node wants what comes of it."""
+    residual: Tensor | None = None
+    """(n,) float32: gets what encoding took from this node's part in the mean, in units of `sent`, unless its share is
+    0; after PeerLost it holds nothing of use."""
+    encoded: Encoded | None = None
+    """The contribution and the mean as they travel, where the caller encodes; `sent` is not read then."""
+
+
+@dataclass(frozen=True)
 class Gathering:
     """Who sends how many bytes to whom: the same on all members of an opening."""
 
@@ -55,50 +73,27 @@ class Gathering:
 
 
 class DataPlane(Protocol):
-    """A data path. Every method is called by the main thread of all local ranks, in the same order."""
+    """A data path. Every method is called by the main thread of all local ranks, in the same order.
+
+    It shows the guardian that bytes move, and passes the fault points of a transfer (`FaultPoints.transfer`).
+    """
 
     @property
     def keeps_buffers(self) -> bool:
         """Whether the result buffer is the caller's again after PeerLost; else something may still write to it."""
         ...
 
-    def reduce_mean(
-        self,
-        contribution: Tensor,
-        result: Tensor,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-        errors: Tensor | None = None,
-        encoded: Encoded | None = None,
-    ) -> tuple[int, int]:
-        """Write this rank's part of the weighted mean into `result`; the bytes that the node sent and received.
+    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
+        """Write this rank's part of the weighted mean into the result; the bytes that the node sent and received.
 
-        Shapes: all (n,) float32 on CPU, shared by the local ranks. `on_progress`: called with the share of this rank's
-        part that is done. `stops`: shares, in order, at which it stands still until `on_progress` returned, where the
-        path can. `errors`: gets what encoding took from this node's part in the mean, in units of `contribution`,
-        unless its share is 0; after PeerLost it holds nothing of use. `encoded`: the contribution and the mean as they
-        travel, where the caller encodes; `contribution` is not read then. The bytes are right on local rank 0. Raises
-        PeerLost.
+        The result is bit-identical on all members. The bytes are right on local rank 0. Raises PeerLost.
         """
         ...
 
-    def gather(
-        self,
-        payload: Tensor,
-        result: Tensor,
-        gathering: Gathering,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-    ) -> tuple[int, int]:
-        """Write the members' payloads into `result`, one behind the other; the bytes that the node sent and received.
+    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
+        """Write the members' payloads into the result, one behind the other; bytes and errors as for `reduce_mean`.
 
-        Shapes: payload (its length,), result (gathering.total_bytes,), uint8 on CPU, shared by the local ranks. The
-        result of a member that does not receive may have any length, and stays as it is. `on_progress`, `stops` and
-        the rest: as for `reduce_mean`.
+        The result of a member that does not receive may have any length, and stays as it is.
         """
         ...
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering, Rates
-from zeroband.elastic.transport.engine import Encoded
+from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
+from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 
 _POLL_S, _LOOK_S = 0.0005, 0.25
@@ -111,6 +111,7 @@ class LaneGroups:
         store: Store,
         flags: SharedFlags,
         ownership: LaneOwnership,
+        faults: FaultPoints,
         *,
         host: str,
         chunk_bytes: int,
@@ -120,6 +121,7 @@ class LaneGroups:
         self.ownership = ownership
         self._store = store
         self._flags = flags
+        self._faults = faults
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
         self._transfer_s = transfer_s
@@ -130,47 +132,30 @@ class LaneGroups:
         self._running = _Running()
         self._left_behind = _LeftBehind()
 
-    def reduce_mean(
-        self,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-        errors: torch.Tensor | None = None,
-        encoded: Encoded | None = None,
-    ) -> tuple[int, int]:
-        assert errors is None and encoded is None, "nothing is encoded here"
-        self._connect(opening, opening.members.index(member_id))
-        share = opening.share(member_id)
+    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
+        assert request.residual is None and request.encoded is None, "nothing is encoded here"
+        opening, result = request.opening, request.result
+        self._connect(opening, opening.members.index(request.member_id))
+        share = opening.share(request.member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         parts: list[tuple[int, torch.Tensor]] = []
         for lane in self.ownership.owned():
             start, stop = bounds[lane]
             part = result[start:stop]
             if share > 0:
-                torch.mul(contribution[start:stop], share, out=part)
+                torch.mul(request.sent[start:stop], share, out=part)
             else:
                 part.zero_()
             parts.append((lane, part))
-        self._all_reduce(parts, opening, on_progress)
+        self._all_reduce(parts, opening)
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 
-    def gather(
-        self,
-        payload: torch.Tensor,
-        result: torch.Tensor,
-        gathering: Gathering,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-    ) -> tuple[int, int]:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
         """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
         assert gathering.receiver is None, "the configuration refuses it"
-        own = opening.members.index(member_id)
+        opening, result = request.opening, request.result
+        own = opening.members.index(request.member_id)
         self._connect(opening, own)
         broadcasts: list[_Broadcast] = []
         for lane in self.ownership.owned():
@@ -178,11 +163,11 @@ class LaneGroups:
                 start, stop = lane_bounds(length, self.ownership.lanes)[lane]
                 part = result[gathering.part_of(sender)][start:stop]
                 if sender == own:
-                    part.copy_(payload[start:stop])
+                    part.copy_(request.sent[start:stop])
                 broadcasts += [_Broadcast(lane, sender, c) for c in part.split(4 * self._chunk_numel) if c.numel()]
         if len(opening.members) > 1:
             works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
-            self._await_all(works, result, opening, on_progress)
+            self._await_all(works, result, opening)
         own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
         return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
 
@@ -220,28 +205,31 @@ class LaneGroups:
         self._building.succeeded(time.monotonic() - began_at_s)
         return group
 
-    def _all_reduce(
-        self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
-    ) -> None:
+    def _all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
         """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
         if len(opening.members) == 1:
             return
         chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
         works = [self._groups[lane].allreduce([chunk]) for lane, chunk in chunks]
-        self._await_all(works, [part for _, part in parts], opening, on_progress)
+        self._await_all(works, [part for _, part in parts], opening)
 
-    def _await_all(
-        self, works: Sequence[dist.Work], used: object, opening: Opening, on_progress: Callable[[float], None]
-    ) -> None:
+    def _await_all(self, works: Sequence[dist.Work], used: object, opening: Opening) -> None:
         """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
         self._running = _Running(works, used)
-        on_progress(0.0)
+        points = self._faults.transfer(opening.round)
+        self._tell(points, 0.0)
         progress = StallWatch(_LOOK_S, time.monotonic())
         for done, work in enumerate(works, start=1):
             self._await(work, opening, progress, done - 1, len(works))
-            on_progress(done / len(works))
+            self._tell(points, done / len(works))
         self._moving.succeeded(progress.longest_s)
         self._running = _Running()
+
+    def _tell(self, points: TransferPoints, done: float) -> None:
+        """Show that so much is done: a transfer that stands still must not look alive to the guardian."""
+        if self.ownership.local_rank == 0:
+            self._flags.advance()
+        points.reach(done)
 
     def _await(self, work: dist.Work, opening: Opening, progress: StallWatch, done: int, of: int) -> None:
         """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""

@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from torch import Tensor
-
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.transport.base import Gathering, Rates
+from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.dial import Address
-from zeroband.elastic.transport.engine import Encoded, Engine, LinkState, Operation, Running, State, Traffic
+from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, Wanted
 from zeroband.elastic.transport.meter import WINDOW_S, LearnedRates, Meter
 from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
@@ -27,6 +25,7 @@ from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferB
 from zeroband.elastic.transport.tuning import CUBIC, LinkTuning, Senders
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
+from zeroband.node.faults import FaultPoints, TransferPoints
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
@@ -61,6 +60,7 @@ class NativePlane:
         flags: SharedFlags,
         codec: Codec,
         reach: Reach | None,
+        faults: FaultPoints,
         *,
         streams: int | None,
         paced: bool,
@@ -70,6 +70,7 @@ class NativePlane:
         self._flags = flags
         self._codec = codec
         self._reach = reach
+        self._faults = faults
         self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
         self._tunings: dict[str, LinkTuning] = {}
         """By member."""
@@ -84,45 +85,27 @@ class NativePlane:
         """Of descriptors, as it was said last."""
         self._learned = LearnedRates()
 
-    def reduce_mean(
-        self,
-        contribution: Tensor,
-        result: Tensor,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-        errors: Tensor | None = None,
-        encoded: Encoded | None = None,
-    ) -> tuple[int, int]:
+    def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
+        opening, numel = request.opening, request.result.numel()
         if self._reach is None:
             return 0, 0
         if len(opening.members) == 1:
-            self._take_alone(contribution, result, opening.share(member_id), errors, encoded)
+            self._take_alone(request)
             return 0, 0
-        shape = shape_of(result.numel(), self._codec, opening.shares, opening.network)
+        shape = shape_of(numel, self._codec, opening.shares, opening.network)
 
         def start(engine: Engine, at: _Place, allowed: float) -> Running:
-            buffers, place = (contribution, result), (at.operation, shape, at.number, at.links)
-            return engine.start(*place, *buffers, allowed=allowed, errors=errors, encoded=encoded)
+            place, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
+            return engine.start(*place, *buffers, allowed=allowed, errors=request.residual, encoded=request.encoded)
 
-        kind = (self._codec.encoded_size(result.numel()),)
-        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops)
+        return self._operate(self._reach, start, request, (self._codec.encoded_size(numel),))
 
-    def gather(
-        self,
-        payload: Tensor,
-        result: Tensor,
-        gathering: Gathering,
-        opening: Opening,
-        member_id: str,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float] = (),
-    ) -> tuple[int, int]:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
+        opening = request.opening
         if self._reach is None:
             return 0, 0
         if len(opening.members) == 1:
-            result.copy_(payload)
+            request.result.copy_(request.sent)
             return 0, 0
         receiver = None if gathering.receiver is None else opening.members.index(gathering.receiver)
 
@@ -132,37 +115,36 @@ class NativePlane:
                 gathering.lengths,
                 at.number,
                 at.links,
-                payload,
-                result,
+                request.sent,
+                request.result,
                 receiver=receiver,
                 chunk_bytes=piece_bytes(max(gathering.lengths)),
                 allowed=allowed,
             )
 
         kind = (gathering.total_bytes, gathering.number)
-        return self._operate(self._reach, start, opening, member_id, kind, on_progress, stops, lane=gathering.number)
+        return self._operate(self._reach, start, request, kind, lane=gathering.number)
 
     def _operate(
         self,
         reach: Reach,
         start: Callable[[Engine, _Place, float], Running],
-        opening: Opening,
-        member_id: str,
+        request: RoundRequest,
         kind: Kind,
-        on_progress: Callable[[float], None],
-        stops: Sequence[float],
         *,
         lane: int = 0,
     ) -> tuple[int, int]:
         """Start an operation with the opening's members and wait for its end; the bytes sent and received."""
+        opening, member_id = request.opening, request.member_id
         self._connect(reach, opening, member_id)
         for member in opening.members:
             reach.links.set_congestion(member, self._tuning(member).congestion)
         links, at = tuple(reach.links.number(member) for member in opening.members), opening.members.index(member_id)
         operation = Operation(self._run, _number(opening), opening.epoch, opening.round, lane)
-        running = start(reach.links.engine, _Place(operation, at, links), stops[0] if stops else 1.0)
+        points = self._faults.transfer(opening.round)
+        running = start(reach.links.engine, _Place(operation, at, links), points.stops[0] if points.stops else 1.0)
         try:
-            run = _Run(running, opening, at, reach.links, self._limits, on_progress, list(stops))
+            run = _Run(running, opening, at, reach.links, self._limits, self._flags, points)
             meter, began_s, self._took_ms = Meter(), time.monotonic(), 0
             self._pace(run, kind)
             self._await(run, meter)
@@ -180,19 +162,19 @@ class NativePlane:
         finally:
             running.close()
 
-    def _take_alone(
-        self, contribution: Tensor, result: Tensor, share: float, errors: Tensor | None, encoded: Encoded | None
-    ) -> None:
+    def _take_alone(self, request: RoundRequest) -> None:
         """The mean of one node: what it contributes, unless it has no share."""
-        if share == 0:
+        result, encoded = request.result, request.encoded
+        if request.opening.share(request.member_id) == 0:
             result.zero_()
-        elif encoded is None:
-            result.copy_(contribution)
+            return
+        if encoded is None:
+            result.copy_(request.sent)
         else:
             encoded.result.copy_(encoded.contribution)
             result.copy_(self._codec.decode(encoded.contribution, result.numel()))
-        if errors is not None and share > 0:
-            errors.zero_()
+        if request.residual is not None:
+            request.residual.zero_()
 
     def _connect(self, reach: Reach, opening: Opening, member_id: str) -> None:
         """Have links to all other members. Raises PeerLost, naming those that are not reached."""
@@ -263,7 +245,7 @@ class NativePlane:
 
     def _await(self, run: _Run, meter: Meter) -> None:
         opening, running = run.opening, run.running
-        run.on_progress(0.0)
+        run.tell(0.0)
         while (state := running.wait(_POLL_S)) == State.RUNNING:
             if self._is_aborted(opening):
                 raise PeerLost(f"the transfer of round {opening.round} was aborted: {run.suspect()}")
@@ -277,7 +259,7 @@ class NativePlane:
             raise PeerLost(f"the transfer of round {opening.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
-        run.on_progress(1.0)
+        run.tell(1.0)
 
     def measured(self) -> Rates:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
@@ -312,8 +294,8 @@ class _Run:
     """This node's place among the members."""
     links: Links
     limits: StallLimits
-    on_progress: Callable[[float], None]
-    stops: list[float]
+    flags: SharedFlags
+    points: TransferPoints
     looked_at_s: float = 0.0
     asked_at_s: float = 0.0
     done: float = 0.0
@@ -336,9 +318,10 @@ class _Run:
     def look(self, meter: Meter) -> None:
         """See how far it is, and go on from where it was to stand still."""
         now_s = time.monotonic()
-        if self.stops and self.running.is_held():
-            self.on_progress(self.stops.pop(0))
-            self.running.allow(self.stops[0] if self.stops else 1.0)
+        stops = self.points.stops
+        if stops and self.running.is_held():
+            self.tell(stops.pop(0))
+            self.running.allow(stops[0] if stops else 1.0)
         if now_s - self.looked_at_s < _LOOK_S:
             return
         self.looked_at_s, traffic = now_s, self.traffic().values()
@@ -348,7 +331,12 @@ class _Run:
         self.middle.see(received, now_s)
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)
-            self.on_progress(min(self.done, (self.stops[0] if self.stops else 1.0) - 0.01))  # not yet there
+            self.tell(min(self.done, (stops[0] if stops else 1.0) - 0.01))  # not yet there
+
+    def tell(self, done: float) -> None:
+        """Show that so much is done: a transfer that stands still must not look alive to the guardian."""
+        self.flags.advance()
+        self.points.reach(done)
 
     def ask_links(self) -> Mapping[str, LinkState]:
         """How the links to the other members are, once in a while; else nothing. Raises TransferStalled."""

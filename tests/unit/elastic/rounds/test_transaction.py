@@ -79,9 +79,9 @@ def fail_transfers(lanes: Any, until_version: int) -> None:
     """Have all transfers up to this version of the opening break, and leave the same behind on every member."""
     all_reduce = lanes.all_reduce
 
-    def fail(parts: Any, opening: Opening, on_progress: Any) -> None:
+    def fail(parts: Any, opening: Opening) -> None:
         if opening.version > until_version:
-            return all_reduce(parts, opening, on_progress)
+            return all_reduce(parts, opening)
         for _, part in parts:
             part.zero_()
         raise PeerLost("the transfer broke")
@@ -172,9 +172,9 @@ def test_no_member_applies_before_the_verdict(start_run: StartRun, noise: Noise,
     node = run["a"]
     lanes_reduce = node.lanes.all_reduce
 
-    def observe(parts, opening, on_progress) -> None:
+    def observe(parts, opening) -> None:
         states.append(digest_of(*(node.buffers[name] for name in node.outer.sections)))
-        lanes_reduce(parts, opening, on_progress)
+        lanes_reduce(parts, opening)
 
     node.lanes.all_reduce = observe
     run.round(a=noise(1), b=noise(2))

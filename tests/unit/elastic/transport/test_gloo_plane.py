@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.store.rendezvous import RedisRendezvous
-from zeroband.elastic.transport.base import Gathering
+from zeroband.elastic.transport.base import Gathering, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
+from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a#1", "b#1", "c#1")
@@ -136,10 +137,6 @@ def an_opening(*members: str, version: int = 1, epoch: int = 1, round: int = 1) 
     return Opening(version, epoch, round, members, tuple(1 for _ in members))
 
 
-def ignore(share: float) -> None:
-    """Nobody asks how far the transfer is."""
-
-
 @pytest.fixture
 def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, SharedFlags]]:
     """The groups of a node that has one local rank and two lanes."""
@@ -148,7 +145,7 @@ def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroup
         flags = SharedFlags(tmp_path / f"flags{rank}", create=True)
         ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
         return LaneGroups(
-            store, flags, ownership, host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
+            store, flags, ownership, FaultPoints(()), host="127.0.0.1", chunk_bytes=8, transfer_s=20.0, bounds=BOUNDS
         ), flags
 
     return make
@@ -163,7 +160,7 @@ def test_lanes_sum_over_the_nodes_and_serve_all_rounds_of_an_epoch(
         for version in (1, 2):
             opening = an_opening(*NAMES, version=version, round=version)
             groups._connect(opening, rank)
-            groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+            groups._all_reduce([(0, values[:1]), (1, values[1:])], opening)
         return values.tolist()
 
     assert in_threads(two_rounds, 3) == [[333.0, 333.0]] * 3
@@ -175,14 +172,14 @@ def test_lanes_are_sent_in_chunks_and_show_how_far_they_are(
 ) -> None:
     opening = an_opening("a#1", "b#1")
 
-    def reduce(rank: int) -> tuple[list[float], list[float]]:
-        groups, _ = make_groups(rank)
+    def reduce(rank: int) -> tuple[list[float], int]:
+        groups, flags = make_groups(rank)
         groups._connect(opening, rank)
-        values, shares = torch.arange(7.0) * 10.0**rank, list[float]()
-        groups._all_reduce([(0, values[:4]), (1, values[4:])], opening, shares.append)
-        return values.tolist(), shares
+        values = torch.arange(7.0) * 10.0**rank
+        groups._all_reduce([(0, values[:4]), (1, values[4:])], opening)
+        return values.tolist(), flags.progress
 
-    expected = ([11.0 * i for i in range(7)], [0.0, 0.25, 0.5, 0.75, 1.0])
+    expected = ([11.0 * i for i in range(7)], 5)  # at 0, 25, 50, 75 and 100 %
     assert in_threads(reduce, 2) == [expected] * 2, "two values make a chunk of 8 bytes"
 
 
@@ -199,7 +196,7 @@ def test_groups_are_built_anew_when_an_epoch_number_comes_again_for_other_member
                 opening = an_opening(*members, version=version)
                 groups._connect(opening, members.index(NAMES[rank]))
                 values = torch.full((2,), 10.0**rank)
-                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening)
                 sums.append(values[0].item())
         return sums
 
@@ -210,7 +207,7 @@ def test_one_node_needs_no_groups(make_groups: Callable[[int], tuple[LaneGroups,
     groups, _ = make_groups(0)
     groups._connect(an_opening("a#1"), 0)
     values = torch.ones(4)
-    groups._all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"), ignore)
+    groups._all_reduce([(0, values[:2]), (1, values[2:])], an_opening("a#1"))
     assert values.tolist() == [1.0] * 4
 
 
@@ -235,7 +232,7 @@ def test_transfer_ends_when_its_opening_is_aborted(
         groups._connect(opening, rank)
         if rank == 0:
             threading.Timer(0.05, flags.abort, args=(4,)).start()
-            groups._all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening, ignore)
+            groups._all_reduce([(0, torch.ones(1)), (1, torch.ones(1))], opening)
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
@@ -251,7 +248,7 @@ def test_abort_of_an_older_opening_does_not_end_a_newer_one(
         opening = an_opening("a#1", "b#1", version=4)
         groups._connect(opening, rank)
         values = torch.ones(2)
-        groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+        groups._all_reduce([(0, values[:1]), (1, values[1:])], opening)
         return values.sum().item()
 
     assert in_threads(reduce, 2) == [4.0, 4.0]
@@ -266,7 +263,7 @@ def test_next_epoch_meets_under_other_keys(make_groups: Callable[[int], tuple[La
                 opening = an_opening(*members, version=5 - len(members), epoch=5 - len(members))
                 groups._connect(opening, rank)
                 values = torch.ones(2)
-                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening, ignore)
+                groups._all_reduce([(0, values[:1]), (1, values[1:])], opening)
                 sums.append(values[0].item())
         return sums
 
@@ -286,7 +283,7 @@ def test_idle_groups_that_are_left_behind_are_destroyed(
 
     def one_round(rank: int) -> None:
         opening = an_opening("a#1", "b#1")
-        nodes[rank].reduce_mean(torch.ones(4), torch.empty(4), opening, opening.members[rank], ignore)
+        nodes[rank].reduce_mean(RoundRequest(opening, opening.members[rank], torch.ones(4), torch.empty(4)))
 
     in_threads(one_round, 2)
     assert loops_of_gloo() == before + 4
@@ -303,12 +300,10 @@ def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothin
     in_threads(lambda rank: (first, second)[rank]._connect(opening, rank), 2)
     buffer = tmp_path / "buffer"
 
-    def abort_when_begun(share: float) -> None:
-        flags.abort(4)
-
+    flags.abort(4)  # seen when the operations have begun
     result = torch.from_file(str(buffer), shared=True, size=4)
     with pytest.raises(PeerLost, match="was aborted"):
-        first.reduce_mean(torch.ones(4), result, opening, "a#1", abort_when_begun)
+        first.reduce_mean(RoundRequest(opening, "a#1", torch.ones(4), result))
     del result
     works = first._running.works
     first.leave_behind()
@@ -342,7 +337,7 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
         groups, _ = make_groups(rank)
         result = torch.zeros(sum(lengths), dtype=torch.uint8)
         gathering = Gathering(lengths)
-        moved = groups.gather(payload_of(rank), result, gathering, an_opening(*NAMES), NAMES[rank], ignore)
+        moved = groups.gather(RoundRequest(an_opening(*NAMES), NAMES[rank], payload_of(rank), result), gathering)
         assert moved == (2 * lengths[rank], sum(lengths) - lengths[rank])
         return result.tolist()
 
@@ -363,7 +358,7 @@ def test_gathering_ends_when_its_opening_is_aborted(
             return
         threading.Timer(0.3, flags.abort, args=(4,)).start()
         payload, result = torch.ones(5, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
-        groups.gather(payload, result, Gathering((5, 5)), opening, "a#1", ignore)
+        groups.gather(RoundRequest(opening, "a#1", payload, result), Gathering((5, 5)))
 
     first, second = in_threads(take_part, 2)
     assert isinstance(first, PeerLost) and "round 1 was aborted" in str(first)
@@ -382,7 +377,7 @@ def test_transfer_of_which_no_piece_ends_is_given_up_and_waited_for_longer_next_
     def take_part(rank: int) -> None:
         nodes[rank]._connect(opening, rank)
         if rank == 0:
-            nodes[0].reduce_mean(torch.ones(4), torch.empty(4), opening, "a#1", ignore)
+            nodes[0].reduce_mean(RoundRequest(opening, "a#1", torch.ones(4), torch.empty(4)))
 
     stalled, _ = in_threads(take_part, 2)
     assert isinstance(stalled, TransferStalled) and "piece 1 of 2 did not end" in str(stalled)

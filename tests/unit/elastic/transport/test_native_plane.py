@@ -21,6 +21,7 @@ from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
+from zeroband.elastic.transport.base import RoundRequest
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
@@ -32,6 +33,7 @@ from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.elastic.transport.tuning import LinkTuning
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import CODECS
+from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
 
 N = 700
@@ -48,10 +50,10 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         flags = SharedFlags(tmp_path / "flags", create=True)
         reach = Reach(links=cast(Any, None), addresses=lambda members: {})
-        plane = NativePlane("run", flags, INT8, reach, streams=1, paced=True, bounds=PATIENT)
+        plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
         opening = Opening(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
-        assert plane.reduce_mean(SOURCE, result, opening, "a#1", lambda share: None, **more) == (0, 0)
+        assert plane.reduce_mean(RoundRequest(opening, "a#1", SOURCE, result, **more)) == (0, 0)
         flags.close()
         return result
 
@@ -60,7 +62,7 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
 
 def test_mean_of_one_is_exact_and_takes_nothing(reduce_alone: Callable[..., torch.Tensor]) -> None:
     errors = torch.ones(N)
-    assert torch.equal(reduce_alone(10, errors=errors), SOURCE)
+    assert torch.equal(reduce_alone(10, residual=errors), SOURCE)
     assert not errors.any()
 
 
@@ -74,7 +76,7 @@ def test_mean_of_one_that_comes_encoded_is_what_its_encoding_says(
 
 def test_mean_of_nobody_is_zero_and_leaves_the_errors(reduce_alone: Callable[..., torch.Tensor]) -> None:
     errors = torch.ones(N)
-    assert not reduce_alone(0, errors=errors).any()
+    assert not reduce_alone(0, residual=errors).any()
     assert bool(errors.all())
 
 
@@ -100,14 +102,16 @@ class Node:
         self._main = ThreadPoolExecutor(1)
         self.addresses: dict[str, Address] = {}
         reach = Reach(self.links, addresses=lambda members: self.addresses)
-        self.plane = NativePlane("run", self._flags, CODECS["fp32"], reach, streams=streams, paced=True, bounds=bounds)
+        self.plane = NativePlane(
+            "run", self._flags, CODECS["fp32"], reach, FaultPoints(()), streams=streams, paced=True, bounds=bounds
+        )
 
     def reduce(self, opening: Opening) -> Future[torch.Tensor]:
         """As the trainer's main thread does it."""
 
         def reduce() -> torch.Tensor:
             result = torch.full((N,), 7.0)
-            self.plane.reduce_mean(SOURCE, result, opening, self.member_id, lambda share: None)
+            self.plane.reduce_mean(RoundRequest(opening, self.member_id, SOURCE, result))
             return result
 
         return self._main.submit(reduce)
