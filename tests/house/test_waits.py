@@ -84,7 +84,7 @@ NOT_FOUND_BY_NAME = {
     "runtime/join.py: Joiner.enter",  # asks for `join` of an algorithm, as do the next three
     "runtime/join.py: Joiner._go_on_from_memory",
     "runtime/join.py: Joiner._roll_back",
-    "elastic/rounds/coordinator.py: RoundCoordinator.arrived",  # BackgroundRound.wait, which is in the table
+    "elastic/rounds/coordinator.py: RoundCoordinator._arrived",  # BackgroundRound.wait, which is in the table
 }
 ONLY_BY_TORCH = {"node/mesh.py: init_local_mesh"}
 """Waits inside collectives, which have no call of their own to be found by."""

@@ -28,13 +28,13 @@ from zeroband.elastic.membership.orders import Orders, give_up_rollback
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import FetchedRound, MissedRound, OuterAlgorithm, OuterParts, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalEntry
 from zeroband.elastic.rounds.loss_record import StepLoss
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import Exchange
 from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
@@ -43,7 +43,6 @@ from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.shared_flags import SharedFlags
-from zeroband.outer.diloco import DiLoCo
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import build_algorithm
 from zeroband.runtime.auto_rollback import AutoRollback
@@ -474,7 +473,7 @@ class FakeNode:
 
     def take_step(self, update: Tensor, tokens: int) -> RoundReport:
         """A round of one step of whichever algorithm this is."""
-        has_inner_steps = isinstance(self.outer, DiLoCo | ManySteps)
+        has_inner_steps = isinstance(self.outer, ManySteps)
         report = self.diloco_step(update, tokens, ends_round=True) if has_inner_steps else self.ddp_step(update, tokens)
         assert report is not None
         return report
@@ -493,16 +492,17 @@ class FakeNode:
     def replay(self, entry: JournalEntry | None) -> str:
         """Catch up by a round of another node's journal; the digest that this node finds."""
         assert entry is not None
-        exchange = self.exchange
-        room = exchange.room(entry.update.numel())
+        outer: Any = self.outer
+        exchange, turn = self.exchange, outer._turn
+        room = exchange.room(turn, entry.update.numel())
         room.copy_(entry.update)
-        exchange.unpack(room)
-        return self.outer.replay(MissedRound(entry.round, exchange.result, entry.record, entry.state_digest))
+        exchange.unpack(turn, room)
+        return self.outer.replay(MissedRound(entry.round, exchange.result_of(turn), entry.record, entry.state_digest))
 
     @property
     def exchange(self) -> Exchange:
-        coordinator: Any = self.outer._coordinator  # pyright: ignore
-        return coordinator._exchange
+        outer: Any = self.outer
+        return outer.exchange
 
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
@@ -561,9 +561,9 @@ class FakeRun:
         lanes = MemoryLanes(self.store, name, self.lanes, self.codec, faults)
         mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
         fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
-        if isinstance(self.algorithm, DilocoConfig | DemoConfig):
+        if isinstance(self.algorithm, RoundsConfig | DemoConfig):
             shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
-        if isinstance(self.algorithm, DilocoConfig):
+        if isinstance(self.algorithm, RoundsConfig):
             count = self.algorithm.fragments
             fragments = fragments_of(layout, count) if count > 1 else fragments
             shape = replace(shape, closing_rounds=count - 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeroband.config.cautions import round_steps
 from zeroband.config.model_size import parameter_count
-from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.kernels.formats import FORMATS
 
@@ -70,8 +70,10 @@ class Needs:
     @property
     def _buffers(self) -> tuple[int, int, int]:
         """Float32 values for each parameter: of the outer state, to work in, and of the inner state in checkpoints."""
-        needs_feedback = FORMATS[self.config.codec_name].needs_feedback
-        match self.config.outer:
+        needs_feedback, outer = FORMATS[self.config.codec_name].needs_feedback, self.config.outer
+        is_eager = isinstance(outer, RoundsConfig) and outer.merge == "eager"
+        own = 2 * is_eager  # what a node trains from, and its history
+        match outer:
             case None:
                 return 0, 0, 3  # parameters and two moments, in checkpoints only
             case DdpConfig():
@@ -79,8 +81,8 @@ class Needs:
             case DemoConfig():
                 return 2, 1, 0  # parameters and momentum; steps by signs have no moments
             case SparseLocoConfig():
-                return 2, 2, 2  # parameters and errors
+                return 2, 2 + own, 2  # parameters and errors
             case CustomConfig():
-                return self.sections, 2 + needs_feedback, 2
-            case DilocoConfig(merge=merge):
-                return 2, 2 + 2 * (merge == "eager") + needs_feedback, 2
+                return self.sections, 2 + own + needs_feedback, 2
+            case DilocoConfig():
+                return 2, 2 + own + needs_feedback, 2

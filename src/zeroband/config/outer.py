@@ -36,7 +36,7 @@ class DdpConfig(Section):
 
 
 class RoundsConfig(Section):
-    """What algorithms have in common whose rounds are many inner steps."""
+    """What algorithms have in common whose rounds are many inner steps: their schedule."""
 
     usual_inner_steps: ClassVar[int] = 500
     """Where neither steps nor seconds are set."""
@@ -54,19 +54,6 @@ class RoundsConfig(Section):
     clip_to_median: bool = False
     """A contribution longer than the median one of its round counts as if it were that long: against a node that is
     broken. From 3 nodes on."""
-
-    @property
-    def phase_steps(self) -> int:
-        """Inner steps from one contribution to the next, at most."""
-        return self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
-
-
-class DilocoConfig(RoundsConfig):
-    """Many inner steps on each node, then one outer step."""
-
-    type: Literal["diloco"]
-    optimizer: OuterSGDConfig = OuterSGDConfig()
-    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
     fragments: PositiveInt = 1
     """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
     same bytes, a lower peak. Divides inner_steps."""
@@ -82,13 +69,12 @@ class DilocoConfig(RoundsConfig):
     (arXiv:2502.12996); needs an overlap."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Part of a node's own parameters that merge = "mix" keeps."""
-    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
-    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
-    instead of the parameters; needs comm.codec int8."""
 
     @property
     def phase_steps(self) -> int:
-        return super().phase_steps // self.fragments
+        """Inner steps from one contribution to the next, at most."""
+        steps = self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
+        return steps // self.fragments
 
     @property
     def overlap_steps(self) -> int | None:
@@ -96,7 +82,7 @@ class DilocoConfig(RoundsConfig):
         return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> DilocoConfig:
+    def _fits_together(self) -> RoundsConfig:
         problem = overlap_problem(
             inner_steps=self.inner_steps or self.usual_inner_steps,
             has_fixed_steps=self.inner_seconds is None,
@@ -108,6 +94,17 @@ class DilocoConfig(RoundsConfig):
         if problem is not None:
             raise ValueError(problem)
         return self
+
+
+class DilocoConfig(RoundsConfig):
+    """Many inner steps on each node, then one outer step."""
+
+    type: Literal["diloco"]
+    optimizer: OuterSGDConfig = OuterSGDConfig()
+    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
+    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
+    instead of the parameters; needs comm.codec int8."""
 
 
 class DemoConfig(Section):

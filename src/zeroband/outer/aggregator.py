@@ -9,6 +9,7 @@ different things, their results differ, and the next member takes its place.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class AggregatedExchange(PayloadExchange):
     _told: Tensor
     """What the last result was decoded from; empty: nothing moved."""
 
-    def run(self, opening: Opening) -> Transfer:
+    def _run(self, opening: Opening) -> Transfer:
         aggregator = aggregator_of(opening)
         moved, gathered = self.gather(opening, aggregator)
         self._told = torch.empty(0, dtype=torch.uint8)
@@ -59,10 +60,11 @@ class AggregatedExchange(PayloadExchange):
             sent, data = self._send(opening, aggregator, combined, 2, length)
             parts.append(sent)
             self._take(aggregator, data)
-        return Transfer(
-            sum(part.took_s for part in parts),
-            sum(part.sent_bytes for part in parts),
-            sum(part.received_bytes for part in parts),
+        return replace(
+            moved,
+            took_s=sum(part.took_s for part in parts),
+            sent_bytes=sum(part.sent_bytes for part in parts),
+            received_bytes=sum(part.received_bytes for part in parts),
         )
 
     def _send(
@@ -105,7 +107,7 @@ class AggregatedExchange(PayloadExchange):
 
     def _write_combined(self, data: Tensor) -> None:
         local, combined = self._mesh.local, check_combined(self._codec, data)
-        decode_combined(self._codec, combined, self.result, rank=local.rank, world_size=local.world_size)
+        decode_combined(self._codec, combined, self._result, rank=local.rank, world_size=local.world_size)
 
     def pack(self, result: Tensor) -> Tensor:
         return self._told.clone()

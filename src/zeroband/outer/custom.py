@@ -25,6 +25,7 @@ from zeroband.config.section import Section
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.errors import ConfigError
 from zeroband.outer.every_step import EveryStep
+from zeroband.outer.inner_parameters import NO_EAGER
 
 _NAME = "ALGORITHM"
 _NEEDED = ("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state")
@@ -64,16 +65,20 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
     is_every_step = issubclass(found, EveryStep)
     if is_every_step:
         _require_single_steps(config)
+    elif config.merge == "eager" and getattr(algorithm, "outer_sgd", None) is None:
+        raise ConfigError(f"outer.algorithm={config.algorithm!r}: {NO_EAGER}")
     settings = _settings(config, getattr(algorithm, "Settings", Section))
     return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), is_every_step)
 
 
 def _require_single_steps(config: CustomConfig) -> None:
     """Raises ConfigError where samples would be dealt out for other rounds than those of one inner step."""
-    if (config.inner_steps, config.inner_seconds, config.straggler_deadline_s) != (1, None, None):
+    schedule = config.inner_steps, config.inner_seconds, config.straggler_deadline_s, config.fragments, config.overlap
+    if schedule != (1, None, None, 1, 0):
         raise ConfigError(
             f"outer.algorithm={config.algorithm!r} is an EveryStep, whose rounds are one inner step; set "
-            "outer.inner_steps = 1, and neither outer.inner_seconds nor outer.straggler_deadline_s"
+            "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, outer.fragments nor "
+            "outer.overlap"
         )
 
 

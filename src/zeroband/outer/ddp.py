@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts, open_buffers
-from zeroband.elastic.rounds.transaction import CONTRIBUTION
 from zeroband.kernels.scan import norm
 from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.state.flat import gradient_shards, parameter_shards
@@ -32,12 +32,12 @@ class Ddp(EveryStep):
         super().__init__(parts)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._coordinator.count(tokens)
+        self._count(tokens)
         contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)
-        is_finite = self._coordinator.is_contribution_finite(gradients)
-        self._committed = self._coordinator.commit(self._coordinator.offer(weighted=is_finite), self._describe)
+        is_finite = self._is_contribution_finite(gradients)
+        self._committed = self._commit(self._offer(weighted=is_finite))
         record = self._committed.verdict.record
         self._set_gradients(self._committed.result, record)
         return float(record["grad_norm"])
@@ -54,7 +54,7 @@ class Ddp(EveryStep):
         """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
         return {"grad_norm": norm(result), "updates_before": self._parts.stepper.update_count}
 
-    def _at_founding(self) -> Mapping[str, Any]:
+    def _describe_founding(self) -> Mapping[str, Any]:
         return {"grad_norm": 0.0, "updates_before": self._parts.stepper.update_count}
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -13,20 +13,16 @@ then train from parameters that lack their newest gradient. Those parameters are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
+from zeroband.elastic.rounds.coordinator import Committed
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import Committed
-from zeroband.errors import Fenced
 from zeroband.node.mesh import broadcast_json, clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
@@ -58,18 +54,18 @@ class Demo(EveryStep):
         self._clip_norm = clip_norm
         self._overlaps = config.overlap > 0
         self._is_finite = True
-        self._memory = LocalMemory(parts, MOMENTUM, rule)
+        self._memory = LocalMemory(parts, MOMENTUM, [rule])
         kind = AggregatedExchange if config.aggregator else PayloadExchange
-        self._exchange = kind(parts.mesh, parts.buffers, rule.codec, divisor="senders")
-        super().__init__(parts, self._exchange)
+        self._payloads = kind(parts.mesh, parts.buffers, self._memory, [rule.codec], divisor="senders")
+        super().__init__(parts, self._payloads)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._coordinator.count(tokens)
+        self._count(tokens)
         norm = clip_grad_norm_(self._parts.model, self._clip_norm)
-        self._committed = self._arrived()
+        self._committed = self._arrived_before()
         self._is_finite = self._contribute(norm)
         if not self._overlaps:
-            self._committed = self._commit()
+            self._committed = self._commit(self._offer(weighted=self._is_finite))
         if self._committed is None:
             self._parts.stepper.zero_grad()  # the trainer's step moves nothing
         else:
@@ -80,19 +76,19 @@ class Demo(EveryStep):
         reports = [] if self._committed is None else [self._apply_committed()]
         if self._overlaps:
             reports += self._send()
-        self._coordinator.begin_phase()
+        self._begin_phase()
         return reports
 
     def flush(self) -> Sequence[RoundReport]:
-        committed = self._arrived()
+        committed = self._arrived_before()
         return () if committed is None else (self._step_by(committed),)
 
     def _send(self) -> Sequence[RoundReport]:
         """Have the payload travel beside the next step; where the nodes wait for it instead, step by it at once."""
         waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
         if waits:
-            return (self._step_by(self._commit()),)
-        self._coordinator.start(self._coordinator.offer(weighted=self._is_finite))
+            return (self._step_by(self._commit(self._offer(weighted=self._is_finite))),)
+        self._start(self._offer(weighted=self._is_finite))
         self._parts.inner.seek(self.inner_step)
         return ()
 
@@ -100,38 +96,20 @@ class Demo(EveryStep):
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
         gradients = gradient_shards(self._parts.model)
         if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.stepper.lr):
-            self._memory.pack(self._exchange.payload)
+            self._memory.pack(0, self._payloads.payload(0))
             return True
         fields = {"round": self.round + 1, "norm": norm}
         _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
         return False
 
-    def _commit(self) -> Committed:
-        """Make the round of the payload while training waits."""
-        return self._settled(partial(self._coordinator.commit, self._coordinator.offer(weighted=self._is_finite)))
-
-    def _arrived(self) -> Committed | None:
+    def _arrived_before(self) -> Committed | None:
         """The round that travels beside this step, if one does; from here on there may be a new payload."""
-        return self._settled(self._coordinator.arrived) if self._coordinator.is_flying else None
-
-    def _settled(self, bring: Callable[[], Committed]) -> Committed:
-        """A round that this node's payload is in; where it never will be, what the payload took goes back."""
-        try:
-            committed = bring()
-        except (Fenced, RolledBack):
-            self._memory.restore()
-            raise
-        self._memory.settle()
-        return committed
+        return self._arrived() if self._is_under_way else None
 
     def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
         self._parts.inner.seek(self.progress.inner_step)
         super()._set_gradients(result, record)
-
-    def _apply_committed(self) -> RoundReport:
-        refused = tuple(self._exchange.refused.items())
-        return replace(super()._apply_committed(), refused=refused, payload_bytes=self._exchange.payload_bytes)
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {PARAMS: parameter_shards(self._parts.model)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
-from zeroband.elastic.rounds.transaction import CONTRIBUTION
+from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.errors import ConfigError
 from zeroband.kernels.codec import CODECS, Codec
@@ -60,7 +60,7 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
 
 
 class DeviceState:
-    """Also the replica (`outer.replica`) of a node that waits for every round. Its parameters are the model's.
+    """Also the replica (`InnerParameters`) of a node that waits for every round. Its parameters are the model's.
 
     Made, and its methods called, by all local ranks, but for `encode_borders`. `buffers`: with an open contribution
     buffer, where values of blocks that several shards share meet. `model_shards`: this rank's, by name, on the device.
@@ -155,7 +155,7 @@ class DeviceState:
             all_scales[start // BLOCK : start // BLOCK + scales.numel()].copy_(scales)
             all_codes[start:stop].copy_(codes)
 
-    def take_step(self, *, outer_step: int) -> None:
+    def take_step(self, outer_step: int) -> None:
         """Take the outer step on the encoded mean and start the inner parameters from the result. Does not wait.
 
         The canonical state takes the same step before `receive` or `restart`.
@@ -189,7 +189,7 @@ class DeviceState:
         return self._canonical[0]
 
     def sent(self, turn: int, share: float, outer_step: int) -> None:
-        """Nothing: no round travels beside training (`require_device`)."""
+        """Do nothing: no round travels beside training (`require_device`)."""
 
     def expect(self, turn: int) -> None:
         self.restart(turn)

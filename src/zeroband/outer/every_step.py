@@ -8,37 +8,34 @@ time.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import CoordinatedRounds, RoundCoordinator
+from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
+from zeroband.elastic.rounds.exchange import RESULT, Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import RESULT, Committed, Exchange
 from zeroband.node.mesh import barrier
-from zeroband.state.flat import digest_of, gradient_shards
+from zeroband.state.flat import gradient_shards
 
 PARAMS = "params"
 
 
-class EveryStep(CoordinatedRounds, ABC):
+class EveryStep(RoundCoordinator):
     """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
 
-    sections: tuple[str, ...] = (PARAMS,)
-    local_sections: tuple[str, ...] = ()
+    sections = (PARAMS,)
 
     def __init__(self, parts: OuterParts, exchange: Exchange | None = None) -> None:
-        self._parts = parts
-        self._buffers = parts.buffers
-        self._local = parts.mesh.local
-        self._coordinator = RoundCoordinator(parts, self.sections, self.replay, exchange)
+        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments)
+        super().__init__(parts, exchange or mean)
         self._committed: Committed | None = None
         parts.buffers.open(*self.sections, RESULT)
-        self._coordinator.state_digest = self._store_state()
+        self.state_digest = self._store_state()
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
@@ -51,10 +48,6 @@ class EveryStep(CoordinatedRounds, ABC):
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's shards of each section, by parameter; writing to them writes to the model and its optimizer."""
         ...
-
-    def _describe(self, result: Tensor) -> Mapping[str, Any]:
-        """What the verdict says beside the progress."""
-        return {}
 
     def _set_gradients(self, result: Tensor, record: Mapping[str, Any]) -> None:
         """Put a committed result into the model.
@@ -74,29 +67,28 @@ class EveryStep(CoordinatedRounds, ABC):
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
         report = self._apply_committed()
-        self._coordinator.begin_phase()
+        self._begin_phase()
         return (report,)
 
     def _apply_committed(self) -> RoundReport:
         committed, self._committed = self._committed, None
         assert committed is not None, "sync_gradients comes first"
         started_at_s = time.monotonic()
-        with self._coordinator.changing_state():
-            self._coordinator.advance(committed.verdict, self._store_state())
-        self._coordinator.keep_in_journal(committed)
+        with self._changing_state():
+            self._advance(committed.verdict, self._store_state())
+        self._keep_in_journal(committed)
         self._parts.faults.at("applied", self.round)
-        return self._coordinator.report(committed, time.monotonic() - started_at_s)
+        return self._report(committed, time.monotonic() - started_at_s)
 
     def _store_state(self) -> str:
         """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
         for section, shards in self._held().items():
             self._parts.shards.store(shards, self._buffers[section])
-        barrier(self._local)
-        return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
+        return self._digest()
 
     def join(self) -> RoundReport:
-        report = self._step_by(self._coordinator.commit(self._coordinator.offer(is_joining=True), self._describe))
-        self._coordinator.begin_phase()
+        report = self._step_by(self._commit(self._offer(is_joining=True)))
+        self._begin_phase()
         return report
 
     def _step_by(self, committed: Committed) -> RoundReport:
@@ -112,10 +104,10 @@ class EveryStep(CoordinatedRounds, ABC):
         self._seek(record)  # a round of joiners alone is no step of the schedule
 
     def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
-        with self._coordinator.changing_state(sections):
+        with self._changing_state(sections):
             self._load_state(record)
-            self._coordinator.record_state(round, record, self._store_state())
-        return self._coordinator.state_digest
+            self._record_state(round, record, self._store_state())
+        return self.state_digest
 
     def _load_state(self, record: Mapping[str, Any]) -> None:
         """Take the training state from the sections."""
@@ -127,6 +119,6 @@ class EveryStep(CoordinatedRounds, ABC):
     def replay(self, missed: MissedRound) -> str:
         barrier(self._local)
         self._step(missed.result, missed.record)
-        with self._coordinator.changing_state():
-            self._coordinator.record_state(missed.round, missed.record, self._store_state())
-        return self._coordinator.state_digest
+        with self._changing_state():
+            self._record_state(missed.round, missed.record, self._store_state())
+        return self.state_digest

@@ -11,14 +11,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import OuterSGDConfig, RoundsConfig
+from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.elastic.rounds.transaction import CONTRIBUTION
+from zeroband.errors import ConfigError
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, mix
 from zeroband.state.flat import parameter_shards
 
 VIEW, HISTORY = "view", "history"
+
+NO_EAGER = (
+    'outer.merge = "eager" needs an outer step that is SGD, for what a node adds by itself has to be taken out again '
+    'later; set outer.merge = "overwrite" or "mix"'
+)
+"""Why an algorithm has no eager updates, and the way out."""
 
 
 class InnerParameters(Protocol):
@@ -27,6 +34,10 @@ class InnerParameters(Protocol):
     @property
     def anchor(self) -> Tensor:
         """(n,) float32: what a contribution is measured from."""
+        ...
+
+    def take_step(self, outer_step: int) -> None:
+        """Begin the outer step that the canonical state takes now, where a copy of it takes it as well."""
         ...
 
     def sent(self, turn: int, share: float, outer_step: int) -> None:
@@ -84,8 +95,11 @@ class MixedReplica:
         self._shards = _Shards(parts, outer)
         self._alpha = alpha
 
+    def take_step(self, outer_step: int) -> None:
+        """Do nothing: there is no copy."""
+
     def sent(self, turn: int, share: float, outer_step: int) -> None:
-        """Nothing: the others' part is missing."""
+        """Do nothing: the others' part is missing."""
 
     def expect(self, turn: int) -> None:
         self.receive(turn)
@@ -120,6 +134,9 @@ class EagerReplica:
     def anchor(self) -> Tensor:
         return self._buffers[VIEW]
 
+    def take_step(self, outer_step: int) -> None:
+        """Do nothing: there is no copy."""
+
     def sent(self, turn: int, share: float, outer_step: int) -> None:
         config, own = self._config, self._own(turn)
         momentum = OuterSGD(config).momentum_at(outer_step)
@@ -132,7 +149,7 @@ class EagerReplica:
             part.inner.copy_(view)
 
     def expect(self, turn: int) -> None:
-        """Nothing: `sent` writes the view anew."""
+        """Do nothing: `sent` writes the view anew."""
 
     def receive(self, turn: int) -> None:
         own = self._own(turn)
@@ -156,12 +173,19 @@ class EagerReplica:
         return {name: (view, history) for (name, view), (_, history) in zip(views, histories, strict=True)}
 
 
-def build_replica(parts: OuterParts, config: DilocoConfig, outer: Tensor) -> InnerParameters:
-    """The replica that a configuration asks for. `outer`: (n,) float32, the outer parameters."""
+def build_inner_parameters(
+    parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: OuterSGDConfig | None
+) -> InnerParameters:
+    """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one.
+
+    Raises ConfigError for eager updates of another outer step.
+    """
     match config.merge:
         case "overwrite":
             return MixedReplica(parts, outer, alpha=0.0)
         case "mix":
             return MixedReplica(parts, outer, alpha=config.alpha)
         case "eager":
-            return EagerReplica(parts, outer, config.optimizer)
+            if sgd is None:
+                raise ConfigError(NO_EAGER)
+            return EagerReplica(parts, outer, sgd)

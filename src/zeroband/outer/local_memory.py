@@ -6,7 +6,7 @@ payload took out is kept until the payload counts; where it never does, it goes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -18,15 +18,17 @@ from zeroband.outer.compression.sparse_codec import Part
 
 
 class LocalMemory:
-    """One memory and its rule. Every method is called by all local ranks."""
+    """One memory. Every method is called by all local ranks. `rules`: one for each fragment of the model."""
 
-    def __init__(self, parts: OuterParts, name: str, feedback: SparseResidual) -> None:
+    def __init__(self, parts: OuterParts, name: str, rules: Sequence[SparseResidual]) -> None:
         parts.buffers.open(name)
         self.buffer = parts.buffers[name]
         """(n,) float32, shared by the local ranks."""
         self._local = parts.mesh.local
         self._shards = parts.shards
-        self._feedback = feedback
+        self._rules = rules
+        self._turn = 0
+        """The fragment that was packed last."""
         self._taken: tuple[Part, ...] = ()
 
     def accumulate(self, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
@@ -36,17 +38,17 @@ class LocalMemory:
         """
         is_finite = True
         for name, part in self._shards.parts(self.buffer, shards):
-            self._feedback.accumulate(part, shards[name].detach().to("cpu").reshape(-1), scale=scale)
+            self._rules[0].accumulate(part, shards[name].detach().to("cpu").reshape(-1), scale=scale)
             is_finite &= all_finite(part)
         if all_ok(is_finite, self._local):  # also: all ranks have added theirs
             return True
         self.forget()
         return False
 
-    def pack(self, payload: Tensor) -> None:
-        """Take the largest out into the node's payload, (nbytes,) uint8, after `accumulate`."""
-        rank, world_size = self._local.rank, self._local.world_size
-        self._taken = self._feedback.extract(self.buffer, out=payload, rank=rank, world_size=world_size).taken
+    def pack(self, turn: int, payload: Tensor) -> None:
+        """Take the largest of a fragment out into the node's payload, (nbytes,) uint8, after `accumulate`."""
+        rank, world_size, self._turn = self._local.rank, self._local.world_size, turn
+        self._taken = self._rules[turn].extract(self.buffer, out=payload, rank=rank, world_size=world_size).taken
         barrier(self._local)
 
     def settle(self) -> None:
@@ -55,7 +57,7 @@ class LocalMemory:
 
     def restore(self) -> None:
         """The payload will never count: what it took out goes back."""
-        self._feedback.restore(self.buffer, self._taken)
+        self._rules[self._turn].restore(self.buffer, self._taken)
         self._taken = ()
         barrier(self._local)
 

@@ -1,153 +1,316 @@
-"""What algorithms have in common whose rounds are many inner steps, and for whose rounds training stands still.
+"""What algorithms have in common whose rounds are many inner steps: a schedule of contributions, and a state to step.
 
 The nodes make something together of what each of them learned, by default the mean of their pseudo-gradients, which are
-outer minus inner parameters. The outer state takes a step by it, and all nodes train on from the outer parameters.
+outer minus inner parameters. The outer state takes a step by it, and the nodes train on from there. One loop for rounds
+that training waits for (DiLoCo, arXiv:2311.08105), for fragments that are sent one after the other (Streaming DiLoCo,
+arXiv:2501.18512), and for rounds that travel beside the next inner steps (delayed and eager updates, arXiv:2502.12996).
+Inner optimizer states stay on their nodes. The outer state is that of the results alone, whatever a node trains with.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroband.config.outer import RoundsConfig
+from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.config.section import Section
+from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.rounds.coordinator import CoordinatedRounds, Offer, RoundCoordinator
+from zeroband.elastic.rounds.coordinator import Committed, RoundCoordinator
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange, MeanExchange
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.kernels.scan import norm
-from zeroband.node.mesh import barrier
-from zeroband.state.flat import digest_of, parameter_shards
+from zeroband.node.mesh import barrier, broadcast_json
+from zeroband.outer.inner_parameters import InnerParameters, build_inner_parameters
+from zeroband.outer.turns import Turns
+from zeroband.state.flat import parameter_shards
+from zeroband.state.fragments import Fragment, bounds_of
 
 PARAMS = "params"
 
 
-class ManySteps(CoordinatedRounds, ABC):
+class ManySteps(RoundCoordinator):
     """Outer state: the parameters, and what else `sections` names, in shared memory. The model holds the inner ones.
 
-    `settings`: the algorithm's own knobs. `exchange`: of a round; None: the mean of the contributions, in `comm.codec`.
+    A phase of inner steps ends with a contribution to the next round, of the fragment whose turn it is. The state gets
+    a round `overlap` inner steps after it was contributed to, and before the next contribution at the latest. A flush
+    waits for the round at once, after which all nodes train from the outer parameters.
+
+    `config`: the schedule. `settings`: the algorithm's own knobs. `exchange`: of a round; None: the mean of the
+    contributions, in `comm.codec`. `inner_parameters`: None: as the schedule asks for.
     """
 
     Settings: type[Section] = Section
-    """Of an algorithm in a file of its own (`outer/custom.py`)."""
-    sections: tuple[str, ...] = (PARAMS,)
+    """Knobs of an algorithm in a file of its own (`outer/custom.py`)."""
+    sections = (PARAMS,)
     """The first are the parameters; the others begin as zeros."""
-    local_sections: tuple[str, ...] = ()
+    outer_sgd: OuterSGDConfig | None = None
+    """The SGD that `take_step` is, which eager updates need to know; None: it is something else."""
 
     def __init__(
-        self, parts: OuterParts, config: RoundsConfig, settings: Any = None, *, exchange: Exchange | None = None
+        self,
+        parts: OuterParts,
+        config: RoundsConfig,
+        settings: Any = None,
+        *,
+        exchange: Exchange | None = None,
+        inner_parameters: InnerParameters | None = None,
     ) -> None:
         self.settings = settings
-        self._parts = parts
-        self._buffers = parts.buffers
-        self._local = parts.mesh.local
+        mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments)
+        super().__init__(parts, exchange or mean)
         self._clips = config.clip_to_median
-        self._coordinator = RoundCoordinator(parts, self.sections, self.replay, exchange)
+        self._overlap = config.overlap_steps
+        self._phase_steps = config.phase_steps
+        self._bounds = bounds_of(parts.fragments)
+        travels = 1.0 if self._overlap is None else self._overlap / self._phase_steps
+        self._turns = Turns(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), self._buffers[PARAMS])
-        self._coordinator.state_digest = self._digest()
+        self._inner_parameters = inner_parameters or build_inner_parameters(
+            parts, config, self._buffers[PARAMS], self.outer_sgd
+        )
+        self.state_digest = self._digest()
 
     # -- what an algorithm says of itself -----------------------------------------------------------------------
 
     @abstractmethod
     def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
-        """Take the outer step in place, the `outer_step`-th of the run, from 1.
+        """Take the outer step in place, the `outer_step`-th of these parameters, from 1.
 
         `outer`: the same part of each section; `result`: of what the nodes made together. All (n,) float32 on CPU; the
         bits must not depend on where a part begins, nor on the processor: every operation rounds once, none is fused.
         """
         ...
 
-    def _contribute(self) -> bool:
+    def _contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
-        deltas = self._write_pseudo_gradient()
-        self._parts.feedback.add_to(self._buffers[CONTRIBUTION], deltas)
-        return self._coordinator.is_contribution_finite(deltas)
+        written = self._write_contribution(turn)
+        self._parts.feedback.add_to(self._buffers[CONTRIBUTION], written)
+        return self._is_contribution_finite(written)
 
-    def _norm(self) -> float:
-        """Of the contribution of all local ranks; on local rank 0, where the run asks for it."""
-        if not self._clips or self._local.rank != 0:
-            return 0.0
-        return norm(self._buffers[CONTRIBUTION])
+    def _measure(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
+        """Write what is sent of a shard: the pseudo-gradient. `anchor`: the outer parameters, as this node has them."""
+        torch.sub(anchor, inner, out=out)
 
-    # -- the round ----------------------------------------------------------------------------------------------
+    def _length(self, turn: int) -> float:
+        """Norm of the contribution of all local ranks; local rank 0."""
+        return norm(self._buffers[CONTRIBUTION][self._bounds[turn]])
+
+    def _take_step(self, outer: Mapping[str, Tensor], result: Tensor, contribution: Tensor, outer_step: int) -> None:
+        """Take the outer step. What this node contributed and nobody has got yet stays relative to the parameters."""
+        self.take_step(outer, result, outer_step=outer_step)
+
+    # -- the trainer's hooks ------------------------------------------------------------------------------------
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        """Nothing: gradients stay inside the node."""
+        """Do nothing: gradients stay inside the node."""
         return None
 
     def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        self._coordinator.count(tokens)
-        if not ends_round:
+        self._count(tokens)
+        if ends_round:
+            return self._end_phase()
+        return self.flush() if self._steps == self._overlap else ()
+
+    def flush(self) -> Sequence[RoundReport]:
+        if not self._is_under_way:
             return ()
-        is_finite = self._contribute()
-        if not is_finite:
-            self._parts.inner.forget_moments()
-        barrier(self._local)
-        return (self._finish_round(self._coordinator.offer(weighted=is_finite, norm=self._norm())),)
+        report = self._receive(self._arrived(), since=self._steps / self._phase_steps)
+        return [report, *self._close(report)]
 
     def join(self) -> RoundReport:
+        """Take part in the next round with weight 0, which makes this node a member."""
         barrier(self._local)
-        return self._finish_round(self._coordinator.offer(is_joining=True))
+        report = self._restart_on(self._commit(self._offer(is_joining=True)))
+        newest = [report, *self._close(report)][-1]
+        self._begin_phase()
+        return newest
 
-    def _write_pseudo_gradient(self) -> dict[str, Tensor]:
-        """Outer minus inner parameters into the contribution buffer; this rank's shards of it, by parameter."""
-        shards = parameter_shards(self._parts.model)
-        outer = dict(self._parts.shards.parts(self._buffers[PARAMS], shards))
-        deltas = dict(self._parts.sent.parts(self._buffers[CONTRIBUTION], shards))
-        for name, out in deltas.items():
-            torch.sub(outer[name], self._parts.shards.own(name, shards[name]).to("cpu"), out=out)
-        return deltas
+    # -- the end of a phase -------------------------------------------------------------------------------------
 
-    def _finish_round(self, offer: Offer) -> RoundReport:
-        committed = self._commit(offer)
-        started_at_s = time.monotonic()
-        with self._coordinator.changing_state():
-            self._apply(committed.result, committed.verdict.record)
-            self._coordinator.advance(committed.verdict, self._digest())
-        self._coordinator.begin_phase()
-        self._parts.inner.seek(self.progress.inner_step)  # nodes that made fewer steps follow the run's schedule
-        self._coordinator.keep_in_journal(committed)
-        self._parts.faults.at("applied", self.round)
-        return self._coordinator.report(committed, time.monotonic() - started_at_s)
+    def _end_phase(self) -> list[RoundReport]:
+        """Take over the round that was on its way, contribute, and where the nodes wait for it take over this one too.
 
-    def _commit(self, offer: Offer) -> Committed:
-        return self._coordinator.commit(offer)
-
-    def _apply(self, result: Tensor, record: Mapping[str, Any]) -> None:
-        """Take the outer step, each local rank on its part, and restart the inner parameters from it.
-
-        What a late node has not contributed yet does not depend on the outer parameters.
+        A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
+        relative to the outer ones before they move.
         """
-        if record["weight"] > 0:
-            start, stop = lane_bounds(result.numel(), self._local.world_size)[self._local.rank]
-            outer = {name: self._buffers[name][start:stop] for name in self.sections}
-            step = Progress.from_record(record["progress"]).outer_step
-            self.take_step(outer, result[start:stop], outer_step=step)
+        reports = list[RoundReport]()
+        before = self._arrived() if self._is_under_way else None
+        if before is not None and not self._is_delayed:
+            reports.append(self._receive(before, since=1.0))
+        self._turns.end_phase()
+        turn = self._turn
+        is_finite = self._contribute(turn)
+        if before is not None and self._is_delayed:
+            reports.append(self._apply_committed(before, self._inner_parameters.expect))
+        if self.progress.is_complete:
+            return reports
+        if not is_finite:
+            self._parts.inner.forget_moments()
+        waits, closes = self._waits_for_the_others(is_finite, is_member_new=before is not None)
         barrier(self._local)
-        self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        offer = self._offer(weighted=is_finite, norm=self._norm(turn), trained=self._turns.contribute(turn))
+        if waits:
+            committed = self._commit(offer)
+            is_restart = self._overlap != 0 or closes
+            reports.append(self._restart_on(committed) if is_restart else self._receive(committed, since=0.0))
+            if not is_finite:
+                self._restart()
+            reports += self._close(reports[-1], is_due=closes)
+        else:
+            self._start(offer)
+            if before is None and self._is_delayed:
+                self._inner_parameters.expect(turn)  # the round that has not arrived counts as one that changed nothing
+            share = 1 / len(self._members) if before is None else self._share  # all are equal after a flush
+            self._inner_parameters.sent(turn, share, self.progress.outer_step // len(self._bounds) + 1)
+        self._begin_phase()
+        return reports
 
-    def _digest(self) -> str:
+    @property
+    def _is_delayed(self) -> bool:
+        """Whether a result arrives when its fragment is sent again: delayed and eager updates of the whole."""
+        return self._overlap is None and len(self._bounds) == 1
+
+    def _waits_for_the_others(self, is_finite: bool, *, is_member_new: bool) -> tuple[bool, bool]:
+        """Whether training stands still for this round, and whether the other fragments are sent after it at once.
+
+        Then all nodes hold one model.
+        """
+        shape, is_whole = self._parts.shape, len(self._bounds) == 1
+        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
+        is_new = is_member_new and self._has_new_members and is_whole
+        ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
+        held = count(self.progress.assigned.get(self._parts.mesh.member_id, ()))
+        is_idle = held <= self._steps * shape.batch_size  # until the round has dealt it more
+        waits = self._overlap == 0 or not is_finite or is_leaving or is_end or is_new or ends_before_arrival or is_idle
+        waits, closes = broadcast_json([waits, is_end and not is_leaving], self._local)
+        return waits, closes
+
+    def _close(self, newest: RoundReport, *, is_due: bool = False) -> list[RoundReport]:
+        """Send the fragments whose turn it was not, without inner steps in between.
+
+        Where all inner steps of the run are made, whichever node made them; `is_due`: in any case. `newest`: of the
+        round before; what this node learned weighs as there, unless it made steps since.
+        """
+        reports: list[RoundReport] = []
+        if not (is_due or self._is_closing()):
+            return reports
+        weight = newest.weights[newest.members.index(newest.member_id)]
+        for _ in self._bounds[1:]:
+            if self.progress.is_complete:  # this node came to the closing rounds after the first of them
+                break
+            turn, made_steps = self._turn, self._steps > 0
+            is_finite = self._contribute(turn)
+            barrier(self._local)
+            if made_steps:
+                self._turns.end_phase()
+            own, trained = None if made_steps else weight, self._turns.contribute(turn)
+            offer = self._offer(weighted=is_finite, weight=own, norm=self._norm(turn), trained=trained)
+            reports.append(self._restart_on(self._commit(offer)))
+        return reports
+
+    def _is_closing(self) -> bool:
+        """Whether all that the run still lacks are fragments, and this node stays to send them."""
+        progress = self.progress
+        if progress.is_complete or progress.inner_step < self._parts.shape.total_steps:
+            return False
+        return not broadcast_json(self._parts.departure.is_asked, self._local)
+
+    def _write_contribution(self, turn: int) -> dict[str, Tensor]:
+        """What this rank writes into the contribution buffer of a fragment, by parameter."""
+        shards = parameter_shards(self._parts.model)
+        names = self._parts.fragments[turn].names
+        anchor = dict(self._parts.shards.parts(self._inner_parameters.anchor, names))
+        written = dict(self._parts.sent.parts(self._buffers[CONTRIBUTION], names))
+        for name, out in written.items():
+            self._measure(anchor[name], self._parts.shards.own(name, shards[name]).to("cpu"), out)
+        return written
+
+    def _norm(self, turn: int) -> float:
+        """Length of the contribution, on local rank 0, where the run asks for it."""
+        return self._length(turn) if self._clips and self._local.rank == 0 else 0.0
+
+    # -- the outer state ----------------------------------------------------------------------------------------
+
+    def _receive(self, committed: Committed, since: float) -> RoundReport:
+        """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
+        self._turns.receive(self._turn, since, committed.verdict.opening.longest)
+        return self._apply_committed(committed, self._inner_parameters.receive)
+
+    def _restart_on(self, committed: Committed) -> RoundReport:
+        """Take over a round, and train its fragment from the outer parameters."""
+        self._turns.restart(self._turn)
+        return self._apply_committed(committed, self._inner_parameters.restart)
+
+    def _apply_committed(self, committed: Committed, merge_inner: Callable[[int], None]) -> RoundReport:
+        """Take the outer step of a committed round. `merge_inner`: brings its fragment of the model up to it.
+
+        The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
+        """
+        started_at_s, turn = time.monotonic(), self._turn
+        record = committed.verdict.record
+        with self._changing_state():
+            if record["weight"] > 0:
+                self._inner_parameters.take_step(self._step_of(record))
+            self._apply(turn, committed.result, record)
+            self._advance(committed.verdict, self._digest())
+        if self.progress.is_complete:
+            self._restart()
+        else:
+            merge_inner(turn)
+        self._parts.inner.seek(self.inner_step)  # nodes that made fewer steps follow the run's schedule
+        self._keep_in_journal(committed)
+        self._parts.faults.at("applied", self.round)
+        return self._report(committed, time.monotonic() - started_at_s)
+
+    def _apply(self, turn: int, result: Tensor, record: Mapping[str, Any]) -> None:
+        """Take the outer step, each local rank on its part."""
+        if record["weight"] > 0:
+            contribution, step = self._buffers[CONTRIBUTION][self._bounds[turn]], self._step_of(record)
+            for here, there in self._parts_of_rank(self._parts.fragments[turn]):
+                outer = {name: self._buffers[name][here] for name in self.sections}
+                self._take_step(outer, result[there], contribution[there], step)
         barrier(self._local)
-        return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
+
+    def _step_of(self, record: Mapping[str, Any]) -> int:
+        """Which outer step of its fragment a round is, from 1."""
+        return (Progress.from_record(record["progress"]).outer_step - 1) // len(self._bounds) + 1
+
+    def _parts_of_rank(self, fragment: Fragment) -> Iterator[tuple[slice, slice]]:
+        """This rank's share of a fragment: where it lies in the outer state, and where in the fragment."""
+        offset = 0
+        for first, last in fragment.ranges:
+            start, stop = lane_bounds(last - first, self._local.world_size)[self._local.rank]
+            yield slice(first + start, first + stop), slice(offset + start, offset + stop)
+            offset += last - first
+
+    def _restart(self) -> None:
+        """Train from the outer parameters."""
+        for turn in range(len(self._bounds)):
+            self._turns.restart(turn)
+            self._inner_parameters.restart(turn)
 
     def adopt(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None = None) -> str:
-        with self._coordinator.changing_state(sections):
-            self._coordinator.record_state(round, record, self._digest())
-        self._parts.shards.load(parameter_shards(self._parts.model), self._buffers[PARAMS])
+        """Take the state that was written into the section buffers; returns its digest."""
+        with self._changing_state(sections):
+            self._record_state(round, record, self._digest())
+        self._restart()
         self._parts.inner.seek(self.progress.inner_step)
-        return self._coordinator.state_digest
+        return self.state_digest
 
     def replay(self, missed: MissedRound) -> str:
-        with self._coordinator.changing_state():
-            self._apply(missed.result, missed.record)
-            self._coordinator.record_state(missed.round, missed.record, self._digest())
+        turn = self._turn
+        with self._changing_state():
+            self._apply(turn, missed.result, missed.record)
+            self._record_state(missed.round, missed.record, self._digest())
+        self._inner_parameters.restart(turn)
         self._parts.inner.seek(self.progress.inner_step)
-        return self._coordinator.state_digest
+        return self.state_digest

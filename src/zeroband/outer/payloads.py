@@ -1,5 +1,7 @@
 """A round of payloads: those of all members are gathered, and everybody decodes the same update from them.
 
+What a payload took out of its node's memory goes back where it never counts.
+
 A payload that is none, or that cannot be added up with the others, is left out by all nodes alike: they hold the same
 bytes, and what is looked at does not depend on the node.
 """
@@ -8,13 +10,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.transaction import RESULT
+from zeroband.elastic.rounds.exchange import RESULT
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
@@ -22,6 +26,7 @@ from zeroband.observe.log import get_logger
 from zeroband.outer.compression.combine import MOST_SOURCES
 from zeroband.outer.compression.norms import norm_of
 from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec
+from zeroband.outer.local_memory import LocalMemory
 from zeroband.state.flat import SharedBuffers
 
 _PAYLOAD, _GATHERED = "payload", "gathered"
@@ -32,30 +37,30 @@ _log = get_logger(__name__)
 class PayloadExchange:
     """Gathers the payloads of the members that have weight, and decodes them in the order of the members.
 
-    `divisor`: as in `SparseCodec.decode`. `counts_tokens`: payloads count with their members' shares of the round,
-    else each counts 1. Called by all local ranks.
+    `memory`: what this node's payloads are taken out of. `divisor`: as in `SparseCodec.decode`. `counts_tokens`:
+    payloads count with their members' shares of the round, else each counts 1. Called by all local ranks.
     """
 
     def __init__(
         self,
         mesh: ElasticDeviceMesh,
         buffers: SharedBuffers,
-        codec: SparseCodec,
+        memory: LocalMemory,
+        codecs: Sequence[SparseCodec],
         *,
         divisor: Divisor = "none",
         counts_tokens: bool = False,
     ) -> None:
         buffers.open(RESULT)
-        buffers.open_bytes(_PAYLOAD, codec.nbytes)
-        self.payload = buffers.bytes_of(_PAYLOAD)
-        """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
-        self.refused: dict[str, str] = {}
-        """Members whose payload the last round left out, and why."""
-        self.payload_bytes: int | None = None
-        """Of this node's payload in the last round, counted on its way to one other; None: nothing was sent."""
+        buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
         self._mesh = mesh
         self._buffers = buffers
-        self._codec = codec
+        self._memory = memory
+        self._codecs = codecs
+        self._bounds = list(pairwise(accumulate((codec.numel for codec in codecs), initial=0)))
+        self._turn = 0
+        self._refused: dict[str, str] = {}
+        """Members whose payload the last round left out, and why."""
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._gathered: Tensor | None = None
@@ -63,23 +68,51 @@ class PayloadExchange:
         """Payloads and weights that the last result was decoded from."""
 
     @property
-    def result(self) -> Tensor:
-        return self._buffers[RESULT]
+    def _codec(self) -> SparseCodec:
+        """That of the fragment which the round is about."""
+        return self._codecs[self._turn]
 
-    def run(self, opening: Opening) -> Transfer:
+    @property
+    def _result(self) -> Tensor:
+        return self.result_of(self._turn)
+
+    def payload(self, turn: int) -> Tensor:
+        """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
+        return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[turn].nbytes]
+
+    def norm(self, turn: int) -> float:
+        """Length of what this node's payload stands for."""
+        return norm_of(self._codecs[turn], Payload(self.payload(turn)))
+
+    def result_of(self, turn: int) -> Tensor:
+        return self._buffers[RESULT][slice(*self._bounds[turn])]
+
+    def run(self, opening: Opening, turn: int) -> Transfer:
+        self._turn, self._refused = turn, {}
+        moved = self._run(opening)
+        return replace(moved, refused=tuple(self._refused.items()))
+
+    def _run(self, opening: Opening) -> Transfer:
         moved, gathered = self.gather(opening)
-        self._combine(opening, gathered)
+        self.add_up(opening, self.checked(gathered), self._is_decoded)
         return moved
+
+    def conclude(self, *, counts: bool) -> None:
+        if counts:
+            self._memory.settle()
+        else:
+            self._memory.restore()
 
     def gather(self, opening: Opening, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
         """Bring the payloads to all members, or to one; they by their senders, where they are."""
         lengths = tuple(self._codec.nbytes if weight > 0 else 0 for weight in opening.weights)
         gathering, member_id = Gathering(lengths, receiver), self._mesh.member_id
-        own, receives = self.payload[: lengths[opening.members.index(member_id)]], receiver in (None, member_id)
+        own = self.payload(self._turn)[: lengths[opening.members.index(member_id)]]
+        receives = receiver in (None, member_id)
         room = self.room_for(gathering.total_bytes if receives else 0)
         moved = self._mesh.gather(RoundRequest(opening, member_id, own, room), gathering)
         receivers = len(opening.members) - 1 if receiver is None else int(not receives)
-        self.payload_bytes = moved.sent_bytes // receivers if receivers and len(own) else None
+        moved = replace(moved, payload_bytes=moved.sent_bytes // receivers if receivers and len(own) else None)
         senders = enumerate(opening.members) if receives else ()
         return moved, {member: room[gathering.part_of(i)] for i, member in senders if lengths[i]}
 
@@ -93,10 +126,6 @@ class PayloadExchange:
             self._gathered = self._buffers.renew_bytes(_GATHERED, max(size, 1))
         return self._gathered[:size]
 
-    def _combine(self, opening: Opening, gathered: Mapping[str, Tensor]) -> None:
-        """Write the update that these payloads make together; without any it is 0."""
-        self.add_up(opening, self.checked(gathered), self._is_decoded)
-
     def add_up(
         self,
         opening: Opening,
@@ -108,15 +137,14 @@ class PayloadExchange:
             norms = {member: norm_of(self._codec, payload) for member, payload in payloads.items()}
             longest = max(norms, key=norms.__getitem__)
             payloads.pop(longest)
-            self.refused[longest] = f"its norm of {norms[longest]:.3g} makes the sum larger than float32 holds"
-        for member, why in self.refused.items():
+            self._refused[longest] = f"its norm of {norms[longest]:.3g} makes the sum larger than float32 holds"
+        for member, why in self._refused.items():
             fields = {"round": opening.round, "member_id": member, "why": why}
             _log.warning("what a member sent is left out", extra={"fields": fields})
 
     def checked(self, gathered: Mapping[str, Tensor]) -> dict[str, Payload]:
         """Those that are payloads; the local ranks divide the work."""
         local, problems = self._mesh.local, dict[str, str]()
-        self.refused = {}
         if not gathered:
             return {}
         for number, (member, data) in enumerate(gathered.items()):
@@ -127,8 +155,8 @@ class PayloadExchange:
                     problems[member] = str(error)
         flags = each_ok([member not in problems for member in gathered], local)
         bad = [member for member, is_good in zip(gathered, flags, strict=True) if not is_good]
-        self.refused = {member: problems.get(member, "it is malformed") for member in bad}
-        return {member: Payload(data) for member, data in gathered.items() if member not in self.refused}
+        self._refused = {member: problems.get(member, "it is malformed") for member in bad}
+        return {member: Payload(data) for member, data in gathered.items() if member not in self._refused}
 
     def _is_decoded(self, opening: Opening, payloads: Mapping[str, Payload]) -> bool:
         """Whether the update was written; False on all local ranks where a sum is not finite on one."""
@@ -142,7 +170,7 @@ class PayloadExchange:
         if payloads:
             place = {"rank": local.rank, "world_size": local.world_size}
             try:
-                self._codec.decode(payloads, self.result, weights=weights, divisor=self._divisor, **place)
+                self._codec.decode(payloads, self._result, weights=weights, divisor=self._divisor, **place)
             except MalformedPayload:
                 is_finite = False
         else:
@@ -155,7 +183,8 @@ class PayloadExchange:
         payloads, weights = self._decoded
         return pack_payloads([payload.data for payload in payloads], weights)
 
-    def room(self, nbytes: int) -> Tensor:
+    def room(self, turn: int, nbytes: int) -> Tensor:
+        self._turn = turn
         if nbytes > self._most_packed_bytes:
             raise RecoveryFailed(f"no round of payloads of {self._codec.nbytes} bytes takes {nbytes}")
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -164,7 +193,8 @@ class PayloadExchange:
     def _most_packed_bytes(self) -> int:
         return packed_bytes(MOST_SOURCES, self._codec.nbytes)
 
-    def unpack(self, update: Tensor | None) -> None:
+    def unpack(self, turn: int, update: Tensor | None) -> None:
+        self._turn = turn
         data, problem = self._shared_by_ranks(update), ""
         try:
             self._write_unpacked(data)
@@ -191,7 +221,7 @@ class PayloadExchange:
     def zero_result(self) -> None:
         """Nobody sent anything."""
         if self._mesh.local.rank == 0:
-            self.result.zero_()
+            self._result.zero_()
         barrier(self._mesh.local)
 
 

@@ -9,24 +9,20 @@ Error buffers stay on their nodes; the outer state is the parameters alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
-from zeroband.config.outer import SparseLocoConfig
-from zeroband.elastic.rounds.coordinator import Offer
+from zeroband.config.outer import OuterSGDConfig, SparseLocoConfig
+from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.elastic.rounds.rollback import RolledBack
-from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import Committed
-from zeroband.errors import Fenced
-from zeroband.outer.compression.norms import norm_of
+from zeroband.node.mesh import barrier
 from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import Payload, SparseCodec, SparseRule
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.many_steps import PARAMS, ManySteps
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import FlatLayout
+from zeroband.state.fragments import arranged
 
 ERRORS = "errors"
 
@@ -50,41 +46,31 @@ class SparseLoCo(ManySteps):
     local_sections = (ERRORS,)
 
     def __init__(self, parts: OuterParts, config: SparseLocoConfig) -> None:
-        self._lr = config.lr
-        rule = error_rule(config, FlatLayout.of(parts.model))
-        self._codec = rule.codec
-        self._memory = LocalMemory(parts, ERRORS, rule)
-        self._exchange = PayloadExchange(parts.mesh, parts.buffers, rule.codec, counts_tokens=True)
-        super().__init__(parts, config, exchange=self._exchange)
+        self.outer_sgd = OuterSGDConfig(lr=config.lr, momentum=0.0, nesterov=False)
+        layout, fragments = FlatLayout.of(parts.model), parts.fragments
+        rules = [error_rule(config, layout.only(fragment.names)) for fragment in fragments]
+        self._codecs = [error_rule(config, arranged(layout, [fragment])).codec for fragment in fragments]
+        self._memory = LocalMemory(parts, ERRORS, rules)
+        self._payloads = PayloadExchange(parts.mesh, parts.buffers, self._memory, self._codecs, counts_tokens=True)
+        self._is_eager = config.merge == "eager"
+        super().__init__(parts, config, exchange=self._payloads)
 
     def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
-        outer[PARAMS].sub_(result.mul(self._lr))
+        assert self.outer_sgd is not None
+        outer[PARAMS].sub_(result.mul(self.outer_sgd.lr))
 
-    def _contribute(self) -> bool:
+    def _contribute(self, turn: int) -> bool:
         """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""
-        deltas = self._write_pseudo_gradient()
-        if self._coordinator.is_contribution_finite(deltas) and self._memory.accumulate(deltas):
-            self._memory.pack(self._exchange.payload)
-            return True
-        return False
+        deltas = self._write_contribution(turn)
+        if not (self._is_contribution_finite(deltas) and self._memory.accumulate(deltas)):
+            return False
+        payload = self._payloads.payload(turn)
+        self._memory.pack(turn, payload)
+        if self._is_eager:  # what counts at once is what was sent
+            sent, local = self._buffers[CONTRIBUTION][self._bounds[turn]], self._local
+            self._codecs[turn].decode([Payload(payload)], sent, rank=local.rank, world_size=local.world_size)
+            barrier(self._local)
+        return True
 
-    def _norm(self) -> float:
-        """Of the payload; on local rank 0, where the run asks for it."""
-        return norm_of(self._codec, Payload(self._exchange.payload)) if self._clips and self._local.rank == 0 else 0.0
-
-    def _finish_round(self, offer: Offer) -> RoundReport:
-        report = super()._finish_round(offer)
-        refused = tuple(self._exchange.refused.items())
-        return replace(report, refused=refused, payload_bytes=self._exchange.payload_bytes)
-
-    def _commit(self, offer: Offer) -> Committed:
-        try:
-            committed = super()._commit(offer)
-        except (Fenced, RolledBack):
-            self._memory.restore()
-            raise
-        if offer.weight > 0:
-            self._memory.settle()
-        else:  # nobody asked for the payload
-            self._memory.restore()
-        return committed
+    def _length(self, turn: int) -> float:
+        return self._payloads.norm(turn)

@@ -66,7 +66,7 @@ def shape_of(config: RunConfig) -> RunShape:
     """What turns rounds into steps and samples."""
     shape = RunShape(config.train.total_steps, config.train.batch_size)
     match config.outer:
-        case DilocoConfig() as outer:
+        case RoundsConfig() as outer:
             return replace(shape, reads_ahead=outer.overlap != 0, closing_rounds=outer.fragments - 1)
         case DemoConfig() as outer:
             return replace(shape, reads_ahead=outer.overlap != 0)
@@ -221,7 +221,7 @@ class Replica:
         if isinstance(config.outer, DilocoConfig):
             require_device(config.outer, codec, local.device)
         fragments = whole(layout)
-        if isinstance(config.outer, DilocoConfig) and config.outer.fragments > 1:
+        if isinstance(config.outer, RoundsConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
         sent = ShardMap.of(arranged(layout, fragments), self._node.model, local)
         every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))

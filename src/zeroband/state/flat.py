@@ -51,6 +51,11 @@ class FlatLayout:
             start += slots[-1].numel
         return FlatLayout(tuple(slots))
 
+    def only(self, names: Iterable[str]) -> FlatLayout:
+        """Some of the parameters, where they lie among all of them."""
+        wanted = set(names)
+        return FlatLayout(tuple(slot for slot in self.slots if slot.name in wanted))
+
     @property
     def numel(self) -> int:
         return self.slots[-1].start + self.slots[-1].numel if self.slots else 0

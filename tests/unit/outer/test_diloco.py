@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.elastic.rounds.transaction import CONTRIBUTION
+from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.node.mesh import barrier
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
@@ -130,7 +130,7 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
     """Only local rank 0 makes copies, so the other ranks have to wait until it holds the lock."""
     run = start_run(diloco(), "a")
     outer, order = run["a"].outer, []
-    lock, apply = outer._coordinator.state_lock, outer._optimizer.apply
+    lock, apply = outer.state_lock, outer._optimizer.apply
 
     def barrier_(local) -> None:
         order.append("barrier, copies kept away" if lock.locked() else "barrier")

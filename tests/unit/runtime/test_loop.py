@@ -44,7 +44,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
             return loop.PassResult(1.0, 10, 0.0, ends_round=not left)
 
         monkeypatch.setattr(loop, "forward_backward", pass_backward)
-        hooks.inner_step, hooks.progress = 0, SimpleNamespace(is_complete=False)
+        hooks.inner_step, hooks.progress, hooks.round = 0, SimpleNamespace(is_complete=False), 0
         loop.train_round(loop.Training(node, MagicMock(hooks=hooks), NoCheckpoints(), SilentReport()))
         return inner
 

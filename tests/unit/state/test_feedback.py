@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.records import RestartPoint
-from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.errors import Fenced
 from zeroband.kernels.codec import CODECS
 

@@ -1,4 +1,8 @@
-"""The bookkeeping of rounds that the algorithms share: opened, committed, caught up with, gone back from."""
+"""The rounds of an outer algorithm, each of them a transaction: opened, exchanged, voted on, committed.
+
+Nobody applies a result before its verdict. A round that loses a member is opened again with the survivors; their
+contributions stay untouched until the verdict, so no inner step is lost.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,36 @@ import math
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Ready, Verdict
 from zeroband.elastic.rounds.background import BackgroundRound
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, Exchange
 from zeroband.elastic.rounds.interfaces import MissedRound, OuterParts, StateCopy, verify
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
-from zeroband.elastic.rounds.rollback import RolledBack, describe_return
+from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange, MeanExchange, commit_round, found_run
-from zeroband.errors import Fenced, RecoveryFailed, RunOver
+from zeroband.elastic.transport.base import Transfer
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
 from zeroband.observe.log import get_logger
-from zeroband.state.flat import SharedBuffers
+from zeroband.state.flat import digest_of
 
 _log = get_logger(__name__)
 
-Extra = Callable[[Tensor], Mapping[str, Any]]
-"""From a round's result: what an algorithm adds to its verdict."""
-
 _ABANDON_S = 5.0
 _ALL_VERSIONS = 2**62
-
-
-def nothing_more(result: Tensor) -> Mapping[str, Any]:
-    """The algorithm adds nothing to a verdict."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Offer:
     steps: int
     steps_requested: int
     norm: float = 0.0
-    """Of the contribution; 0: nobody asks."""
+    """Length of the contribution; 0: nobody asks."""
     loss: float | None = None
-    """Of its steps, in nats per token; None: there are none, or it is not finite."""
+    """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
     """As in `Ready`."""
     is_joining: bool = False
@@ -63,154 +62,161 @@ class Offer:
     """It learned something that is not finite."""
 
 
-class RoundCoordinator:
-    """The bookkeeping of rounds that the algorithms share by composition.
+@dataclass
+class RoundCosts:
+    """What a round cost this node, over all its attempts."""
 
-    `sections`: of the outer state. `replay`: the algorithm's, for rounds that were committed while this node was late
-    or joining. `exchange`: of a round; None: the mean of the contributions.
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    failures: list[str] = field(default_factory=list[str])
+    """Why the round was opened again, once for each time."""
+    newest: Transfer | None = None
+    """The transfer of the newest attempt."""
+
+    def add(self, transfer: Transfer) -> None:
+        self.newest = transfer
+        self.transfer_s += transfer.took_s
+        self.sent_bytes += transfer.sent_bytes
+        self.received_bytes += transfer.received_bytes
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A round whose result all members hold, and what it cost this node."""
+
+    verdict: Verdict
+    result: Tensor
+    """What the members made together, valid until the next round; empty where they made nothing."""
+    costs: RoundCosts
+
+
+class RoundCoordinator(ABC):
+    """The base of every outer algorithm, which says what it contributes and how a result changes the outer state.
+
+    All methods are called by all local ranks, but for `copy_state`. `exchange`: makes a round's result.
     """
 
-    def __init__(
-        self,
-        parts: OuterParts,
-        sections: tuple[str, ...],
-        replay: Callable[[MissedRound], str],
-        exchange: Exchange | None = None,
-    ) -> None:
-        self.parts = parts
-        self._exchange = exchange or MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec)
-        self._sections = sections
+    sections: tuple[str, ...]
+    """Names of the buffers that make up the outer state."""
+    local_sections: tuple[str, ...] = ()
+    """Names of the buffers that only this node has; saved with its inner optimizer."""
+
+    def __init__(self, parts: OuterParts, exchange: Exchange) -> None:
         self.round = -1
         self.progress = Progress.at_start()
         self.record: Mapping[str, Any] = {}
+        """What the newest verdict recorded."""
         self.state_digest = ""
-        self.share = 0.0
-        """Of this node in the newest round."""
-        self.members: tuple[str, ...] = ()
-        """Of the newest round."""
-        self.has_new_members = False
-        """The newest round had other members than the one before."""
+        self.exchange = exchange
         self.state_lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
-        self._replay = replay
+        self._parts = parts
+        self._buffers = parts.buffers
+        self._local = parts.mesh.local
+        self._share = 0.0
+        """This node's in the newest round."""
+        self._members: tuple[str, ...] = ()
+        """Those of the newest round."""
+        self._has_new_members = False
+        """The newest round had other members than the one before."""
         self._tokens = 0
         self._steps = 0
+        """Inner steps since the last contribution."""
         self._offered_steps = 0
-        """In a round that the state does not hold yet."""
-        self._background: tuple[Offer, Extra, BackgroundRound[Committed | Verdict]] | None = None
+        """Inner steps in a round that the state does not hold yet."""
+        self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
         self._loss_sum = 0.0
         self._is_left_out = False
 
-    @contextmanager
-    def changing_state(self, sections: Mapping[str, Tensor] | None = None) -> Generator[None]:
-        """While the sections are written to; ends with `settle`. `sections`: what is copied into them, if anything is.
+    # -- what an algorithm says of itself -----------------------------------------------------------------------
 
-        Local rank 0 holds the lock, and the others may write when they have passed.
-        """
-        with self.state_lock:
-            for name, section in (sections or {}).items():
-                self.parts.buffers[name].copy_(section)
-            barrier(self.parts.mesh.local)
-            yield
+    @abstractmethod
+    def replay(self, missed: MissedRound) -> str:
+        """Catch up by a round that was committed while this node was late or joining; the digest after it."""
+        ...
+
+    def _describe(self, result: Tensor) -> Mapping[str, Any]:
+        """What the verdict says of a result, beside the progress. Local rank 0."""
+        return {}
+
+    def _describe_founding(self) -> Mapping[str, Any]:
+        """What the founding's verdict says, beside the progress."""
+        return {}
+
+    @property
+    def _turn(self) -> int:
+        """The fragment of the next round."""
+        return self.progress.outer_step % len(self._parts.fragments)
 
     # -- what this node does between rounds ---------------------------------------------------------------------
-
-    @property
-    def is_flying(self) -> bool:
-        """Whether a round is on its way beside training."""
-        return self._background is not None
-
-    @property
-    def steps(self) -> int:
-        """Inner steps since the last contribution."""
-        return self._steps
 
     @property
     def inner_step(self) -> int:
         """Inner steps behind this node: those of the run, of a round on its way, and since."""
         return self.progress.inner_step + self._offered_steps + self._steps
 
-    @property
-    def is_last(self) -> bool:
-        """Whether all inner steps of the run are made."""
-        return self.inner_step >= self.parts.shape.total_steps
-
-    def upcoming(self) -> tuple[Range, ...]:
+    def upcoming(self) -> Sequence[Range]:
         """The samples that this node trains on up to its next contribution."""
-        shape, held = self.parts.shape, self.progress.assigned.get(self.parts.mesh.member_id, ())
+        shape, held = self._parts.shape, self.progress.assigned.get(self._parts.mesh.member_id, ())
         _, ahead = take(held, self._offered_steps * shape.batch_size)
-        steps = min(self.parts.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
+        steps = min(self._parts.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]
 
-    def count(self, tokens: int) -> None:
-        """Add an inner step, and show the guardian that this node trains. `tokens`: 0 where it learned nothing."""
-        self._loss_sum += self.parts.step_loss.nats * tokens if tokens else 0.0
-        self._tokens += tokens
-        self._steps += 1
-        if self.parts.mesh.local.rank == 0:
-            self.parts.mesh.flags.advance()
+    def flush(self) -> Sequence[RoundReport]:
+        """Wait for a round that is on its way beside training, and take its state over; the reports of what came."""
+        return ()
 
     def is_time_over(self, steps: int) -> bool:
         """Whether the phase should end with its `steps`-th inner step."""
-        return self.goes_back or self.parts.phase_length.is_over(time.monotonic(), steps)
-
-    def begin_phase(self) -> None:
-        """Training goes on: the inner steps until the next contribution begin."""
-        self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
-        self.parts.phase_length.begin(time.monotonic())
-
-    def found(self, round: int, extra: Mapping[str, Any]) -> RoundReport:
-        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
-
-        `extra`: what the algorithm adds to the verdict's record. Raises Fenced if the run started without this node.
-        """
-        self.parts.feedback.forget()
-        self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
-        founded = found_run(self.parts.mesh, round, self.state_digest, partial(self.describe_founding, extra))
-        self.advance(founded.verdict, self.state_digest)
-        self.begin_phase()
-        return self.report(founded, apply_s=0.0)
-
-    def describe_founding(self, extra: Mapping[str, Any], opening: Opening) -> Mapping[str, Any]:
-        """What a verdict says that begins a line of rounds with the state that this node holds."""
-        after_round = self.round if self.round >= FOUNDING_ROUND else None
-        progress = self.progress.begin(opening, self.parts.shape, after_round=after_round)
-        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state_digest}
-        said[RECORD] = LossRecord.of(self.record).carried().to_record()
-        if self.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
-            said["session_before"] = self.record["session"]
-        return {**said, "session": uuid.uuid4().hex, **extra}
-
-    def _vote_to_go_back(self, opening: Opening) -> tuple[str, Callable[[], Mapping[str, Any]]]:
-        """Stage the checkpoint that an opening names; its digest, and what the verdict will say."""
-        assert opening.rollback is not None
-        staged = self.parts.stage(opening.rollback)
-        before = {"state_before": self.state_digest, "session": self.record["session"]}
-        return staged.state_digest, lambda: describe_return(staged, opening, self.parts.shape, self.progress, before)
-
-    def _announce(self, round: int, offer: Offer) -> None:
-        faults, passes = self.parts.faults, not offer.is_joining
-        if passes:
-            faults.at("ready", round)
-        ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
-        self.parts.mesh.announce_ready(replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained))
-        if passes:
-            faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
+        return self._goes_back or self._parts.phase_length.is_over(time.monotonic(), steps)
 
     @property
-    def goes_back(self) -> bool:
+    def _goes_back(self) -> bool:
         """Whether the newest round called for going back, so that the steps until then are in vain."""
-        watch = self.parts.auto_rollback
+        watch = self._parts.auto_rollback
         return watch is not None and watch.is_due(LossRecord.of(self.record))
 
-    def _wanted_steps(self, steps: int, *, phases: int) -> int:
-        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
-        left = self.parts.shape.total_steps - self.progress.inner_step - steps
-        return min(self.parts.phase_length.wanted_steps() * phases, max(left, 0))
+    def _count(self, tokens: int) -> None:
+        """Add an inner step, and show the guardian that this node trains. `tokens`: 0 where it learned nothing."""
+        self._loss_sum += self._parts.step_loss.nats * tokens if tokens else 0.0
+        self._tokens += tokens
+        self._steps += 1
+        if self._local.rank == 0:
+            self._parts.mesh.flags.advance()
 
-    # -- rounds -------------------------------------------------------------------------------------------------
+    def _begin_phase(self) -> None:
+        """Training goes on: the inner steps until the next contribution begin."""
+        self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
+        self._parts.phase_length.begin(time.monotonic())
 
-    def offer(
+    def _is_end(self, rounds: int = 1) -> bool:
+        """Whether all nodes wait after so many more rounds, and nothing is on its way then.
+
+        So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
+        """
+        every, is_last = self._parts.flush_every, self.inner_step >= self._parts.shape.total_steps
+        return is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
+
+    def _is_contribution_finite(self, names: Iterable[str]) -> bool:
+        """Whether what lies in the contribution buffer may be sent: the same on all local ranks, and said if not.
+
+        `names`: parameters that this rank has shards of.
+        """
+        written = self._parts.sent.parts(self._buffers[CONTRIBUTION], names)
+        return self._is_finite_everywhere([name for name, part in written if not all_finite(part)])
+
+    def _is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
+        """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
+        if spoilt:
+            fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
+            _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
+        return all_ok(not spoilt, self._local)
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    def _offer(
         self,
         *,
         is_joining: bool = False,
@@ -224,7 +230,7 @@ class RoundCoordinator:
         `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then. `norm`,
         `trained`: as in `Ready`.
         """
-        parts, is_leaving = self.parts, self.parts.departure.is_asked
+        parts, is_leaving = self._parts, self._parts.departure.is_asked
         if is_joining:  # what it did before it was voted out went back to the run
             self._tokens, self._steps, self._loss_sum = 0, 0, 0.0
             parts.feedback.forget()
@@ -246,102 +252,149 @@ class RoundCoordinator:
             is_left_out=not (weighted or is_joining),
         )
 
-    def commit(self, offer: Offer, extra: Extra = nothing_more) -> Committed:
-        """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
+    def _wanted_steps(self, steps: int, *, phases: int) -> int:
+        """For which to hold samples after a round with these steps of this node, as far as the run lasts."""
+        left = self._parts.shape.total_steps - self.progress.inner_step - steps
+        return min(self._parts.phase_length.wanted_steps() * phases, max(left, 0))
 
-        `extra`: what the algorithm adds to the verdict's record.
-        """
-        return self._finish(offer, extra, self._attempt(offer, extra))
+    def _commit(self, offer: Offer) -> Committed:
+        """Run the next round's transaction with what is contributed; catch up with rounds that it misses."""
+        return self._finish(offer, partial(self._attempt, offer))
 
-    def start(self, offer: Offer, extra: Extra = nothing_more) -> None:
-        """Begin the next round beside training; the contribution and result buffers are its own until `arrived`."""
-        self.parts.mesh.flags.count_only(threading.get_ident())
-        self._background = offer, extra, BackgroundRound(partial(self._attempt, offer, extra))
+    def _start(self, offer: Offer) -> None:
+        """Begin the next round beside training; what is contributed and the result are its own until `_arrived`."""
+        self._parts.mesh.flags.count_only(threading.get_ident())
+        self._background = offer, BackgroundRound(partial(self._attempt, offer))
 
-    def arrived(self) -> Committed:
-        """Wait for the round that was started. The state does not hold it yet. Raises what `commit` raises."""
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether a round is on its way beside training."""
+        return self._background is not None
+
+    def _arrived(self) -> Committed:
+        """Wait for the round that was started. The state does not hold it yet. Raises what `_commit` raises."""
         assert self._background is not None, "no round is on its way"
-        (offer, extra, background), flags = self._background, self.parts.mesh.flags
+        (offer, background), flags = self._background, self._parts.mesh.flags
         flags.count_only(None)
         try:
-            return self._finish(offer, extra, background.wait())
+            return self._finish(offer, background.wait)
         finally:
             self._background = None
 
     def abandon(self) -> None:
         """Give up a round that is on its way: this trainer ends."""
         if self._background is not None:
-            flags = self.parts.mesh.flags
+            flags = self._parts.mesh.flags
             flags.set_fenced(True)
             flags.abort(_ALL_VERSIONS)
-            if not self._background[2].is_over(_ABANDON_S):
+            if not self._background[1].is_over(_ABANDON_S):
                 _log.warning("the outer step beside training does not end")
 
-    def _attempt(self, offer: Offer, extra: Extra) -> Committed | Verdict:
+    def _attempt(self, offer: Offer) -> Committed | Verdict:
         """The next round, or the verdict of the others where they committed it without this node."""
-        parts = self.parts
+        parts = self._parts
         while True:
-            round = self.round + 1
             if parts.auto_rollback is not None and not offer.is_joining:
                 parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
             parts.journal.settle()  # the result's memory is the next one's
-            self._announce(round, offer)
-            await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
+            self._announce(self.round + 1, offer)
             try:
-                describe = partial(self._describe, extra)
-                return commit_round(
-                    parts.mesh, self._exchange, await_turn, describe, self._vote_to_go_back, parts.faults
-                )
+                return self._bring_to_verdict(self.round + 1, is_member=not offer.is_joining)
             except Fenced as fence:
                 if not offer.is_joining or parts.mesh.is_fenced:
                     raise
                 _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
 
-    def _finish(self, offer: Offer, extra: Extra, outcome: Committed | Verdict) -> Committed:
-        while not isinstance(outcome, Committed):
-            self._catch_up(outcome.round, is_joining=offer.is_joining)
-            outcome = self._attempt(offer, extra)
-        self._is_left_out = offer.is_left_out
-        if outcome.verdict.opening.rollback is not None:
-            raise self._rolled_back(outcome)
-        return outcome
+    def _announce(self, round: int, offer: Offer) -> None:
+        faults, passes = self._parts.faults, not offer.is_joining
+        if passes:
+            faults.at("ready", round)
+        ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
+        self._parts.mesh.announce_ready(replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained))
+        if passes:
+            faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
-    def is_contribution_finite(self, names: Iterable[str]) -> bool:
-        """Whether what lies in the contribution buffer may be sent: the same on all local ranks, and said if not.
+    def _bring_to_verdict(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
+        """Bring a round to its verdict with whoever is left. Returns that of others who committed it without this node.
 
-        `names`: of the parameters that this rank has shards of.
+        Raises Fenced when the run went on without this node.
         """
-        written = self.parts.sent.parts(self.parts.buffers[CONTRIBUTION], names)
-        return self.is_finite_everywhere([name for name, part in written if not all_finite(part)])
+        costs = RoundCosts()
+        while True:
+            waited_from_s = time.monotonic()
+            opening = self._parts.mesh.await_turn(round, is_member=is_member)
+            if isinstance(opening, Verdict):
+                return opening
+            costs.wait_s += time.monotonic() - waited_from_s
+            try:
+                return self._found_by(opening, costs) if founds else self._carry_out(opening, costs)
+            except PeerLost as error:
+                costs.failures.append(str(error))
+                _log.warning("round opened again", extra={"fields": {"round": round, "why": str(error)}})
+                self.exchange.discard()
 
-    def is_finite_everywhere(self, spoilt: Sequence[str]) -> bool:
-        """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
-        if spoilt:
-            fields = {"round": self.round + 1, "parameters": len(spoilt), "first": spoilt[0]}
-            _log.warning("what this node learned is not finite, so it is left out", extra={"fields": fields})
-        return all_ok(not spoilt, self.parts.mesh.local)
+    def _carry_out(self, opening: Opening, costs: RoundCosts) -> Committed:
+        """Make what an opening asks for, and have it committed. Raises PeerLost where that does not come about."""
+        faults, round, turn = self._parts.faults, opening.round, self._turn
+        faults.at("opened", round)
+        if opening.rollback is not None:
+            staged = self._stage(opening, opening.rollback)
+            committed = self._vote(opening, staged.state_digest, costs, record=self._describe_return(staged, opening))
+        else:
+            costs.add(self.exchange.run(opening, turn))
+            faults.at("reduced", round)
+            result = self.exchange.result_of(turn)
+            committed = self._vote(opening, digest_of(result) if self._local.rank == 0 else "", costs, result=result)
+        faults.at("committed", round)
+        return committed
 
-    def _rolled_back(self, committed: Committed) -> RolledBack:
-        verdict, record = committed.verdict, committed.verdict.record
-        progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
-        assert step is not None
-        report = replace(self.report(committed, apply_s=0.0), progress=progress, state_digest=verdict.digest)
-        self.parts.journal.cut(verdict.round)
-        self._offered_steps = 0
-        self.parts.feedback.forget()
-        self.begin_phase()
-        return RolledBack(step, report, record)
+    def _vote(
+        self,
+        opening: Opening,
+        digest: str,
+        costs: RoundCosts,
+        *,
+        result: Tensor | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> Committed:
+        """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
 
-    def _describe(self, extra: Extra, opening: Opening, result: Tensor) -> Mapping[str, Any]:
-        progress = self.progress.after(opening, self.parts.shape)
+        That is worked out while the others vote.
+        """
+        mesh, waited_from_s = self._parts.mesh, time.monotonic()
+        mesh.vote(opening, digest)
+        if result is not None:
+            self._parts.faults.at("voted", opening.round)
+            record = self._describe_round(opening, result) if self._local.rank == 0 else {}
+        verdict = mesh.await_verdict(opening, record or {})
+        costs.wait_s += time.monotonic() - waited_from_s
+        return Committed(verdict, torch.empty(0) if result is None else result, costs)
+
+    def _describe_round(self, opening: Opening, result: Tensor) -> Mapping[str, Any]:
         return {
-            "progress": progress.to_record(),
+            "progress": self.progress.after(opening, self._parts.shape).to_record(),
             "weight": opening.total_weight,
             "state_before": self.state_digest,
             "session": self.record["session"],
             RECORD: LossRecord.of(self.record).after(opening, self.progress.inner_step).to_record(),
-            **extra(result),
+            **self._describe(result),
         }
+
+    def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict]) -> Committed:
+        """Have a round committed that this node is in. `bring`: the first attempt."""
+        try:
+            outcome = bring()
+            while not isinstance(outcome, Committed):
+                self._catch_up(outcome.round, is_joining=offer.is_joining)
+                outcome = self._attempt(offer)
+            self._is_left_out = offer.is_left_out
+            if outcome.verdict.opening.rollback is not None:
+                raise self._rolled_back(outcome)
+        except (Fenced, RolledBack):
+            self.exchange.conclude(counts=False)
+            raise
+        self.exchange.conclude(counts=offer.weight > 0)
+        return outcome
 
     def _catch_up(self, round: int, *, is_joining: bool) -> None:
         """Replay the rounds up to this one from the others' journals.
@@ -350,12 +403,11 @@ class RoundCoordinator:
         """
         try:
             for number in range(self.round + 1, round + 1):
-                fetched = self.parts.fetch_entry(number, self._exchange.room)
-                self._exchange.unpack(fetched.update)
-                missed = MissedRound(number, self._exchange.result, fetched.record, fetched.state_digest)
-                verify(
-                    self._replay(missed), fetched.state_digest, f"the state after round {number}", self.parts.mesh.local
-                )
+                turn = self._turn
+                fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
+                self.exchange.unpack(turn, fetched.update)
+                missed = MissedRound(number, self.exchange.result_of(turn), fetched.record, fetched.state_digest)
+                verify(self.replay(missed), fetched.state_digest, f"the state after round {number}", self._local)
         except RecoveryFailed as error:
             if is_joining:
                 raise
@@ -363,111 +415,126 @@ class RoundCoordinator:
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
-    def advance(self, verdict: Verdict, state: str) -> None:
+    # -- the founding, and going back ---------------------------------------------------------------------------
+
+    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
+
+        Nothing is reduced. Raises Fenced if the run started without this node.
+        """
+        self._parts.feedback.forget()
+        self._announce(round, Offer(0, 0, self._wanted_steps(0, phases=1), is_joining=True))
+        founded = self._bring_to_verdict(round, is_member=False, founds=True)
+        if isinstance(founded, Verdict):
+            raise Fenced(f"{len(founded.members)} others founded the run")
+        self._advance(founded.verdict, self.state_digest)
+        self._begin_phase()
+        return self._report(founded, apply_s=0.0)
+
+    def _found_by(self, opening: Opening, costs: RoundCosts) -> Committed:
+        """Vote for the state that this node holds, with which a line of rounds begins. Raises PeerLost."""
+        after_round = self.round if self.round >= FOUNDING_ROUND else None
+        progress = self.progress.begin(opening, self._parts.shape, after_round=after_round)
+        said = {"progress": progress.to_record(), "weight": 0, "state_before": self.state_digest}
+        said[RECORD] = LossRecord.of(self.record).carried().to_record()
+        if self.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
+            said["session_before"] = self.record["session"]
+        record = {**said, "session": uuid.uuid4().hex, **self._describe_founding()}
+        return self._vote(opening, self.state_digest, costs, record=record)
+
+    def _stage(self, opening: Opening, step: int) -> StagedState:
+        """The checkpoint that an opening names. Raises PeerLost where it cannot be had: the order is taken back."""
+        try:
+            return self._parts.stage(step)
+        except RecoveryFailed as error:
+            self._parts.mesh.refuse_rollback(opening, str(error))
+            raise PeerLost(f"round {opening.round} does not go back: {error}") from error
+
+    def _describe_return(self, staged: StagedState, opening: Opening) -> Mapping[str, Any]:
+        before = {"state_before": self.state_digest, "session": self.record["session"]}
+        return describe_return(staged, opening, self._parts.shape, self.progress, before)
+
+    def _rolled_back(self, committed: Committed) -> RolledBack:
+        verdict, record = committed.verdict, committed.verdict.record
+        progress, step = Progress.from_record(record["progress"]), verdict.opening.rollback
+        assert step is not None
+        report = replace(self._report(committed, apply_s=0.0), progress=progress, state_digest=verdict.digest)
+        self._parts.journal.cut(verdict.round)
+        self._offered_steps = 0
+        self._parts.feedback.forget()
+        self._begin_phase()
+        return RolledBack(step, report, record)
+
+    # -- the outer state ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing_state(self, sections: Mapping[str, Tensor] | None = None) -> Generator[None]:
+        """Keep copies away while the sections are written to; ends with `_record_state`.
+
+        `sections`: what is copied into them, if anything is. Local rank 0 holds the lock, and the others may write when
+        they have passed.
+        """
+        with self.state_lock:
+            for name, section in (sections or {}).items():
+                self._buffers[name].copy_(section)
+            barrier(self._local)
+            yield
+
+    def _advance(self, verdict: Verdict, state: str) -> None:
         """Note that the state now holds a committed round."""
         self._offered_steps = 0
-        self.record_state(verdict.round, verdict.record, state)
-        opening, own = verdict.opening, self.parts.mesh.member_id
-        self.share = opening.share(own)
-        self.has_new_members, self.members = opening.members != self.members, opening.members
+        self._record_state(verdict.round, verdict.record, state)
+        opening, own = verdict.opening, self._parts.mesh.member_id
+        self._share = opening.share(own)
+        self._has_new_members, self._members = opening.members != self._members, opening.members
 
-    def record_state(self, round: int, record: Mapping[str, Any], state: str) -> None:
+    def _record_state(self, round: int, record: Mapping[str, Any], state: str) -> None:
         """Note which round the state holds, however it came to it."""
         self.round = round
         self.record = record
         self.progress = Progress.from_record(record["progress"])
         self.state_digest = state
-        if self.parts.memory is not None:
-            self.parts.memory.stamp(self._sections, round, record, state)
+        if self._parts.memory is not None:
+            self._parts.memory.stamp(self.sections, round, record, state)
 
-    def keep_in_journal(self, committed: Committed) -> None:
+    def _digest(self) -> str:
+        """Digest of the outer state; local rank 0 only, empty on the others."""
+        barrier(self._local)
+        return digest_of(*(self._buffers[name] for name in self.sections)) if self._local.rank == 0 else ""
+
+    def copy_state(self) -> StateCopy:
+        """A copy of the outer state. Any thread of local rank 0."""
+        with self.state_lock:
+            sections = {name: self._buffers[name].clone() for name in self.sections}
+            return StateCopy(self.round, sections, self.record, self.state_digest)
+
+    def _keep_in_journal(self, committed: Committed) -> None:
         """Add a committed round to the journal. Local rank 0 keeps it for all."""
-        if self.parts.mesh.local.rank == 0:
-            pack = partial(self._exchange.pack, committed.result)
-            self.parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
+        if self._local.rank == 0:
+            pack = partial(self.exchange.pack, committed.result)
+            self._parts.journal.record(self.round, pack, committed.verdict.record, self.state_digest)
 
-    def report(self, committed: Committed, apply_s: float) -> RoundReport:
-        opening = committed.verdict.opening
+    def _report(self, committed: Committed, apply_s: float) -> RoundReport:
+        opening, costs, member_id = committed.verdict.opening, committed.costs, self._parts.mesh.member_id
         return RoundReport(
             round=opening.round,
             epoch=opening.epoch,
-            member_id=self.parts.mesh.member_id,
+            member_id=member_id,
             members=opening.members,
             weights=opening.weights,
-            samples=tuple(steps * self.parts.shape.batch_size for steps in opening.steps),
+            samples=tuple(steps * self._parts.shape.batch_size for steps in opening.steps),
             late=opening.late,
             state_digest=self.state_digest,
             progress=self.progress,
-            wait_s=committed.wait_s,
-            transfer_s=committed.transfer_s,
+            wait_s=costs.wait_s,
+            transfer_s=costs.transfer_s,
             apply_s=apply_s,
-            sent_bytes=committed.sent_bytes,
-            received_bytes=committed.received_bytes,
-            failures=committed.failures,
+            sent_bytes=costs.sent_bytes,
+            received_bytes=costs.received_bytes,
+            failures=tuple(costs.failures),
             is_left_out=self._is_left_out,
             uncommitted_tokens=self._tokens,
-            clip=opening.clip(self.parts.mesh.member_id),
+            refused=() if costs.newest is None else costs.newest.refused,
+            payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
+            clip=opening.clip(member_id),
         )
-
-
-class CoordinatedRounds:
-    """The part of `OuterAlgorithm` that is the same for all. A subclass sets `_coordinator` and `_buffers`."""
-
-    sections: tuple[str, ...]
-    _coordinator: RoundCoordinator
-    _buffers: SharedBuffers
-
-    @property
-    def round(self) -> int:
-        return self._coordinator.round
-
-    @property
-    def progress(self) -> Progress:
-        return self._coordinator.progress
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        return self._coordinator.record
-
-    @property
-    def state_digest(self) -> str:
-        return self._coordinator.state_digest
-
-    @property
-    def inner_step(self) -> int:
-        return self._coordinator.inner_step
-
-    def upcoming(self) -> Sequence[Range]:
-        return self._coordinator.upcoming()
-
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
-        return self._coordinator.found(round, self._at_founding())
-
-    def _at_founding(self) -> Mapping[str, Any]:
-        """What the founding's verdict says beside the progress."""
-        return {}
-
-    def is_time_over(self, steps: int) -> bool:
-        return self._coordinator.is_time_over(steps)
-
-    def flush(self) -> Sequence[RoundReport]:
-        """Nothing is on its way while training goes on."""
-        return ()
-
-    def _is_end(self, rounds: int = 1) -> bool:
-        """Whether all nodes wait after so many more rounds, and nothing is on its way then.
-
-        So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
-        """
-        every = self._coordinator.parts.flush_every
-        return self._coordinator.is_last or (every is not None and (self.progress.outer_step + rounds) % every == 0)
-
-    def abandon(self) -> None:
-        self._coordinator.abandon()
-
-    def copy_state(self) -> StateCopy:
-        with self._coordinator.state_lock:
-            sections = {name: self._buffers[name].clone() for name in self.sections}
-            return StateCopy(
-                self._coordinator.round, sections, self._coordinator.record, self._coordinator.state_digest
-            )

@@ -165,16 +165,27 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, report)
         raise PeerLost(reason)
 
-    def commit(self, opening: Opening, digest: str, record: Callable[[], Mapping[str, Any]]) -> Verdict:
-        """Vote for a result and wait for the verdict. `record` is called on local rank 0 only.
+    def vote(self, opening: Opening, digest: str) -> None:
+        """Name the result that this node holds; `await_verdict` follows."""
+
+        def vote() -> None:
+            try:
+                self.member.vote(opening, digest)
+            except BaseException:
+                self.member.watch(None)
+                raise
+
+        on_first_rank(self.local, vote)
+
+    def await_verdict(self, opening: Opening, record: Mapping[str, Any]) -> Verdict:
+        """Wait until the round is committed. `record`: what this node would write into the verdict; local rank 0 only.
 
         Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
         """
 
-        def vote() -> dict[str, Any]:
-            self.member.vote(opening, digest)
+        def wait() -> dict[str, Any]:
             try:
-                return to_record(self.member.await_verdict(opening, record()))
+                return to_record(self.member.await_verdict(opening, record))
             except PeerLost as error:
                 self.member.record_stall(opening.round, str(error))
                 raise
@@ -182,7 +193,7 @@ class ElasticDeviceMesh:
                 self.member.watch(None)
 
         try:
-            return verdict_from(on_first_rank(self.local, vote))
+            return verdict_from(on_first_rank(self.local, wait))
         except PeerLost:
             self._plane.leave_behind()
             raise

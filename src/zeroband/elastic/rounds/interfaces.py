@@ -13,12 +13,12 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.loss_record import LossRecord, StepLoss
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
 from zeroband.model.optim import InnerOptimizer

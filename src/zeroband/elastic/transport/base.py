@@ -19,6 +19,10 @@ class Transfer:
     took_s: float
     sent_bytes: int
     received_bytes: int
+    payload_bytes: int | None = None
+    """Size of this node's payload, counted on its way to one other node; None: it sent none."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Members whose payload was left out, and why."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,12 @@ def test_all_ranks_take_part_in_the_opening_that_the_first_one_saw(on_both: Call
 @pytest.mark.defect(5)
 def test_all_ranks_apply_the_verdict_that_the_first_one_saw(on_both: Callable[..., list[Any]]) -> None:
     expected = Verdict(SEEN, "digest", {"n": 1})
-    assert on_both(lambda mesh: mesh.commit(SEEN, "digest", lambda: {"n": 1})) == [expected, expected]
+
+    def vote(mesh: ElasticDeviceMesh) -> Verdict:
+        mesh.vote(SEEN, "digest")
+        return mesh.await_verdict(SEEN, {"n": 1})
+
+    assert on_both(vote) == [expected, expected]
 
 
 @pytest.mark.defect(5)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.elastic.rounds import packing
-from zeroband.elastic.rounds.packing import pack, packed_sizes, unpack
+from zeroband.elastic.rounds import exchange
+from zeroband.elastic.rounds.exchange import pack_mean, packed_sizes, unpack_mean
 from zeroband.kernels.codec import CODECS, Codec
 
 N = 1000
@@ -21,16 +21,16 @@ def bits_of(values: Tensor) -> Tensor:
 
 def unpacked(update: Tensor, codec: Codec) -> Tensor:
     mean = torch.full((N,), float("nan"))
-    unpack(update, codec, mean)
+    unpack_mean(update, codec, mean)
     return mean
 
 
 @EACH_CODEC
 @pytest.mark.parametrize("piece", [256, 1 << 20])
 def test_mean_that_travelled_is_kept_as_it_travelled(monkeypatch: pytest.MonkeyPatch, codec: Codec, piece: int) -> None:
-    monkeypatch.setattr(packing, "_PIECE", piece)
+    monkeypatch.setattr(exchange, "_PIECE", piece)
     mean = codec.decode(codec.encode(VALUES), N)
-    update = pack(mean, codec)
+    update = pack_mean(mean, codec)
     assert update.numel() == codec.encoded_size(N) == packed_sizes(N, codec)[0]
     assert torch.equal(bits_of(unpacked(update, codec)), bits_of(mean))
 
@@ -39,7 +39,7 @@ def test_mean_that_travelled_is_kept_as_it_travelled(monkeypatch: pytest.MonkeyP
 def test_mean_that_did_not_travel_is_kept_as_it_is(codec: Codec) -> None:
     values = VALUES.clone()
     values[7] = -0.0
-    update = pack(values, codec)
+    update = pack_mean(values, codec)
     assert update.numel() == 4 * N == packed_sizes(N, codec)[1]
     values_then = bits_of(values).clone()
     values.zero_()

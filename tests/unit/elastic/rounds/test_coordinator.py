@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.records import Opening, Ready
-from zeroband.elastic.rounds.transaction import CONTRIBUTION, RESULT
+from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.errors import Fenced, PeerLost
 from zeroband.state.flat import FlatLayout, digest_of
 

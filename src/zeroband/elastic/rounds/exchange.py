@@ -1,0 +1,167 @@
+"""What the members of a round make together of what each of them contributes, and how the journal keeps it.
+
+The journal keeps a mean as its codec encodes it, where that gives it back to the last bit: a mean that travelled was
+decoded from such an encoding, which encoding it again finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
+from zeroband.elastic.transport.base import RoundRequest, Transfer
+from zeroband.elastic.transport.engine import Encoded
+from zeroband.errors import RecoveryFailed
+from zeroband.kernels.codec import Codec
+from zeroband.node.mesh import barrier
+from zeroband.state.feedback import ErrorFeedback
+from zeroband.state.flat import SharedBuffers
+from zeroband.state.fragments import Fragment, bounds_of
+
+CONTRIBUTION, RESULT = "contribution", "result"
+"""Names of the shared buffers that a mean is made from and written to."""
+
+
+class Exchange(Protocol):
+    """What the members of a round make together. Called by all local ranks. `turn`: number of the round's fragment."""
+
+    def result_of(self, turn: int) -> Tensor:
+        """(n,) float32 on CPU, shared by the local ranks; bit-identical on all members after `run`."""
+        ...
+
+    def run(self, opening: Opening, turn: int) -> Transfer:
+        """Move the contributions and write the result; what is contributed stays, so that it can be run again.
+
+        Raises PeerLost.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Make the result's memory this node's alone again, after PeerLost."""
+        ...
+
+    def conclude(self, *, counts: bool) -> None:
+        """Note that the round is over, and whether what this node contributed counts in it."""
+        ...
+
+    def pack(self, result: Tensor) -> Tensor:
+        """What the last round's result was made from: (nbytes,) uint8, the same on all members.
+
+        On local rank 0, in any thread, before the next `run`.
+        """
+        ...
+
+    def room(self, turn: int, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 for what a round that this node missed was made from. Local rank 0.
+
+        Raises RecoveryFailed where that never has so many bytes.
+        """
+        ...
+
+    def unpack(self, turn: int, update: Tensor | None) -> None:
+        """Write the result that another member packed. `update`: in `room`, on local rank 0.
+
+        Raises RecoveryFailed on all local ranks where it is none.
+        """
+        ...
+
+
+class MeanExchange:
+    """The weighted mean of the members' contributions.
+
+    `fragments`: lie one after the other in the buffers. `feedback`: gets what encoding by `codec` took from the
+    contribution in the attempt that is committed. `encoded`: holds a contribution of the whole, and gets the mean, as
+    they travel.
+    """
+
+    def __init__(
+        self,
+        mesh: ElasticDeviceMesh,
+        buffers: SharedBuffers,
+        feedback: ErrorFeedback,
+        codec: Codec,
+        fragments: Sequence[Fragment],
+        encoded: Encoded | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._buffers = buffers
+        self._feedback = feedback
+        self._codec = codec
+        self._bounds = bounds_of(fragments)
+        self._encoded = encoded
+
+    def result_of(self, turn: int) -> Tensor:
+        return self._buffers[RESULT][self._bounds[turn]]
+
+    def run(self, opening: Opening, turn: int) -> Transfer:
+        part = self._bounds[turn]
+        contribution, residual = self._buffers[CONTRIBUTION][part], self._feedback.residual
+        residual = None if residual is None else residual[part]
+        buffers = contribution, self.result_of(turn), residual, self._encoded
+        return self._mesh.reduce_mean(RoundRequest(opening, self._mesh.member_id, *buffers))
+
+    def discard(self) -> None:
+        if not self._mesh.keeps_buffers:
+            self._buffers.renew(RESULT)
+
+    def conclude(self, *, counts: bool) -> None:
+        """Do nothing: the residual has what the committed attempt left of the contribution."""
+
+    def pack(self, result: Tensor) -> Tensor:
+        return pack_mean(result, self._codec)
+
+    def room(self, turn: int, nbytes: int) -> Tensor:
+        result = self.result_of(turn)
+        if nbytes not in packed_sizes(result.numel(), self._codec):
+            raise RecoveryFailed(f"no mean of {result.numel()} values takes {nbytes} bytes")
+        return result.view(torch.uint8) if nbytes == 4 * result.numel() else torch.empty(nbytes, dtype=torch.uint8)
+
+    def unpack(self, turn: int, update: Tensor | None) -> None:
+        result = self.result_of(turn)
+        if update is not None and update.data_ptr() != result.data_ptr():
+            unpack_mean(update, self._codec, result)
+        barrier(self._mesh.local)
+
+
+_PIECE = 1 << 20
+"""Values that are packed at a time, so that large states take little memory beside the packed bytes; a whole number of
+blocks of every codec, so that all pieces together take what one encoding would."""
+
+
+def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
+    """Bytes that a packed mean has: as its codec encodes it, and as it is."""
+    return codec.encoded_size(numel), 4 * numel
+
+
+def pack_mean(mean: Tensor, codec: Codec) -> Tensor:
+    """A new tensor, (nbytes,) uint8. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
+    if not codec.is_exact:
+        update = torch.empty(codec.encoded_size(mean.numel()), dtype=torch.uint8)
+        if all(_encode_exactly(part, codec, out) for part, out in _pieces(mean, update, codec)):
+            return update
+    return mean.clone().view(torch.uint8)
+
+
+def unpack_mean(update: Tensor, codec: Codec, mean: Tensor) -> None:
+    """Write the mean that was packed. Shapes: update (nbytes,) uint8 of one of `packed_sizes`, mean (n,) float32."""
+    if update.numel() == 4 * mean.numel():
+        mean.copy_(update.view(torch.float32))
+        return
+    for part, data in _pieces(mean, update, codec):
+        part.copy_(codec.decode(data, part.numel()))
+
+
+def _encode_exactly(part: Tensor, codec: Codec, out: Tensor) -> bool:
+    out.copy_(codec.encode(part))
+    return torch.equal(codec.decode(out, part.numel()).view(torch.int32), part.view(torch.int32))
+
+
+def _pieces(mean: Tensor, update: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a mean with the bytes of each."""
+    parts = mean.split(_PIECE)
+    return zip(parts, update.split([codec.encoded_size(part.numel()) for part in parts]), strict=True)
