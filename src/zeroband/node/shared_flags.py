@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ABORTED, _FENCED, _SERVES, _SESSION = range(5)
+_PROGRESS, _ABORTED, _FENCED, _SERVES, _LISTED, _SESSION = range(6)
 _SESSION_BYTES = 256
 """Behind the last word, which holds its length."""
 
@@ -77,6 +77,14 @@ class SharedFlags:
 
     def set_serves_state(self, serves: bool) -> None:
         self._write(_SERVES, int(serves))
+
+    @property
+    def listed_version(self) -> int:
+        """The newest opening that lists this node's member; 0: none does. Written by local rank 0."""
+        return self._read(_LISTED)
+
+    def set_listed_version(self, version: int) -> None:
+        self._write(_LISTED, version)
 
     @property
     def session(self) -> str:

@@ -302,7 +302,8 @@ class _Watch:
         )
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
-        members = self._store.renew_lease(order.member_id, peer, first=is_first)
+        listed_version = self._flags.listed_version
+        members = self._store.renew_lease(order.member_id, peer, first=is_first, listed_version=listed_version)
         self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
         if members is None:
             self._flags.set_fenced(True)

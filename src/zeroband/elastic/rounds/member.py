@@ -95,6 +95,7 @@ class Member:
         """What the store showed for a round when this member last said something; whoever waits for it begins there."""
         flags.set_fenced(False)
         flags.set_session(self.store.session)
+        flags.set_listed_version(0)
         order = GuardianOrder(
             store_url=run.store_url,
             run_id=run.run_id,
@@ -238,6 +239,8 @@ class Member:
             view = self.store.view(round)
         self._memory.learn(view)
         self._enter_session(view)
+        if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
+            self._flags.set_listed_version(view.opening.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
         return view

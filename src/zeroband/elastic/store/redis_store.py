@@ -316,10 +316,14 @@ class Store:
 
     # -- leases -------------------------------------------------------------------------------------------------
 
-    def renew_lease(self, member_id: str, peer: Peer, *, first: bool = False) -> dict[str, Peer] | None:
+    def renew_lease(
+        self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
+    ) -> dict[str, Peer] | None:
         """Keep a member counted alive for another lease, and publish where it is.
 
-        Returns the living members. None: the run went on without it (the member is fenced).
+        `listed_version`: of the newest opening that lists it. One that is no newer says nothing against it: a store
+        that came back with an earlier file shows such. Returns the living members. None: the run went on without it
+        (the member is fenced).
         """
         keys = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
         args = [member_id, self._lease_ms, self._silence_ms, int(first), self._judge.seal_peer(member_id, peer)]
@@ -329,7 +333,8 @@ class Store:
             if granted:
                 return self._judge.peers(self.keys.peers, _pairs(said))
             opening = self._judge.opening(self.keys.opening, said, None)
-            if opening is not None and member_id not in (*opening.members, *opening.late):
+            is_newer = opening is not None and opening.version > listed_version
+            if opening is not None and is_newer and member_id not in (*opening.members, *opening.late):
                 return None
             refuted = said
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")

@@ -11,6 +11,8 @@ import hashlib
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import redis
@@ -89,8 +91,10 @@ class StepMember(Member):
     def __init__(self, store: Store, member_id: str, shared: Mapping[str, str]) -> None:
         self.member_id = member_id
         self.store = store
+        self.listed_version = 0
         self._memory = LiveBackup(self.member_id, shared)
         self._on_event = say_nothing
+        self._flags = cast(Any, SimpleNamespace(set_listed_version=partial(setattr, self, "listed_version")))
 
     def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
         return decide
@@ -206,7 +210,7 @@ class Run:
     def renew(self, node: Node, *, first: bool = False) -> None:
         cut_off = tuple(n.id for n in self.nodes.values() if (node.slot, n.slot) in self.cuts)
         peer = Peer(f"n{node.slot}", "host", 1, False, cut_off)
-        if self.store.renew_lease(node.id, peer, first=first) is None:
+        if self.store.renew_lease(node.id, peer, first=first, listed_version=node.member.listed_version) is None:
             node.is_fenced = True
 
     def renew_all(self) -> None:

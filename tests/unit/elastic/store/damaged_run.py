@@ -62,7 +62,7 @@ class Node:
     store: Store
     guardian: Store
     shared: dict[str, str]
-    flags: Any = field(default_factory=lambda: SimpleNamespace(session="", set_session=None))
+    flags: Any = field(default_factory=lambda: SimpleNamespace(session="", listed_version=0))
     member: StepMember = field(init=False)
     phase: str = "training"
     round: int = -1
@@ -74,11 +74,13 @@ class Node:
 
     def __post_init__(self) -> None:
         self.flags.set_session = lambda session: setattr(self.flags, "session", session)
+        self.flags.set_listed_version = lambda version: setattr(self.flags, "listed_version", version)
         self.be_another_member()
 
     def be_another_member(self) -> None:
         self.lives += 1
         member_id = f"{self.name}#{self.lives}{uuid.uuid4().hex[:4]}"
+        self.flags.listed_version = 0
         self.member = StepMember(self.store, member_id, self.shared, self.flags)
         self.renew(first=True)
 
@@ -86,7 +88,9 @@ class Node:
         """What its guardian does five times in a lease. Raises Fenced."""
         self.guardian.session = self.flags.session
         peer = Peer(self.name, f"host-{self.name}", 7, True)
-        if self.guardian.renew_lease(self.member.member_id, peer, first=first) is None:
+        listed_version = self.flags.listed_version
+        granted = self.guardian.renew_lease(self.member.member_id, peer, first=first, listed_version=listed_version)
+        if granted is None:
             raise Fenced("the lease was refused")
 
 

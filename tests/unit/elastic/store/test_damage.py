@@ -196,6 +196,26 @@ def test_server_that_comes_back_with_the_file_of_an_earlier_run_fences_nobody(
         assert run.newest < 20, "nobody went on with the rounds of the earlier run"
 
 
+def test_server_that_comes_back_with_a_file_from_before_all_nodes_joined_again_fences_nobody(
+    redis_url: str, redis_client: redis.Redis
+) -> None:
+    """None of its openings names a member of now, and none of its leases is one of theirs."""
+    with a_run(redis_url) as run:
+        run.commits_rounds()
+        earlier = run.dump()
+        for node in run.nodes:
+            node.store.expire_lease(node.member.member_id)
+            run.fence(node)
+            run.commits_rounds()
+        before = run.fences
+        redis_client.flushall()
+        for name, value in earlier.items():
+            redis_client.restore(name, 30_000_000, value)
+        run.renew_all()  # guardians come first: they renew five times in a lease
+        assert_goes_on(run, "a file from before all nodes joined again")
+        assert run.fences == before
+
+
 @pytest.mark.slow
 @settings(max_examples=12, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(

@@ -316,6 +316,17 @@ def test_lease_that_ran_out_is_refused_once_a_round_was_opened_without_it(store:
     assert store.view(1).alive == {A}
 
 
+def test_lease_is_not_refused_for_an_opening_of_before_the_one_that_lists_its_member(store: Store) -> None:
+    """As a server shows it that came back with an earlier file of this run."""
+    hold(store, A)
+    open_next(store, an_opening(A, version=4))
+    peer = a_peer(B)
+    assert store.renew_lease(B, peer, listed_version=3) is None
+    for version in (4, 5):
+        assert store.renew_lease(B, peer, listed_version=version) is not None
+        store.expire_lease(B)
+
+
 def test_lease_that_holds_is_renewed_even_if_a_round_was_opened_without_it(store: Store) -> None:
     hold(store, A, B)
     open_next(store, an_opening(A))
