@@ -168,7 +168,7 @@ class LaneGroups:
         on_progress: Callable[[float], None],
         stops: Sequence[float] = (),
     ) -> tuple[int, int]:
-        """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
+        """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
         assert gathering.receiver is None, "the configuration refuses it"
         own = opening.members.index(member_id)
         self._connect(opening, own)
