@@ -25,7 +25,7 @@ _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 class _Command(NamedTuple):
     module: str
-    """Below the package. Its `main(argv)` does the work and returns the exit code."""
+    """Name below the package. Its `main(argv)` does the work and returns the exit code."""
     meaning: str
 
 
@@ -89,7 +89,7 @@ def show_config(argv: Sequence[str]) -> int:
 
 
 def _cautions(config: RunConfig) -> tuple[Caution, ...]:
-    """Those of a run between nodes; its vocabulary counts where it can be known without loading a tokenizer."""
+    """Return the cautions of a run between nodes; its vocabulary counts where no tokenizer has to be loaded for it."""
     vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size if config.data.tokenizer == "byte" else 0
     return cautions_of(config, params=parameter_count(config.model, vocab_size))
 

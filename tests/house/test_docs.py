@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import zeroband
 import zeroband.config
+import zeroband.errors
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
@@ -55,53 +57,85 @@ def test_preset_loads_and_opens_with_what_it_is(preset: str) -> None:
     assert text.startswith("# ")
 
 
-def test_readme_names_every_preset(root: Path) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    assert [preset for preset in PRESETS if f"`{preset}`" not in readme] == []
+@pytest.fixture(scope="module")
+def documents(root: Path) -> dict[str, str]:
+    """What people read, by its path."""
+    paths = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "wheelhouse").glob("*.md")]
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
-def test_tree_in_the_readme_exists(root: Path) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    tree = readme.partition("## The tree")[2].partition("```")[2].partition("```")[0]
+def test_document_of_configurations_names_every_preset(documents: Mapping[str, str]) -> None:
+    assert [preset for preset in PRESETS if f"`{preset}`" not in documents["docs/configurations.md"]] == []
+
+
+def test_tree_in_the_architecture_exists(root: Path, documents: Mapping[str, str]) -> None:
+    tree = documents["docs/architecture.md"].partition("## The tree")[2].partition("```")[2].partition("```")[0]
     named = re.findall(r"^(\S+/|\S+\.\w+)  ", tree, flags=re.MULTILINE)
     assert len(named) >= 10
     assert [path for path in named if not (root / path).exists()] == []
 
 
-def test_package_folders_and_files_are_in_the_readme(root: Path, modules: Mapping[str, Any]) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
+def test_package_folders_and_files_are_in_the_tree(documents: Mapping[str, str], modules: Mapping[str, Any]) -> None:
     units = {module.path.parts[2] for module in modules.values() if module.path.parts[2] != "__init__.py"}
     named = {f"src/zeroband/{unit}" if unit.endswith(".py") else f"src/zeroband/{unit}/" for unit in units}
-    assert sorted(path for path in named if path not in readme) == []
+    assert sorted(path for path in named if path not in documents["docs/architecture.md"]) == []
 
 
 @pytest.mark.defect(10)
-def test_environment_variables_of_the_readme_are_accepted(root: Path) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    given = dict(re.findall(r"\b(ZERO_BAND_\w+)=(\S+)", readme))
-    assert set(re.findall(r"\bZERO_BAND_\w+", readme)) == set(given)
+def test_environment_variables_that_users_are_told_are_accepted(documents: Mapping[str, str]) -> None:
+    told = documents["README.md"] + documents["docs/configurations.md"]
+    given = dict(re.findall(r"\b(ZERO_BAND_\w+)=(\S+)", told))
+    assert set(re.findall(r"\bZERO_BAND_\w+", told)) == set(given)
     assert len(given) >= 5
     environ = {name: re.sub(r"\$\w+", "secret", value) for name, value in given.items()}
     config = zeroband.config.load_config([f"@{CONFIGS / '150M.toml'}"], environ=environ)
     assert (config.log_level, config.train.micro_bs, config.run.id) == ("DEBUG", 8, "first-try")
 
 
-def test_readme_has_no_open_places(root: Path) -> None:
-    assert re.findall(r"<!-- FILL.*?-->", (root / "README.md").read_text(encoding="utf-8")) == []
+def test_documents_have_no_open_places(documents: Mapping[str, str]) -> None:
+    assert [name for name, text in documents.items() if re.search(r"<!-- FILL.*?-->", text)] == []
 
 
-def test_links_between_documents_lead_somewhere(root: Path) -> None:
-    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "wheelhouse").glob("*.md")]
-    broken = [
-        f"{document.relative_to(root)} -> {target}"
-        for document in documents
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
-        if "://" not in target and not (document.parent / target).exists()
-    ]
+def _anchors(text: str) -> set[str]:
+    """What a link into a document may name: its headings as forges write them, and anchors of its own."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def test_links_between_documents_lead_somewhere(root: Path, documents: Mapping[str, str]) -> None:
+    broken: list[str] = []
+    for name, text in documents.items():
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+            if "://" not in target:
+                path = (root / name).parent / target if target else root / name
+                is_there = path.exists() and (not anchor or anchor in _anchors(path.read_text(encoding="utf-8")))
+                broken += [] if is_there else [f"{name} -> {target}#{anchor}"]
     assert broken == []
 
 
-def test_names_of_the_code_in_documents_are_those_of_the_code(root: Path) -> None:
+def test_files_and_commands_in_documents_exist(
+    root: Path, documents: Mapping[str, str], modules: Mapping[str, Any]
+) -> None:
+    told = [(name, text) for name, text in documents.items() if name != "CHANGELOG.md"]  # which names what was
+    files = r"(?<![\w/.-])(?:bench|configs|examples|experiments|scripts|src|tests)/[\w./-]*\w"
+    missing = [
+        f"{name}: {path}" for name, text in told for path in re.findall(files, text) if not (root / path).exists()
+    ]
+    assert missing == []
+    commands = {(name, command) for name, text in told for command in re.findall(r"`(?:uv run )?zeroband (\w+)", text)}
+    known = set(re.findall(r"'(\w+)': _Command\(", ast.unparse(modules["zeroband.cli"].tree)))
+    assert len(known) >= 10
+    assert [told for told in sorted(commands) if told[1] not in known] == []
+
+
+def test_citation_names_the_version_and_the_distribution(root: Path) -> None:
+    citation = (root / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {zeroband.__version__}\n" in citation
+    assert zeroband.errors.DISTRIBUTION in citation
+
+
+def test_names_of_the_code_in_documents_are_those_of_the_code(root: Path, documents: Mapping[str, str]) -> None:
     """Classes, their members, and files: what was renamed is renamed in the documents, too."""
     sources = [
         path for folder in ("src", "tests", "bench", "examples", "scripts") for path in (root / folder).rglob("*")
@@ -109,13 +143,14 @@ def test_names_of_the_code_in_documents_are_those_of_the_code(root: Path) -> Non
     words = set(
         re.findall(r"\w+", " ".join(p.read_text() for p in sources if p.suffix in {".py", ".h", ".cpp", ".sh"}))
     )
-    files = {path.name for path in sources}
+    places = {path.relative_to(root).as_posix() for path in sources}
     wrong: list[str] = []
-    for document in [*root.glob("*.md"), *(root / "docs").glob("*.md")]:
-        text = document.read_text(encoding="utf-8")
-        for name in re.findall(r"`([A-Za-z_][\w.]*)`", text):
+    for document, text in documents.items():
+        if document == "CHANGELOG.md":  # names what was
+            continue
+        for name in re.findall(r"`([A-Za-z_][\w./]*)`", text):
             if name.endswith(".py"):
-                wrong += [] if name in files else [f"{document.name}: {name}"]
+                wrong += [] if any(f"/{place}".endswith(f"/{name}") for place in places) else [f"{document}: {name}"]
             elif re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)*", name):
-                wrong += [f"{document.name}: {name}" for part in name.split(".") if part not in words]
+                wrong += [f"{document}: {name}" for part in name.split(".") if part not in words]
     assert [name for name in wrong if not name.endswith(": Dockerfile")] == []

@@ -41,7 +41,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     size: int
-    """In bytes."""
+    """Length in bytes."""
 
 
 def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]:

@@ -91,7 +91,7 @@ class _Reader(StorageReader):
         self._tensors: list[StoredTensor] = read_header(file, expected.size, self._seen)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: no state is kept between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
@@ -106,7 +106,7 @@ class _Reader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

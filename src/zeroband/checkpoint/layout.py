@@ -98,7 +98,7 @@ class OuterFile:
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """All files of the outer state; the same on every node of a run."""
+    """The files of the outer state; the same on every node of a run."""
 
     files: tuple[OuterFile, ...]
     indices: Mapping[str, bytes]

@@ -257,7 +257,7 @@ class Restored:
 
     checkpoint: Checkpoint
     rejected: tuple[Rejected, ...] = field(default=())
-    """Those that were tried before."""
+    """Checkpoints that were tried before this one."""
 
 
 def restore(

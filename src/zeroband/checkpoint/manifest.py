@@ -15,7 +15,7 @@ import xxhash
 from zeroband.errors import CheckpointDamaged
 
 FORMAT = 1
-"""Of the layout; a reader refuses those it does not know."""
+"""Number of the layout; a reader refuses those it does not know."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StoredFile:
     size: int
     hash: str
     sha256: str = ""
-    """In a run with a token; empty in others."""
+    """Hash of files of runs with a token; empty in others."""
 
     def to_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {"size": self.size, "hash": self.hash}
@@ -38,7 +38,7 @@ class StoredFile:
 
 
 _KEYS = {"record": "payload", "state_digest": "state"}
-"""Of a stamp's fields that its file calls by another name, which stays so that older checkpoints can be read."""
+"""Names in the file for fields of a stamp that it calls otherwise; kept so that older checkpoints can be read."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Stamp:
 
     run_id: str
     session: str
-    """Of the run that saved it: another one for each founding."""
+    """Session of the run that saved it: each founding makes another one."""
     round: int
     inner_step: int
     record: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Stamp:
     state_digest: str
     """Digest of the outer state after the round."""
     sections: tuple[str, ...]
-    """Of the outer state, the parameters first, in the order of the digest."""
+    """Sections of the outer state, the parameters first, in the order of the digest."""
     members: tuple[str, ...]
     """Node ids of those that were in the round, sorted."""
     layout: str
@@ -79,7 +79,7 @@ class Manifest:
 
     stamp: Stamp
     files: Mapping[str, StoredFile]
-    """By path relative to the checkpoint's folder; the manifest itself is not among them."""
+    """Files by path relative to the checkpoint's folder; the manifest itself is not among them."""
 
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose own state is not here, and why."""
@@ -95,7 +95,7 @@ class Manifest:
         return replace(self, mac=mac)
 
     def content(self) -> bytes:
-        """All but hash and MAC, which stand under it; one text for equal manifests."""
+        """Return everything but hash and MAC, which stand under it; one text for equal manifests."""
         return _compact(self._record())
 
     def _record(self) -> dict[str, Any]:

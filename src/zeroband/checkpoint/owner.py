@@ -17,7 +17,7 @@ class Owner:
 
     run_id: str
     session: str
-    """Of the run: another one for each founding, also of a run that was resumed."""
+    """Session of the run: each founding makes another one, also that of a run that was resumed."""
     layout: str
     """Digest of the parameters' names and shapes."""
 

@@ -31,11 +31,11 @@ class Source:
     """What `--resume` asks for."""
 
     own: Storage
-    """Of this run."""
+    """Where this run keeps its checkpoints."""
     other: Storage | None = None
-    """Of another one, to begin with where this run has no checkpoint yet."""
+    """Where another run kept its own, to begin with while this run has none yet."""
     step: int | None = None
-    """None: the newest that verifies."""
+    """Which step to take; None: the newest that verifies."""
     trust: Trust = ANYBODY
 
 

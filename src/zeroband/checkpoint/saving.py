@@ -55,9 +55,9 @@ POINTS = (
 
 _PIECE_BYTES = 16 << 20
 _LONGEST_PAUSE_S = 30.0
-"""Between two attempts at a file."""
+"""Longest pause between two attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
-"""Between two looks for what the other members wrote."""
+"""Pauses between two looks for what the other members wrote."""
 SILENT = "nothing was heard of its share"
 """Why a member was not waited for any longer: the beginning of the words."""
 _HEALS_S = 3.0
@@ -90,7 +90,7 @@ class PeerWord:
     beats: int = 0
     """Grows as long as it works at its share, or waits for the others."""
     is_waiting: bool = False
-    """It has written its share, and its record ought to be seen."""
+    """Whether it has written its share and waits, so that its record ought to be seen."""
 
 
 class Surroundings(Protocol):
@@ -105,7 +105,7 @@ class Surroundings(Protocol):
         ...
 
     def count(self, written_bytes: int) -> None:
-        """So many bytes more were handed to the storage. Any thread."""
+        """Take note that so many bytes more were handed to the storage. Any thread."""
         ...
 
     def working(self, *, is_waiting: bool) -> None:
@@ -132,7 +132,7 @@ class Staged:
     outer: Mapping[str, memoryview]
     """The bytes of the flat float32 buffers of the outer state, by section."""
     inner: Mapping[str, memoryview]
-    """Of the node's inner optimizer; none where the outer state holds them."""
+    """Buffers of the node's inner optimizer; none where the outer state holds them."""
     node_state: Mapping[str, Any]
     """Counters and random states; JSON."""
 
@@ -170,7 +170,7 @@ class Save:
         self._files: dict[str, StoredFile] = {}
         self._shares = Shares(storage, self._folder, stamp.attempt, staged.plan.paths, key)
         self._is_published = False
-        """Others may build on this node's files."""
+        """Whether others may build on this node's files."""
         self._failing: set[str] = set()
         """What cannot be written at the moment, so that the others need not wait."""
         self._listening_since_s = 0.0

@@ -24,7 +24,7 @@ class Shares:
 
     storage: Storage
     folder: str
-    """Of the checkpoint, as it is called while it is written."""
+    """Name of the checkpoint's folder while it is written."""
     attempt: str
     outer: Collection[str]
     """Paths of the outer state's files, of which any member may have written any."""

@@ -45,7 +45,7 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 @dataclass(frozen=True)
 class WriterSpec:
-    """All that a writer needs to know beforehand; JSON."""
+    """Everything that a writer needs to know beforehand; JSON."""
 
     path: str
     run_id: str
@@ -55,7 +55,7 @@ class WriterSpec:
     outer: Mapping[str, int]
     """Descriptor of the staging buffer of each section of the outer state, the parameters first."""
     inner: Mapping[str, int]
-    """Of each buffer of the node's inner optimizer."""
+    """Bytes of each buffer of the node's inner optimizer."""
     rules: SaveRules
     max_file_bytes: int
     lock: str
@@ -130,7 +130,7 @@ class Answers:
         time.sleep(seconds)
 
     def at(self, point: str) -> None:
-        """Nothing strikes here; tests have other surroundings."""
+        """Do nothing; in tests the surroundings let something happen here."""
 
     def heard(self, member: str) -> PeerWord:
         if member in self._lost:
@@ -148,7 +148,7 @@ class Answers:
         self._words = {node: word for node, word in parsed.items() if word is not None}
 
     def forget(self) -> None:
-        """Another checkpoint is ordered: what was heard was of the one before."""
+        """Forget what was heard: it was of the checkpoint before, and another one is ordered."""
         self._lost, self._words = frozenset(), {}
 
     def tell(self, kind: str, **fields: Any) -> None:

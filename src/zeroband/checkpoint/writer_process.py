@@ -22,7 +22,7 @@ LOG_FILE = "checkpoint_writer.log"
 
 _SAY_S = 10.0
 _QUIET = 9
-"""After an exchange with the other writers, times what it took: a slow store must not hold up what the writer says."""
+"""Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
 
 _log = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class WriterProcess:
         self._order: SaveOrder | None = None
         self._written_bytes = 0
         self.bytes_per_s: int | None = None
-        """Of the save in hand, over its last second; then of the whole save."""
+        """Rate of the save in hand over its last second; after it, over the whole save."""
         self._process = self._start()
         self._listen_to(self._process)
 
@@ -118,7 +118,7 @@ class WriterProcess:
 
     @property
     def written_bytes(self) -> int:
-        """Of the save in hand, handed to the storage so far."""
+        """Bytes of the save in hand that were handed to the storage so far."""
         return self._written_bytes
 
     def give(self, order: SaveOrder) -> None:

@@ -19,7 +19,7 @@ from zeroband.errors import ConfigError
 from zeroband.node.identity import node_dir_of
 
 _FILES_BYTES = 16_000_000
-"""For logs, events and metrics, or for a small corpus: with less, a disk is full."""
+"""Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
 
 _TOKEN_BYTES = 2
 """Size of one byte of text with the byte tokenizer."""

@@ -12,7 +12,7 @@ from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource
 from zeroband.errors import way_to_extra
 
 _EXTRA_OF = {"s3fs": "s3", "gcsfs": "gcs", "transformers": "hf", "datasets": "hf", "wandb": "wandb"}
-"""By the module that it brings."""
+"""The extra of the package by the module that it brings."""
 
 
 def missing_packages(config: RunConfig) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError
 
 _LOOKED_INTO = 64
-"""So many files of text are looked into for what is none; all of them are when they are made into tokens."""
+"""Number of text files that are looked into for what is no text; when they are made into tokens, all are."""
 
 
 def local_inputs(config: RunConfig) -> Iterator[Finding]:

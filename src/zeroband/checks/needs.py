@@ -36,13 +36,13 @@ class Needs:
 
     @property
     def shared_bytes(self) -> int:
-        """In shared memory, but for encoded values and payloads."""
+        """Bytes in shared memory, but for encoded values and payloads."""
         held, work, inner = self._buffers
         return _VALUE_BYTES * self.params * (held + work + (0 if self.config.ckpt.path is None else held + inner))
 
     @property
     def training_bytes(self) -> int:
-        """For parameters, gradients and moments, over all ranks of the node; activations come to it."""
+        """Bytes for parameters, gradients and moments over all ranks of the node; activations come to it."""
         moments = 0 if isinstance(self.config.outer, DemoConfig) else 2
         return _VALUE_BYTES * self.params * (2 + moments)
 

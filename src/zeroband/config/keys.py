@@ -40,7 +40,7 @@ class Key:
     path: Path
     field: FieldInfo
     variant: Variant | None
-    """Where it exists; None: always."""
+    """Variant of the section in which the key exists; None: in every one."""
 
     @property
     def is_shared(self) -> bool:
@@ -71,9 +71,9 @@ class SectionSpec:
     path: Path
     field: FieldInfo
     variant: Variant | None
-    """Where it exists; None: always."""
+    """Variant of the section above in which it exists; None: in every one."""
     variants: Mapping[str, type[Section]]
-    """By tag; a section without a choice has the one tag ""."""
+    """Schemas by tag; a section without a choice has the one tag ""."""
 
     @property
     def default_tag(self) -> str | None:

@@ -1,4 +1,4 @@
-"""From the command line to one frozen configuration: TOML files, then environment, then flags; the last one wins."""
+"""Loads one frozen configuration: TOML files, then environment, then flags; the last one wins."""
 
 from __future__ import annotations
 

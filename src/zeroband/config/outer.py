@@ -39,7 +39,7 @@ class RoundsConfig(Section):
     """What algorithms have in common whose rounds are many inner steps: their schedule."""
 
     usual_inner_steps: ClassVar[int] = 500
-    """Where neither steps nor seconds are set."""
+    """Inner steps of a round where neither steps nor seconds are set."""
 
     inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
@@ -124,7 +124,7 @@ class DemoConfig(Section):
     values: ValueCodingName = "sign"
     """How coefficients travel: sign as in Psyche's runs, float32 as in the paper."""
     decay: float = Field(default=0.999, ge=0, lt=1)
-    """Of the momentum (beta); 0.995 in Psyche's Consilience."""
+    """Decay of the momentum (beta); 0.995 in Psyche's Consilience."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Part of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second."""
     overlap: int = Field(default=0, ge=0, le=1)
@@ -139,7 +139,7 @@ class SparseLocoConfig(RoundsConfig):
     """SparseLoCo: the largest values of pseudo-gradients with error feedback, an outer step without momentum."""
 
     usual_inner_steps: ClassVar[int] = 30
-    """Where neither steps nor seconds are set."""
+    """Inner steps of a round where neither steps nor seconds are set."""
     type: Literal["sparseloco"]
     k: PositiveInt = 64
     """Values sent of each chunk of chunk x chunk; 64 of 4096 is 1.56 %. Smaller chunks send the same part."""
@@ -148,9 +148,9 @@ class SparseLocoConfig(RoundsConfig):
     values: ValueCodingName = "two_bit"
     """How values travel."""
     decay: float = Field(default=0.95, ge=0, le=1)
-    """Of what was not sent (beta)."""
+    """Decay of what was not sent (beta)."""
     lr: PositiveFloat = 1.0
-    """Of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
+    """Learning rate of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
 
 
 class CustomConfig(RoundsConfig):

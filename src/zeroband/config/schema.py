@@ -333,8 +333,8 @@ class ElasticConfig(Section):
     start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
     """Nodes to wait for before the first step; later ones join on the way."""
     start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
-    """After this, the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up when
-    for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
+    """Time after which the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up
+    when for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
 
 
 class FaultConfig(Section):
@@ -366,7 +366,7 @@ class FaultConfig(Section):
 
     @property
     def time_outs(self) -> TimeOuts:
-        """All of them, those that were not set as they follow from detect_s."""
+        """Return every time-out; those that were not set follow from detect_s."""
         return TimeOuts.following(self.detect_s, {name: getattr(self, name) for name in TIME_OUT_NAMES})
 
     @model_validator(mode="after")
@@ -400,7 +400,7 @@ class ObserveConfig(Section):
 _STEPS_BETWEEN = 500
 _USUAL = ("s3", "gs", "file")
 _ALIKE = 0.5
-"""Likeness of two schemes from which on one may be a slip for the other: `s4` and `s3` have it."""
+"""Likeness of two schemes from which one may be a slip for the other: `s4` and `s3` have it."""
 
 
 def require_folder_or_url(path: str) -> None:
@@ -442,7 +442,7 @@ class CkptConfig(Section):
     """Rounds between two checkpoints. None: 1, or 500 where a round is one inner step, as with DDP and for a node
     alone. The end of a run is always kept."""
     keep_last: PositiveInt = 3
-    """So many of the newest checkpoints stay; older ones are removed when a newer one is complete."""
+    """Number of the newest checkpoints that stay; older ones are removed when a newer one is complete."""
     keep_every: PositiveInt | None = None
     """Checkpoints of rounds that are a multiple of this stay for ever. None: none do."""
     shared: bool = True

@@ -11,7 +11,7 @@ NODE_LOCAL: dict[str, Any] = {"scope": "node"}
 
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
-"""Of a run and of a node: it becomes part of keys, folders and file names."""
+"""Form of the names of a run and of a node: they become parts of keys, folders and file names."""
 
 Secret = Annotated[SecretStr, Field(min_length=1)]
 """Never shown; an empty one is most likely a variable that was not set."""

@@ -28,9 +28,9 @@ class AlgorithmSetting:
     total_steps: int | None = None
     """Inner steps of the run."""
     lr: float = 0.7
-    """Of the outer step."""
+    """Learning rate of the outer step."""
     momentum: float = 0.9
-    """Of the outer step."""
+    """Momentum of the outer step."""
     overlap: int = 0
     """Inner steps that a fragment travels."""
     alpha: float = 0.5
@@ -38,7 +38,7 @@ class AlgorithmSetting:
     density: float | None = None
     """Part of all values that is sent."""
     decay: float = 0.95
-    """Of the error buffer."""
+    """Decay of the error buffer."""
 
     @property
     def rounds(self) -> int | None:

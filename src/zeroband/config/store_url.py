@@ -15,7 +15,7 @@ _EXAMPLES = {
     "redis+sentinel": "redis+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0",
     "rediss+sentinel": "rediss+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0?ssl_ca_certs=/PATH/ca.pem",
 }
-"""By scheme."""
+"""An example for each scheme."""
 
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 _BASIC_OPTIONS = ("db", "username", "password")
@@ -61,7 +61,7 @@ class StoreUrl:
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
     tls: TlsOptions | None = None
-    """For the Redis and for its Sentinels. None: plain text."""
+    """How Redis and its Sentinels are reached over TLS. None: plain text."""
 
     @property
     def shown(self) -> str:

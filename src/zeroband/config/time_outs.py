@@ -20,7 +20,7 @@ class TimeOuts:
 
     @staticmethod
     def following(detect_s: float, chosen: Mapping[str, float | None]) -> TimeOuts:
-        """All of them from the one knob; `chosen` holds those that the user set, by name."""
+        """Derive every time-out from the one knob; `chosen` holds those that the user set, by name."""
         lease_s = chosen["lease_s"] or detect_s
         hung_s = chosen["hung_s"] or max(300.0, 24 * detect_s)
         return TimeOuts(
@@ -52,4 +52,4 @@ class TimeOuts:
 
 
 TIME_OUT_NAMES = tuple(f.name for f in fields(TimeOuts) if f.name != "detect_s")
-"""Those that a user may set beside the one that they follow from."""
+"""Names of the time-outs that a user may set beside the one that they follow from."""

@@ -37,7 +37,7 @@ class SourceFile:
     """One file of a source."""
 
     name: str
-    """As a user would write it: a path, or a URL when it is not local."""
+    """Name as a user would write it: a path, or a URL when it is not local."""
     path: str
     system: FileSystem
 

@@ -36,7 +36,7 @@ class MicroBatch:
     precedes, so the first token of a document is predicted from that token alone. None without document mask."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same rows on a device."""
+        """Return these rows on a device."""
         ids = self.document_ids
         return MicroBatch(self.tokens.to(device), self.targets.to(device), None if ids is None else ids.to(device))
 

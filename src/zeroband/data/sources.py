@@ -47,7 +47,7 @@ class _Dataset(Protocol):
 
 
 def documents(source: Source, seed: int) -> Iterator[Document]:
-    """All documents of a source in an order that every call repeats; the seed matters to synthetic text only.
+    """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
 
     Raises: ConfigError naming the path, the line or row, and the field that is wrong.
     """

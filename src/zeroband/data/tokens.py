@@ -249,9 +249,9 @@ class Corpus:
 
     data: DataConfig
     seed: int
-    """Of the order, and of synthetic text."""
+    """Seed of the order, and of synthetic text."""
     fingerprint: str
-    """Of the tokens."""
+    """Fingerprint of the tokens."""
     tokenizer_fingerprint: str
 
     def to_record(self) -> dict[str, Any]:

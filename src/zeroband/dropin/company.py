@@ -78,7 +78,7 @@ class Company:
             self._attempt(lambda: self._store.group_set(key, digest.encode()))
 
     def ended(self, rounds: Iterable[RoundReport]) -> None:
-        """These rounds, in which this node took part, are committed."""
+        """Take note of committed rounds in which this node took part."""
         for report in rounds:
             self._count_alone(report)
             if (digest := self._digest) is not None:

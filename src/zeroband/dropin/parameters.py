@@ -21,7 +21,7 @@ class NamedParameters:
 
     @staticmethod
     def of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
-        """Those of an optimizer's groups. Without names of their own they are called by their places.
+        """Take the parameters of an optimizer's groups. Without names of their own they are called by their places.
 
         `ranks`: of this node. Raises ConfigError where they cannot be averaged.
         """
@@ -40,17 +40,17 @@ class NamedParameters:
         return NamedParameters(named)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As a model gives them."""
+        """Yield names and parameters, as a model does."""
         return iter(self.named.items())
 
     @property
     def numel(self) -> int:
-        """Of all of them, shards of other ranks included."""
+        """Number of values in all parameters, shards of other ranks included."""
         return sum(parameter.numel() for parameter in self.named.values())
 
     @property
     def device(self) -> torch.device:
-        """Of the first one."""
+        """Device of the first parameter."""
         return next(iter(self.named.values())).device
 
     @property
@@ -80,7 +80,7 @@ def _require_fit(name: str, parameter: Tensor) -> None:
 
 
 def _require_one_form(named: Mapping[str, nn.Parameter], ranks: int) -> None:
-    """All are whole on every rank of the node, or all are cut by FSDP2 over all of its ranks."""
+    """Require that all are whole on every rank of the node, or all are cut by FSDP2 over all of its ranks."""
     sharded = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
     if not sharded:
         return

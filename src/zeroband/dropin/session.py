@@ -54,7 +54,7 @@ class DropInOptions:
     """Samples of this node in one inner step, over all its ranks."""
     inner_steps: int
     total_steps: int | None
-    """Of the whole run; None: it has no end."""
+    """Inner steps of the whole run; None: it has no end."""
     store: str | None
     """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
     outer: OuterSGDConfig
@@ -118,7 +118,7 @@ class Session:
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
-        """That of local rank 0; all have the error where the node's folder is another one's."""
+        """Open the report of local rank 0; every rank gets the error where the node's folder is another one's."""
         reports: list[NodeReport] = []
 
         def open_one() -> None:
@@ -145,7 +145,7 @@ class Session:
         return Joiner(run, self._local, self._report.events, batch_size=batch_size, patience_s=patience_s)
 
     def _build_company(self, *, is_own: bool) -> Company | None:
-        """On local rank 0."""
+        """Build what watches for peers, on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
         address = None if is_own else parse_store_url(self.store_url).shown
@@ -253,7 +253,7 @@ class Session:
             self._end_if_due()
 
     def _ends_round(self) -> bool:
-        """The same on all ranks, whichever of them was asked to leave or finds that the time is over."""
+        """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
         hooks, departure = self._joiner.hooks, self._node.departure
         asks, is_over = departure.is_hurried, hooks.is_time_over(self._steps)
         votes = torch.tensor([int(asks), int(is_over)])
@@ -304,7 +304,7 @@ class Session:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        """The same without waiting for anybody."""
+        """Give everything back without waiting for anybody."""
         self._stack.__exit__(kind, error, trace)
 
 

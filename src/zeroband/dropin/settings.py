@@ -24,12 +24,12 @@ _ARGUMENTS = {
 """Keys that have an argument of their own."""
 
 LOCAL = "local"
-"""In the place of a store's address: a server of this process's own."""
+"""What stands in the place of a store's address: a server of this process's own."""
 
 _STORE = "ZERO_BAND_STORE__URL"
 
 ENDLESS_STEPS = 10**15
-"""Of a run that was given no end."""
+"""Inner steps of a run that was given no end."""
 
 
 def address_of(asked: str | None, environ: Mapping[str, str]) -> str:
@@ -78,7 +78,7 @@ def config_of(
 
 
 def _text(value: object) -> str:
-    """As it stands on a command line."""
+    """Write a value as it stands on a command line."""
     return json.dumps(value) if isinstance(value, list | tuple | dict) else str(value)
 
 

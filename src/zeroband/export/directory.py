@@ -56,7 +56,7 @@ class TrainedModel:
 
 
 def whole_parameters(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
-    """All parameters of a sharded model by name, float32 on the CPU. Called by all local ranks, between inner steps.
+    """Return a sharded model's parameters by name, float32 on the CPU. Called by all local ranks, between inner steps.
 
     A rank that does not keep them takes part, one parameter at a time, and gets none.
     """

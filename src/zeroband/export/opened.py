@@ -32,9 +32,9 @@ class Opened:
 
     model: TrainedModel
     what: str
-    """In words."""
+    """What was opened, in words."""
     corpus: Corpus | None
-    """None where only the model is known."""
+    """Data that it was trained on; None where only the model is known."""
     tokenizer: str
     """The `data.tokenizer` that opens the model's own."""
     remark: str | None = None

@@ -15,7 +15,7 @@ from zeroband.export.directory import DTYPES, ExportDtype, TrainedModel
 from zeroband.model.generate import evaluating
 
 TOLERANCE = 1e-5
-"""Of logits up to 1; of larger ones the same share, because float32 has no more digits."""
+"""Largest difference of logits up to 1; of larger ones the same share, because float32 has no more digits."""
 
 _ROWS, _LENGTH = 2, 64
 

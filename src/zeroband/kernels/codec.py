@@ -57,7 +57,7 @@ class Codec(Format):
         return out
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """Of every value, (n,) float64: how far its decoded value may be from it."""
+        """How far the decoded value may be from each value, (n,) float64."""
         bound = self.relative_error * x.abs().double()
         if self.block and x.numel():
             largest = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(self.block)]).double()

@@ -46,7 +46,7 @@ def _transform(chunks: Tensor, *, is_inverse: bool) -> Tensor:
 
 
 def _unit(chunks: Tensor) -> Tensor:
-    """For each chunk a power of two of which none of its values is more than 2^22, (c, 1, 1) float64."""
+    """Return a power of two for each chunk, of which none of its values is more than 2^22, (c, 1, 1) float64."""
     largest = chunks.abs().amax(dim=(1, 2), keepdim=True)
     exponent = (largest.view(torch.int32) >> 23).long() - 126  # the largest value is below 2^exponent
     return ((exponent - _VALUE_BITS + 1023) << 52).view(torch.float64)

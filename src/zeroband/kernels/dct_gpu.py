@@ -22,7 +22,7 @@ from zeroband.kernels import dct
 
 _WARPS = 4
 _LEAST_SIDE = 16
-"""Of what `tl.dot` multiplies; smaller chunks are filled up with zeros."""
+"""Least side of what `tl.dot` multiplies; smaller chunks are filled up with zeros."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _border_of(sizes, k):
 def choose_kernel(
     chunks, row_basis, column_basis, places, values, rows, columns, k, height: tl.constexpr, width: tl.constexpr
 ):
-    """Of one chunk: transform, the k largest, their places and values."""
+    """Transform one chunk and store its k largest coefficients, with their places."""
     chunk = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, height), tl.arange(0, width)
     own = _at(chunks + chunk * rows * columns, r[:, None], c[None, :], rows, columns)
@@ -77,7 +77,7 @@ def choose_kernel(
 def restore_kernel(
     places, values, row_basis, column_basis, chunks, rows, columns, k, height: tl.constexpr, width: tl.constexpr
 ):
-    """Of one chunk: its waves added up, each the product of one down and one across."""
+    """Add up the waves of one chunk, each the product of one down and one across."""
     chunk = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, height), tl.arange(0, width)
     total = tl.zeros((height, width), tl.float32)
@@ -91,7 +91,7 @@ def restore_kernel(
 
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `DctKernels` says. Does not wait for the GPU."""
+    """Implement `DctKernels.choose`. Does not wait for the GPU."""
     count, rows, columns = chunks.shape
     places = torch.empty(count, k, dtype=torch.int32, device=chunks.device)
     values = torch.empty(count, k, dtype=torch.float32, device=chunks.device)
@@ -104,7 +104,7 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """As `DctKernels` says. Does not wait for the GPU."""
+    """Implement `DctKernels.restore`. Does not wait for the GPU."""
     count, k = places.shape
     chunks = torch.empty(count, rows, columns, dtype=torch.float32, device=values.device)
     if count:

@@ -22,7 +22,7 @@ MOST_IN_TRITON = 64
 
 
 class DctKernels(Protocol):
-    """Both directions; all tensors of a call on one device, contiguous.
+    """The transform in both directions; all tensors of a call on one device, contiguous.
 
     The result of a chunk does not depend on the others of the call.
     """
@@ -41,14 +41,14 @@ class DctKernels(Protocol):
 
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `DctKernels` says."""
+    """Implement `DctKernels.choose` in plain torch."""
     coefficients = dct.forward(chunks).flatten(1)
     places = largest(coefficients, k)
     return places, coefficients.gather(1, places)
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """As `DctKernels` says."""
+    """Implement `DctKernels.restore` in plain torch."""
     return dct.inverse(place(places, values, rows * columns).view(-1, rows, columns))
 
 

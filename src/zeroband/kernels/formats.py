@@ -11,15 +11,15 @@ class Format:
 
     name: str
     number: int
-    """On the wire."""
+    """Number of the format on the wire."""
     bits: int
-    """Of one value, without its share of the scale."""
+    """Bits of one value, without its share of the scale."""
     block: int | None
     """Neighbours that share one float32 scale; None: no scale."""
     relative_error: float
-    """At most this share of |x|,"""
+    """The error of every value is at most this share of |x|,"""
     block_error: float
-    """plus this share of the largest |x| of its block: the bound of the error of every value."""
+    """plus this share of the largest |x| of its block."""
 
     @property
     def ratio(self) -> float:

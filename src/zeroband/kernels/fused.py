@@ -32,7 +32,7 @@ class OuterStep:
 
 
 class Passes(Protocol):
-    """Both passes; all tensors of a call on one device, contiguous."""
+    """The two passes of a round; all tensors of a call on one device, contiguous."""
 
     def encode_difference(self, outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
         """Write the encoding of outer - inner; `has_bad` becomes 1 if a difference is not finite, else it stays.
@@ -54,7 +54,7 @@ class Passes(Protocol):
 
 
 def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
-    """As `Passes` says."""
+    """Implement `Passes.encode_difference` in plain torch."""
     difference = outer - inner.to(torch.float32)
     has_bad.logical_or_(~torch.isfinite(difference).all())
     data = reference.encode_int8(difference, BLOCK)
@@ -66,7 +66,7 @@ def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tenso
 def take_step(
     scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
 ) -> None:
-    """As `Passes` says."""
+    """Implement `Passes.take_step` in plain torch."""
     delta = scales.repeat_interleave(BLOCK)[skip : skip + codes.numel()] * codes.to(torch.float32)
     momentum.mul_(step.momentum).add_(delta)
     change = momentum.mul(step.momentum).add_(delta) if step.is_nesterov else momentum.clone()

@@ -24,7 +24,7 @@ _TILE = 8
 _WARPS = 4
 _TINY = tl.constexpr(reference.TINY)
 _MOST = tl.constexpr(float(reference.LARGEST / 127))
-"""Of a scale, so that decoding cannot overflow."""
+"""Largest scale from which decoding cannot overflow."""
 
 _MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: what is added and taken away again is rounded to the nearest integer, ties to even."""
@@ -34,7 +34,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def encode_kernel(outer, inner, scales, codes, has_bad, blocks, block: tl.constexpr, tile: tl.constexpr):
-    """Of `tile` blocks: difference, largest value, scale, codes."""
+    """Encode `tile` blocks: difference, largest value, scale, codes."""
     rows = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     at = rows[:, None] * block + tl.arange(0, block)[None, :]  # (tile, block)
     is_there = rows < blocks
@@ -57,7 +57,7 @@ def step_kernel(
     scales, codes, skip, params, momentum, inner, n, lr, mu,
     is_nesterov: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Of `tile` blocks: decoded, the outer step, written to all three."""
+    """Decode `tile` blocks, take the outer step, and write its result to all three."""
     rows = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     at = rows[:, None] * block + tl.arange(0, block)[None, :] - skip  # (tile, block)
     mask = (at >= 0) & (at < n)
@@ -74,7 +74,7 @@ def step_kernel(
 
 
 def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
-    """As `fused.Passes` says. Does not wait for the GPU."""
+    """Implement `fused.Passes.encode_difference`. Does not wait for the GPU."""
     blocks = scales.numel()
     if outer.numel() != blocks * BLOCK:
         raise ValueError(f"{blocks} scales are those of {blocks * BLOCK} values, there are {outer.numel()}")
@@ -88,7 +88,7 @@ def encode_difference(outer: Tensor, inner: Tensor, scales: Tensor, codes: Tenso
 def take_step(
     scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
 ) -> None:
-    """As `fused.Passes` says. Does not wait for the GPU."""
+    """Implement `fused.Passes.take_step`. Does not wait for the GPU."""
     n, blocks = codes.numel(), scales.numel()
     if triton.cdiv(skip + n, BLOCK) != blocks:
         raise ValueError(f"{n} values behind {skip} lie in {triton.cdiv(skip + n, BLOCK)} blocks, not in {blocks}")

@@ -91,7 +91,7 @@ class InnerOptimizer:
         self._total_steps = total_steps
         self._rule: StepRule = rule
         self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
-        """Of the state of each parameter."""
+        """Names of the moments of each parameter."""
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
         self._is_fused = all(parameter.device.type in devices for parameter in self._names.values())
         self._step_count = 0
@@ -197,7 +197,7 @@ class InnerOptimizer:
         return {f"{moment}.{name}": state[moment] for moment in self.moment_names for name, state in states}
 
     def state_dict(self) -> dict[str, Any]:
-        """All state of this rank: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
+        """Return this rank's state: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
         return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

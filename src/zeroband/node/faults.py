@@ -16,9 +16,9 @@ POINTS = (
     *("restoring", "restored", "joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
     *("reduced", "voted", "committed", "applied", "leaving"),
 )
-"""In the order of a node's life: before and after it reads a checkpoint; while it fetches the state; in the first
-inner step of a round, at its boundary, while it waits for the others, before the transfer, at 50 and 99 % of its bytes,
-before the vote, between vote and verdict, before and after the apply; and when it was asked to leave. Those of a
+"""Points in the order of a node's life: before and after it reads a checkpoint; while it fetches the state; in the
+first inner step of a round, at its boundary, while it waits for the others, before the transfer, at 50 and 99 % of its
+bytes, before the vote, between vote and verdict, before and after the apply; and when it was asked to leave. Those of a
 checkpoint, `joining` and `leaving` belong to no round: theirs is 0."""
 
 _WITHOUT_ROUND = ("restoring", "restored", "joining", "leaving")
@@ -34,7 +34,7 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """At `point` of `round`, something happens to this node."""
+    """Something that happens to this node at `point` of `round`."""
 
     point: str
     round: int
@@ -42,7 +42,7 @@ class Fault:
     """A signal's name: for the whole node. OOM: the kernel kills its last rank. From here on the inner steps take SLOW
     times as long, or TAKES seconds at least: a machine that computes without using this one's processor."""
     number: float = 0.0
-    """Of SLOW and TAKES."""
+    """Argument of SLOW and TAKES."""
     is_relative: bool = False
     """Rounds are counted from the first one whose points this node passes: its first one, or the one it joins in."""
 

@@ -47,7 +47,7 @@ class LocalMesh:
     """The groups made here, where the default group is the program's that this is a part of; None: it is ours, too."""
 
     def twin(self) -> LocalMesh:
-        """The same ranks with a control group of their own, for another thread. Called by all ranks together."""
+        """Return the same ranks with a control group of their own, for another thread. Called by all ranks together."""
         twin = replace(self, control=_control_group(CONTROL_TIMEOUT_S))
         if self.lent is not None:
             self.lent.append(twin.control)
@@ -171,7 +171,7 @@ def all_ok(flag: bool, mesh: LocalMesh) -> bool:
 
 
 def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
-    """The same for each of several flags, as many on all ranks."""
+    """Combine several flags over the ranks as `all_ok` does one, as many on all ranks."""
     votes = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
     return [bool(vote) for vote in votes.tolist()]

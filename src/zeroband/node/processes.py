@@ -17,7 +17,7 @@ MARK = "ZEROBAND_OWNER"
 """Environment variable that every process of a node inherits, whatever session it moves to and whoever adopts it."""
 
 _EMPTY_LOOKS = 3
-"""So often nothing must be found before nothing is there: a process has no environment for a moment within exec()."""
+"""Looks that must find nothing before nothing is there: a process has no environment for a moment within exec()."""
 
 _LEASH = """
 import ctypes, os, sys
@@ -79,12 +79,12 @@ def variable_of(pid: int, name: str) -> str | None:
 
 
 def marked_pids(mark: str) -> list[int]:
-    """All living processes that inherited a mark, in no order."""
+    """Return the living processes that inherited a mark, in no order."""
     return pids_with(MARK, mark)
 
 
 def pids_with(name: str, value: str) -> list[int]:
-    """All living processes that were started with this value of an environment variable, in no order."""
+    """Return the living processes that were started with this value of an environment variable, in no order."""
     entry = f"{name}={value}".encode()
     found: list[int] = []
     for folder in Path("/proc").iterdir():

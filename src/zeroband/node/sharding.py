@@ -22,7 +22,7 @@ class Parameters(Protocol):
     """A model, or whatever else names parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each of them once, always in the same order."""
+        """Yield each parameter once, always in the same order."""
         ...
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 _WORD = struct.Struct("<q")
 _PROGRESS, _ABORTED, _FENCED, _SERVES, _LISTED, _SESSION = range(6)
 _SESSION_BYTES = 256
-"""Behind the last word, which holds its length."""
+"""Bytes of the session behind the last word, which holds its length."""
 
 
 class SharedFlags:
@@ -48,7 +48,7 @@ class SharedFlags:
             self._write(_PROGRESS, self.progress + 1)
 
     def count_only(self, thread: int | None) -> None:
-        """From now on only this thread of this process shows the trainer alive, by its ident; None: all do.
+        """Have only this thread of this process show the trainer alive, by its ident; None: all do.
 
         A transfer beside training must not hide that training hangs.
         """

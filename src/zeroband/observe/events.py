@@ -14,7 +14,7 @@ from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
 
 EVENTS_FILE = "events.jsonl"
-"""Its name inside a node's folder of the run directory."""
+"""Name of the file inside a node's folder of the run directory."""
 
 _log = get_logger(__name__)
 

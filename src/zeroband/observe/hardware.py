@@ -58,7 +58,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """The same from the name that the driver gives a GPU; None for a slice of one and for a laptop's version."""
+    """Dense bfloat16 FLOP/s by the driver's name of a GPU; None for a slice of one and for a laptop's version."""
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     if words & _NOT_THE_WHOLE_DEVICE:
         return None

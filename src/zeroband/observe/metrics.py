@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 METRICS_FILE = "metrics.jsonl"
-"""Its name inside a node's folder of the run directory."""
+"""Name of the file inside a node's folder of the run directory."""
 
 _HEAD = """\
 # Metrics and events

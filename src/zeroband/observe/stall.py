@@ -25,7 +25,7 @@ from zeroband.observe.jsonl import encode_line
 from zeroband.observe.log import get_logger
 
 STALLS_FOLDER = "stalls"
-"""In a node's folder of the run directory; a folder `<UTC time>-<number>` for each bundle."""
+"""Name inside a node's folder of the run directory; holds a folder `<UTC time>-<number>` for each bundle."""
 
 KEPT_BUNDLES = 8
 EVENT_LINES = 200

@@ -31,7 +31,7 @@ __all__ = [
 
 _SHOWN_EVENTS = 8
 _SILENT_S = 120.0
-"""Without a line for so long a node is shown as silent: one that trains writes one for every inner step."""
+"""Seconds without a line after which a node is shown as silent: one that trains writes one for every inner step."""
 _ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
 _UNITS = ("", "k", "M", "G", "T", "P")
 

@@ -50,9 +50,9 @@ class NodeView:
     node_id: str
     state: NodeState = "starting"
     member_id: str | None = None
-    """Of its newest membership."""
+    """Member id of its newest membership."""
     starts: int = 0
-    """How often its trainer was started."""
+    """Number of times that its trainer was started."""
     step: int = 0
     """Inner steps it has finished."""
     total_steps: int | None = None
@@ -70,16 +70,16 @@ class NodeView:
     digest: str | None = None
     """Digest of the outer state after that round."""
     digests: Mapping[int, str] = field(default_factory=dict[int, str])
-    """The same for its newest rounds."""
+    """Digests of the outer state after its newest rounds."""
     founding: str | None = None
     """The line of rounds that those belong to; a run that was resumed or went back began another one."""
     committed_at_s: float | None = None
     """Wall clock of its newest committed round."""
     sent_bytes: int = 0
-    """Over all its starts, as the two below."""
+    """Bytes over all its starts, as the two below."""
     received_bytes: int = 0
     ddp_bytes: int = 0
-    """What it would have sent in per-step data parallel."""
+    """Bytes that it would have sent in per-step data parallel."""
     events: tuple[EventView, ...] = ()
     """Newest last."""
     last_at_s: float | None = None

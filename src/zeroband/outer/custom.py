@@ -25,7 +25,6 @@ from zeroband.config.section import Section
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.errors import ConfigError
 from zeroband.outer.every_step import EveryStep
-from zeroband.outer.inner_parameters import NO_EAGER
 
 _NAME = "ALGORITHM"
 _NEEDED = ("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state")
@@ -66,7 +65,11 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
     if is_every_step:
         _require_single_steps(config)
     elif config.merge == "eager" and getattr(algorithm, "outer_sgd", None) is None:
-        raise ConfigError(f"outer.algorithm={config.algorithm!r}: {NO_EAGER}")
+        raise ConfigError(
+            f'outer.algorithm={config.algorithm!r}: outer.merge = "eager" needs an outer step that is SGD (`outer_sgd`): '
+            "what a node adds at once has to be taken out again when the others' part comes; set outer.merge = "
+            '"overwrite" or "mix"'
+        )
     settings = _settings(config, getattr(algorithm, "Settings", Section))
     return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), is_every_step)
 

@@ -14,18 +14,11 @@ from torch import Tensor
 from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.elastic.rounds.exchange import CONTRIBUTION
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.errors import ConfigError
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.outer.overlap import EagerView, mix
 from zeroband.state.flat import parameter_shards
 
 VIEW, HISTORY = "view", "history"
-
-NO_EAGER = (
-    'outer.merge = "eager" needs an outer step that is SGD, for what a node adds by itself has to be taken out again '
-    'later; set outer.merge = "overwrite" or "mix"'
-)
-"""Why an algorithm has no eager updates, and the way out."""
 
 
 class InnerParameters(Protocol):
@@ -176,16 +169,12 @@ class EagerReplica:
 def build_inner_parameters(
     parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: OuterSGDConfig | None
 ) -> InnerParameters:
-    """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one.
-
-    Raises ConfigError for eager updates of another outer step.
-    """
+    """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one."""
     match config.merge:
         case "overwrite":
             return MixedReplica(parts, outer, alpha=0.0)
         case "mix":
             return MixedReplica(parts, outer, alpha=config.alpha)
         case "eager":
-            if sgd is None:
-                raise ConfigError(NO_EAGER)
+            assert sgd is not None, "load_algorithm has seen to that"
             return EagerReplica(parts, outer, sgd)

@@ -31,13 +31,13 @@ class MemoryStamp:
     """What lies in the section buffers."""
 
     launcher: str
-    """Of the trainer that wrote it: another launcher's memory is not taken."""
+    """Launcher of the trainer that wrote it: another launcher's memory is not taken."""
     layout: str
     """Digest of the parameters' names and shapes."""
     sections: tuple[str, ...]
     round: int
     record: Mapping[str, Any]
-    """Of the round's verdict."""
+    """Record of the round's verdict."""
     state_digest: str
     """Digest of the sections, in their order."""
 

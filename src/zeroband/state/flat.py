@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All parameters in the order of their names, without gaps."""
+    """The parameters in the order of their names, without gaps."""
 
     slots: tuple[Slot, ...]
 
@@ -88,7 +88,7 @@ class ShardMap:
 
     @staticmethod
     def of(layout: FlatLayout, model: Parameters, local: LocalMesh) -> ShardMap:
-        """As this node's ranks hold a model: sharded by FSDP2, or each all of it."""
+        """Map how this node's ranks hold a model: sharded by FSDP2, or each all of it."""
         is_copy = not any(is_sharded(parameter) for _, parameter in model.named_parameters())
         return ShardMap(layout, local.rank, local.world_size, is_copy=is_copy)
 
@@ -109,11 +109,11 @@ class ShardMap:
         return shard.detach().reshape(-1)[start - offset : stop - offset]
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """By name, of this rank's shards that are not empty."""
+        """Ranges of this rank's shards that are not empty, by name."""
         return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
 
     def all_ranges(self) -> list[tuple[int, int]]:
-        """Of all ranks' shards."""
+        """Ranges of the shards of all ranks."""
         ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
         return [one for rank in ranks for one in rank.ranges().values()]
 

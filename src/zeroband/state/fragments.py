@@ -33,7 +33,7 @@ class Fragment:
     """A part of the flat state."""
 
     names: tuple[str, ...]
-    """Its parameters."""
+    """Names of its parameters."""
     ranges: tuple[tuple[int, int], ...]
     """(start, stop) in elements, ascending, neighbours joined."""
 
@@ -52,7 +52,7 @@ def whole(layout: FlatLayout) -> tuple[Fragment, ...]:
 
 
 def arranged(layout: FlatLayout, fragments: Sequence[Fragment]) -> FlatLayout:
-    """The same parameters with the fragments one after the other, so that each of them is one range."""
+    """Return the layout with the fragments one after the other, so that each of them is one range."""
     slots = {slot.name: slot for slot in layout.slots}
     moved: list[Slot] = []
     start = 0

@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 def train(
     model: nn.Module, optimizer: Optimizer, steps: int, after_step: Callable[[], object] = lambda: None
 ) -> Tensor:
-    """The loop of the README; the parameters after it."""
+    """The loop of docs/dropin.md; the parameters after it."""
     for step in range(steps):
         loss_of(model, step).backward()
         optimizer.step()

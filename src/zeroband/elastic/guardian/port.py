@@ -21,27 +21,27 @@ from zeroband.elastic.transport.handshake import HELLO_BYTES, PROOF_BYTES, Calle
 from zeroband.errors import HandshakeFailed
 
 CALL_BYTES = 4
-"""So many bytes tell what a connection is for."""
+"""Number of bytes that tell what a connection is for."""
 
 _MOST_STRANGERS = 64
 _MOST_CALLERS = 512
-"""They have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
+"""Callers that have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
 _MOST_HEARD = 1 << 16
 _PATIENCE_S = 5.0
 _PEEK_S = 0.02
 _PAUSE_S = 0.2
-"""Where no connection can be taken."""
+"""Pause where no connection can be taken."""
 
 Answer = Callable[[socket.socket], Awaitable[None]]
 """Takes over a connection whose first bytes were looked at and not taken."""
 
 
 _on_shown: ContextVar[Callable[[bool], None]] = ContextVar("on_shown", default=lambda is_proven: None)
-"""In the task that answers a connection: called when its other end has shown that it is of this run, with False, and
+"""What the task that answers a connection calls when its other end has shown that it is of this run, with False, and
 with True when it has proven it."""
 
 _Crowd = dict[asyncio.Task[None], str]
-"""Who is being received, the oldest first, and from which address."""
+"""The connections that are being received, the oldest first, each with the address that it comes from."""
 
 
 class SeenCalls:
@@ -51,7 +51,10 @@ class SeenCalls:
         self._proofs: OrderedDict[bytes, None] = OrderedDict()
 
     def is_new(self, hello: bytes) -> bool:
-        """Only for those that were found to be of the run, so that strangers cannot fill the memory for them."""
+        """Whether a first message comes for the first time; from now on it does not.
+
+        To be asked of messages of the run only, so that strangers cannot fill the memory.
+        """
         proof = hello[-PROOF_BYTES:]
         if proof in self._proofs:
             return False
@@ -141,7 +144,7 @@ class Port:
 
 
 def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> None:
-    """Where there are too many, the oldest goes of those from the address that has the most."""
+    """Take a connection into the crowd. Too many: the oldest goes of those from the address that has the most."""
     while len(crowd) >= most:
         most_of, _ = Counter(crowd.values()).most_common(1)[0]
         oldest = next(other for other, from_host in crowd.items() if from_host == most_of)

@@ -27,15 +27,15 @@ from zeroband.errors import ConfigError, HandshakeFailed
 
 _PROBE_BYTES = 8
 _IDLE = 4
-"""So many times `detect_s` without a probe, and its connection is given up: an asker sends ten in one."""
+"""Multiple of `detect_s` after which a connection without a probe is given up: an asker sends ten in one."""
 _START_DEADLINE_S = 10.0
 _LEAST_CALL_S = 1.0
-"""For the handshake of a probe; a machine that is busy takes longer for it than for an answer."""
+"""Least time for the handshake of a probe; a busy machine takes longer for it than for an answer."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """As what this node calls others, and by what they call it."""
+    """The names by which this node calls others, and they call it."""
 
     member_id: str
     key: RunKey
@@ -46,7 +46,7 @@ class Identity:
 
 
 async def refuse(connection: socket.socket, what: HandedOver) -> None:
-    """For callers that want something else than to probe, where nobody has it."""
+    """Refuse a caller that wants something else than to probe, where nobody takes it."""
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
@@ -94,7 +94,7 @@ class LinkMonitor:
         self._take = take
         self._heard = SeenCalls()
         self._askers: dict[str, asyncio.Task[None]] = {}
-        """Who answers the probes of each member."""
+        """The task that answers the probes of each member."""
         self._listener = Port({DATA_CALL: self._answer})
         self._beat_at_s = time.monotonic()
         self._bursts = asyncio.Lock()
@@ -126,7 +126,7 @@ class LinkMonitor:
         return {member: link.mbit for member, link in dict(self._links).items() if link.mbit}
 
     def longest_rtt_ms(self) -> int:
-        """To the farthest member that answered, at least 1; 0: nobody did."""
+        """Round trip to the farthest member that answered, at least 1; 0: nobody did."""
         known = [link.rtt_s for link in dict(self._links).values() if link.rtt_s is not None]
         return max(1, round(max(known) * 1e3)) if known else 0
 
@@ -183,7 +183,7 @@ class LinkMonitor:
             await self._take(connection, what)
 
     async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
-        """Until it hangs up, falls silent, or calls again."""
+        """Answer a member's probes until it hangs up, falls silent, or calls again."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         if (before := self._askers.get(caller)) is not None:

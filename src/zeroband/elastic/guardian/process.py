@@ -49,9 +49,9 @@ class ListenAddress:
     """The node's one port: where it listens, and as what the others know it."""
 
     host: str
-    """Under which the other nodes reach this one."""
+    """Address under which the other nodes reach this one."""
     port: int | None = None
-    """Under which they reach it; None: the port that it listens on."""
+    """Port under which they reach it; None: the one that it listens on."""
     bind_host: str | None = None
     """Address to listen on; None: `host`."""
     bind_port: int = 0
@@ -64,7 +64,7 @@ class ListenAddress:
 
 @dataclass(frozen=True)
 class GuardianOrder:
-    """All that the guardian needs, handed over on its standard input: no secret stands on a command line."""
+    """Everything that the guardian needs, handed over on its standard input: no secret stands on a command line."""
 
     store_url: str
     run_id: str
@@ -175,7 +175,7 @@ class LivenessRule:
         self._progress = -1
         self._moved_at_s = started_at_s
         self.is_hung = False
-        """At the last tick."""
+        """Whether the trainer hung at the last tick."""
 
     def deserves_lease(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
         """`states`: one letter for each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""

@@ -30,9 +30,9 @@ class Rates:
     """Mbit/s in one direction; 0 and absent: not known."""
 
     own: int = 0
-    """Of this node's access link."""
+    """Rate of this node's access link."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
-    """To other members."""
+    """Rates to other members."""
     took_ms: int = 0
     """Milliseconds of the last transfer, as `PacedKind.after` wants it; 0: there was none, or it failed."""
 
@@ -57,10 +57,10 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Who sends how many bytes to whom: the same on all members of an opening."""
+    """How many bytes each member sends to whom: the same on all members of an opening."""
 
     lengths: tuple[int, ...]
-    """Of each member's payload, in the order of the members; 0: it sends nothing."""
+    """Bytes of each member's payload, in the order of the members; 0: it sends nothing."""
     receiver: str | None = None
     """The one member that gets them. None: all do."""
     number: int = 0

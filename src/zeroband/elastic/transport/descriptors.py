@@ -15,7 +15,7 @@ from zeroband.observe.log import get_logger
 _OWN = 256
 """Files, shared memory, the store, ranks and launchers of this node; strangers and callers at its port."""
 _PER_PEER = 4
-"""Beside its streams: a probe each way, requests for state, a burst."""
+"""Descriptors for each peer beside its streams: a probe each way, requests for state, a burst."""
 _REMIND_S = 30.0
 
 _log = get_logger(__name__)

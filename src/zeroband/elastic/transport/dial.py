@@ -67,7 +67,7 @@ async def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def _connect(address: Address, prepare: Callable[[socket.socket], None]) -> socket.socket:
-    """To the first of the host's addresses that takes it; a silent one leaves the others their part of the time.
+    """Connect to the first of the host's addresses that takes it; a silent one leaves the others their share of time.
 
     Raises OSError, of the last one.
     """

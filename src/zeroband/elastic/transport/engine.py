@@ -39,7 +39,7 @@ class Operation:
     run: int
     """64 bits that stand for the run's id."""
     opening: int
-    """Its last 16 bits tell apart what has the same number."""
+    """Number of the opening; its last 16 bits tell openings apart that have the same one."""
     epoch: int
     round: int
     lane: int = 0
@@ -53,9 +53,9 @@ class Shape:
     bounds: tuple[int, ...]
     """Shard s, owned by member s, is [bounds[s], bounds[s + 1])."""
     shares: tuple[float, ...]
-    """Of each member in the mean; they add up to 1, or are all 0."""
+    """Share of each member in the mean; they add up to 1, or are all 0."""
     order: tuple[int, ...]
-    """Of the members in a ring."""
+    """Order of the members in a ring."""
     is_ring: bool
     chunk_numel: int
 
@@ -79,7 +79,7 @@ class Traffic:
     to_receive_bytes: int
     sending_s: float
     silent_s: float | None
-    """Since something came last; None before."""
+    """Seconds since something came last; None where nothing has come."""
 
     @property
     def is_over(self) -> bool:
@@ -95,21 +95,21 @@ class LinkState:
     streams: int
     rtt_s: float
     unanswered_s: float
-    """Since the last packet came over a stream on which TCP waits for an answer to what it sent; of the worst stream. 0
-    where none waits. Of a machine that is reached it stays small, however slow or busy its processes are."""
+    """Seconds since the last packet came over a stream on which TCP waits for an answer to what it sent; the worst
+    stream counts. 0 where none waits. It stays small for a machine that is reached, however busy its processes are."""
     received_bytes: int
-    """Of frames that were taken, as they come; not of those that show no more than that the other end is there."""
+    """Bytes of frames that were taken, as they come; frames that only show that the other end is there do not count."""
     window: int = 0
     """Packets that one of its streams may have under way, the mean of those that have any; 0: none has."""
     sent_packets: int = 0
-    """Of data, since its streams were made; those that were sent again, too."""
+    """Packets of data since the link's streams were made; those that were sent again count, too."""
     resent_packets: int = 0
     silent_s: float = 0.0
-    """For which nothing came over the stream that was heard last; this process's own stalls and streams on which it
-    holds a frame back do not count. Its other end shows itself several times in what is called silent, whatever its
-    interpreter does."""
+    """Seconds for which nothing came over the stream that was heard last; this process's own stalls and streams on
+    which it holds a frame back do not count. Its other end shows itself several times in what is called silent,
+    whatever its interpreter does."""
     stalest_s: float = 0.0
-    """The same of the stream that was not heard for longest."""
+    """Seconds for which nothing came over the stream that was not heard for longest, counted like `silent_s`."""
 
 
 class Engine:

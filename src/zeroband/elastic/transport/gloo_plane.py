@@ -152,7 +152,7 @@ class LaneGroups:
         return moved, moved
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> tuple[int, int]:
-        """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
+        """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
         assert gathering.receiver is None, "the configuration refuses it"
         opening, result = request.opening, request.result
         own = opening.members.index(request.member_id)

@@ -46,17 +46,17 @@ class Purpose(enum.StrEnum):
     RATE = "rate"
     """A burst to find out what the link carries."""
     PROBE = "probe"
-    """Another guardian asks again and again whether this one is there."""
+    """A guardian that asks again and again whether this one is there."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """Who calls whom, and what for."""
+    """What a caller says first: who calls whom, and what for."""
 
     caller: str
     callee: str
     session: str
-    """Of the link: streams with the same session belong together, another one replaces them."""
+    """Session of the link: streams with the same session belong together, another one replaces them."""
     is_sealed: bool
     purpose: Purpose = Purpose.DATA
 
@@ -74,7 +74,7 @@ class StreamKeys:
 
 
 OPEN = StreamKeys(None, None)
-"""Of a connection that is not sealed."""
+"""Keys of a connection that is not sealed."""
 
 
 class Caller:

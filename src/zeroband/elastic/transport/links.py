@@ -28,7 +28,7 @@ _KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
 """Often enough for routers that forget a connection on which nothing moves for a minute or more."""
 
 SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
-"""For so long nothing may come over a stream whose other end should answer."""
+"""Longest silence of a stream whose other end should answer."""
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
@@ -36,7 +36,7 @@ _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 @dataclass
 class _Link:
     number: int
-    """In the engine; never used again for another link."""
+    """Number in the engine; never used again for another link."""
     session: str
 
 
@@ -50,7 +50,7 @@ class Wanted:
 
 @dataclass
 class Links:
-    """All links of this node. `close()` drops them."""
+    """The links of this node. `close()` drops them."""
 
     engine: Engine
     key: RunKey
@@ -88,7 +88,7 @@ class Links:
         self.engine.set_pace(self.number(member), bytes_per_s)
 
     def set_senders(self, member: str, senders: int) -> None:
-        """Over how many of the streams to a member this node sends."""
+        """Set over how many of the streams to a member this node sends."""
         self.engine.set_senders(self.number(member), senders)
 
     def has(self, member: str, streams: int, *, own: str) -> bool:
@@ -192,7 +192,7 @@ class Links:
             self._replace(member, new_session())
 
     def _of_session(self, member: str, session: str) -> int:
-        """Its number; another session replaces the link. Under the lock."""
+        """Return the number of a member's link; another session replaces the link. Under the lock."""
         link = self._links.get(member)
         if link is None or link.session != session:
             link = self._replace(member, session)
@@ -214,5 +214,5 @@ class Links:
 
 
 def _dials(own: str, member: str) -> bool:
-    """Of two members, the one whose id sorts first."""
+    """Whether this node dials: of two members, the one whose id sorts first does."""
     return own < member

@@ -15,8 +15,9 @@ LEAST_WINDOWS = 2
 """A transfer that is over sooner says nothing: TCP was still looking for the rate."""
 
 KEPT = 4
-"""Of so many transfers the best counts: a member that was given little to send is not slow. Fewer say nothing: the
-first ones share their links with nodes that meet, and shards sized by those would keep later ones from showing more."""
+"""Number of transfers of which the best counts: a member that was given little to send is not slow. Fewer say nothing:
+the first ones share their links with nodes that meet, and shards sized by those would keep later ones from showing
+more."""
 
 
 class Meter:
@@ -40,7 +41,7 @@ class Meter:
 
     @property
     def rate(self) -> int:
-        """Of the slower direction; 0 where the transfer was too short."""
+        """Rate of the slower direction; 0 where the transfer was too short."""
         return round(min(self._best_sent, self._best_received) * 8e-6) if self._windows >= LEAST_WINDOWS else 0
 
 
@@ -49,17 +50,17 @@ class LearnedRates:
     """What the last transfers of a node showed."""
 
     own: tuple[int, ...] = ()
-    """Of its access link; the newest comes last."""
+    """Rates of its access link; the newest comes last."""
     links: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """To other members."""
+    """Rates to other members."""
 
     @property
     def own_rate(self) -> int:
-        """Of its access link; 0 where too little is known."""
+        """Best rate of its access link; 0 where too little is known."""
         return _best(self.own)
 
     def link_rates(self) -> dict[str, int]:
-        """To the members that it last had a transfer with; 0 where too little is known."""
+        """Rates to the members that it last had a transfer with; 0 where too little is known."""
         return {member: _best(rates) for member, rates in self.links.items()}
 
     def after(self, own: int, links: Mapping[str, int]) -> LearnedRates:

@@ -73,16 +73,16 @@ class NativePlane:
         self._faults = faults
         self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
         self._tunings: dict[str, LinkTuning] = {}
-        """By member."""
+        """Tuning of the link to each member."""
         self._senders: dict[str, Senders] = {}
-        """The same."""
+        """Sending streams of the link to each member."""
         self._rate_control = RateControl() if paced and streams is None else None
         self._paced: frozenset[str] = frozenset()
         """Members whose links had a pace in the last transfer, or have one in that which runs."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
         self._shortage: str | None = None
-        """Of descriptors, as it was said last."""
+        """The shortage of descriptors, as it was said last."""
         self._learned = LearnedRates()
 
     def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
@@ -235,7 +235,7 @@ class NativePlane:
         self._paced = frozenset(paces)
 
     def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
-        """Of the streams to a member; all of them where the user chose how many there are."""
+        """Choose how many streams to a member send; all of them where the user chose their number."""
         if self._first.may_grow:
             senders = self._senders[member] = self._sending(member).after(link)
             links.set_senders(member, senders.of(link.streams))
@@ -265,7 +265,7 @@ class NativePlane:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
 
     def leave_behind(self) -> None:
-        """Nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
+        """Do nothing: links outlive an opening, and what is left of it on the wire does not count any more."""
 
     def close(self) -> None:
         if self._reach is not None:
@@ -279,9 +279,9 @@ class _Place:
 
     operation: Operation
     number: int
-    """Among the members."""
+    """Place of this node among the members."""
     links: Sequence[int]
-    """To each member."""
+    """Number of the link to each member."""
 
 
 @dataclass
@@ -412,7 +412,7 @@ class _Run:
         )
 
     def learn_pauses(self) -> None:
-        """It succeeded: what was waited for was not too long."""
+        """Learn from a transfer that succeeded: what was waited for was not too long."""
         self.limits.transfer.succeeded(self.progress.longest_s)
         for member, silence_s in self.silences_s.items():
             self.limits.of_link(member).succeeded(silence_s)

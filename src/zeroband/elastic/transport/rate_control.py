@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 _MIDDLE = (0.25, 0.65)
-"""Of what a node receives: before it TCP is still looking for the rate, after it the first links are done."""
+"""Part of what a node receives: before it TCP is still looking for the rate, after it the first links are done."""
 
 _FREE = 2
 """Transfers that are left to TCP before one is paced; the better one counts, since nodes may have measured their links
@@ -26,25 +26,26 @@ _LEAST_S = 1.0
 """A transfer that is over sooner depends on more than the rate of its links."""
 
 _MOST_BYTES_PER_S = 8e6
-"""Over one link. What is faster wants several streams, and is no access that a home has."""
+"""Most bytes a second over one link. What is faster wants several streams, and is no access that a home has."""
 
 _MET, _MET_S = 1.03, 0.05
 """A transfer that takes at most this factor and these seconds more than it was told to has kept its pace: a pace says
 nothing of the way to the first byte, and of the last one's."""
 
 _SLOWER, _MOST_SLOWER = 1.03, 1.08
-"""By this factor, while no pace was kept, up to this one: more is not much less than what TCP makes of all of it."""
+"""A target becomes slower by the first factor while no pace was kept, up to the second: TCP is hardly slower."""
 
 _STEP, _MOST_STEP, _BACK = 0.02, 0.16, 4
-"""Faster by the first, and by twice as much each time up to the second, while nothing was tried that is too fast; then
-by so many times less. A first step that is too fast ends the search."""
+"""A target becomes faster by the first share, and by twice as much each time up to the second, until one is too fast;
+then steps are so many times smaller. A first step that is too fast ends the search."""
 
 _HARMFUL, _MOST_HARMFUL = 1.5, 2
-"""So many transfers in a row took longer by this factor than one that kept its pace: the links are not what they were.
-Or, where none did, than they were told to: one stream cannot do it, as on a link that loses packets by itself."""
+"""A pace does harm where a transfer takes this factor of the time that was kept, as links are not what they were; or,
+where none was kept, of the time that it was told: one stream cannot do it, as on a link that loses packets by itself.
+After so many in a row it is given up."""
 
 _LATE, _MOST_LATE = 1.1, 3
-"""The same of a pace that was found."""
+"""A found pace is late from the first factor on; after so many late transfers in a row it is searched anew."""
 
 _REST, _LONG_REST = 32, 1024
 """Transfers for which what was found stays, before it is tried again; the long one where a pace did harm."""
@@ -78,19 +79,19 @@ class PacedKind:
     target_s: float | None = None
     """How long the next one is to take; None: as TCP has it."""
     guess_s: float = math.inf
-    """Of those that were left to TCP, the shortest that their middle promised."""
+    """Shortest time that the middle of a transfer promised, among those that were left to TCP."""
     free: int = 0
-    """How many those were."""
+    """Number of transfers that were left to TCP."""
     kept_s: float = math.inf
     """The shortest time that was kept."""
     step: float = 0.0
-    """From that one to the target; 0: none was."""
+    """Step from that time to the target; 0: no pace was kept."""
     is_fine: bool = False
     """Something was too fast: steps do not grow."""
     bad: int = 0
     """Transfers in a row that were late or harmed."""
     rests: int = 0
-    """So many transfers more nothing is tried."""
+    """Transfers for which nothing more is tried."""
 
     def after(self, took_s: float) -> PacedKind:
         """What is known after another transfer. One that was left to TCP took what its middle promised."""
@@ -143,12 +144,12 @@ class PacedKind:
 
 
 Kind = tuple[int, ...]
-"""Of transfers: the bytes of what is moved for all members together, and what else tells it from others."""
+"""A kind of transfers: the bytes moved for all members together, and what else tells it from others."""
 
 
 @dataclass
 class RateControl:
-    """Of all transfers between the same members, the same on all of them. Each kind is paced by itself."""
+    """Times of all transfers between the same members, equal on all of them. Each kind is paced by itself."""
 
     _between: tuple[int, tuple[str, ...]] = (0, ())
     """The epoch and its members."""

@@ -24,7 +24,7 @@ from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduct
 from zeroband.errors import HandshakeFailed
 
 RECORD_BYTES = 1 << 16
-"""Of what is sent, in one record at most."""
+"""Most bytes of what is sent in one record."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -101,11 +101,11 @@ class SealedSocket:
         return io.BufferedReader(_Reader(self), io.DEFAULT_BUFFER_SIZE if buffering <= 0 else buffering)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Of each wait for the network."""
+        """Set the limit of each wait for the network."""
         self._connection.settimeout(seconds)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """As of the connection."""
+        """Set an option of the connection's socket."""
         self._connection.setsockopt(level, option, value)
 
     def shutdown(self, how: int) -> None:

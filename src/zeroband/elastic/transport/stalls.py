@@ -28,7 +28,7 @@ class TransferBounds:
 
     @staticmethod
     def of(time_outs: TimeOuts) -> TransferBounds:
-        """All end before leases do by `fault.hung_s`, so that only who really hangs loses its own."""
+        """Derive bounds that end before leases do by `fault.hung_s`, so that only who really hangs loses its own."""
         half_s = time_outs.hung_s / 2
         return TransferBounds(
             stall_s=min(2 * time_outs.detect_s, half_s),
@@ -39,7 +39,7 @@ class TransferBounds:
 
     @property
     def beat_s(self) -> float:
-        """After so long without anything else to send, a stream shows its other end that this one is there."""
+        """Pause after which a stream that has nothing else to send shows its other end that this one is there."""
         return self.stall_s / _BEATS
 
 
@@ -59,17 +59,17 @@ class StallLimit:
         self.limit_s = self.least_s
 
     def stalled(self) -> None:
-        """It was reached, and what had come so far is lost."""
+        """Note that the limit was reached, and what had come so far is lost."""
         self.limit_s = min(2 * self.limit_s, max(self.most_s, self.least_s))
 
     def succeeded(self, longest_pause_s: float) -> None:
-        """It was not reached, and so long was the longest pause."""
+        """Note that the limit was not reached, and how long the longest pause was."""
         self.limit_s = min(max(2 * longest_pause_s, self.least_s), max(self.most_s, self.least_s))
 
 
 @dataclass
 class StallWatch:
-    """Since when a figure that grows has not.
+    """Tells since when a figure that grows has not.
 
     `look_s`: how often it is looked at; a longer pause between two looks was this process's own, and is nobody's
     fault.
@@ -82,7 +82,7 @@ class StallWatch:
     longest_s: float = 0.0
 
     def see(self, value: int, now_s: float) -> float:
-        """For how long it has not grown by now."""
+        """Return for how long the value has not grown by now."""
         passed_s, self.at_s = now_s - self.at_s, now_s
         if value != self.value:
             self.value, self.paused_s = value, 0.0
@@ -94,7 +94,7 @@ class StallWatch:
 
 @dataclass
 class StallLimits:
-    """Those of a data path: one for transfers as a whole, and one for the link to each member."""
+    """The limits of a data path: one for transfers as a whole, and one for the link to each member."""
 
     bounds: TransferBounds
     transfer: StallLimit = field(init=False)

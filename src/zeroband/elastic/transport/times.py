@@ -13,7 +13,7 @@ CHUNKS_PER_SHARD = 16
 """A shard travels in about so many frames."""
 
 USUAL_MBIT, USUAL_RTT_MS = 1000, 100
-"""Where nothing was measured."""
+"""Rate and round trip where nothing was measured."""
 
 CROWDED = 1.05
 """Time of an all-to-all of more than two members over that of a ring that moves as much: transfers that share an access
@@ -49,7 +49,7 @@ def ring_s(world: int, encoded_bytes: int, network: LinkTable) -> float:
 
 
 def _chunk_s(shard_bytes: float, rate: float) -> float:
-    """For which a chunk is on its way; those of large shards are taken to have a byte for each value."""
+    """Seconds for which a chunk is on its way; those of large shards are taken to have a byte for each value."""
     return min(shard_bytes / CHUNKS_PER_SHARD, MOST_CHUNK) * 8 / 1e6 / rate
 
 

@@ -20,7 +20,7 @@ _WORTH = 1.1
 """What does not bring a tenth more is not worth it."""
 
 _LEAST_BYTES = 4 << 20
-"""Less than this is over before TCP has found the rate of the link."""
+"""Least size of a transfer that tells something: less is over before TCP has found the rate of the link."""
 
 _TRIALS = 2
 """Transfers with each setting; the faster one counts, since others may use the link too."""
@@ -41,11 +41,11 @@ class LinkTuning:
     best: float = 0.0
     """Bytes per second as it is driven now."""
     before: float = 0.0
-    """And as it was driven before."""
+    """Bytes per second as it was driven before."""
 
     @staticmethod
     def fixed(streams: int) -> LinkTuning:
-        """For a number of streams that the user chose."""
+        """Return the tuning for a number of streams that the user chose."""
         return LinkTuning(streams, may_grow=False)
 
     @property
@@ -76,7 +76,7 @@ class LinkTuning:
 
 
 _JUDGED_PACKETS = 128
-"""So many tell what part of them is lost."""
+"""Number of packets that tell what part of them is lost."""
 
 _CROWDED, _CROWDED_WINDOW = 0.05, 5
 """Streams may crowd one another out where more than this share of packets is sent again and none may have more packets
@@ -106,7 +106,7 @@ class Senders:
     resent_packets: int = 0
 
     def of(self, streams: int) -> int:
-        """Of so many streams."""
+        """Return how many of so many streams send."""
         return streams if self.count is None else min(self.count, streams)
 
     def after(self, link: LinkState) -> Senders:

@@ -12,7 +12,7 @@ _SHOWN = 5
 
 
 class Agreement:
-    """All nodes say the same of every round. Each method gives what is wrong, a line for each violation."""
+    """Checks that all nodes say the same of every round. Each method gives what is wrong, a line for each violation."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, Mapping[str, Any]]] = {}
@@ -23,7 +23,7 @@ class Agreement:
         """Rounds that more than one node recorded."""
 
     def digest_of(self, round: int) -> str | None:
-        """Of the outer state after a round, by the first node that recorded it."""
+        """Return the digest of the outer state after a round, by the first node that recorded it."""
         return self._first[round][1]["digest"] if round in self._first else None
 
     def add(self, node_id: str, event: Mapping[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ from zeroband.tools.cluster.network import Network
 _EXIT_CONFIG = 2
 _STORE_PATIENCE_S = 10.0
 _LEAVING_S = 60.0
-"""For the last guardians to clean up."""
+"""Time for the last guardians to clean up."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Conducted:
         return "; ".join(reasons)
 
     def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """All phases, from the first start to the last exit."""
+        """Go through all phases, from the first start to the last exit."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
         assert cluster.redis is not None
         rules = SoakRules(fault.detect_s, options.slack_s, options.keep_undisturbed)

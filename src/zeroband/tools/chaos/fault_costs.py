@@ -40,13 +40,13 @@ class InjectedFault:
         return all(name in self.over_s for name in self.names)
 
     def recovered_s(self) -> list[float]:
-        """From the end of the fault until each of its nodes had recovered."""
+        """Seconds from the end of the fault until each of its nodes had recovered."""
         if self.undone_s is None:
             return []
         return [at_s - self.undone_s for name, at_s in self.over_s.items() if name not in self.superseded]
 
     def span(self, end_s: float) -> Span:
-        """From the strike until all have recovered, at most until the soak's end."""
+        """Return the time from the strike until all have recovered, at most until the soak's end."""
         return self.at_s, max(self.over_s.values()) if self.is_over else end_s
 
 
@@ -57,7 +57,7 @@ class RoundCost:
     node_id: str
     round: int
     span: Span
-    """From the end of the round before to its own end."""
+    """Time from the end of the round before to its own end."""
     blocked_s: float
     """Waiting for others, transfer and retries."""
     tokens: int
@@ -70,7 +70,7 @@ class Fence:
 
     node_id: str
     span: Span
-    """From the end of its last round until it was a member again."""
+    """Time from the end of its last round until it was a member again."""
 
 
 def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> tuple[list[RoundCost], list[Fence]]:
@@ -119,7 +119,7 @@ class Share:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one node."""
+        """Tokens a second of one node."""
         return self.tokens / self.time_s if self.time_s else math.nan
 
 
@@ -195,9 +195,9 @@ class KindRow:
     kind: Kind
     count: int
     detected_s: tuple[float, ...]
-    """From the strike."""
+    """Seconds from the strike."""
     recovered_s: tuple[float, ...]
-    """From the end of the fault."""
+    """Seconds from the end of the fault."""
 
 
 def rows_of(struck: Sequence[InjectedFault]) -> list[KindRow]:

@@ -21,7 +21,7 @@ class Judgement:
 
     @property
     def headline(self) -> str:
-        """In a few words, the worst first."""
+        """Say the result in a few words, the worst first."""
         if self.violations:
             return f"{len(self.violations)} VIOLATION{'S' * (len(self.violations) > 1)}"
         if self.is_interrupted:

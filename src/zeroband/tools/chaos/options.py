@@ -17,10 +17,10 @@ from zeroband.tools.cluster.local import LocalCluster
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "chaos.toml"
 _FASTEST_STEPS_PER_S = 1000
-"""More than any node makes: a run of fewer steps may be complete before the soak is over."""
+"""Steps a second that no node makes: a run of fewer steps may be complete before the soak is over."""
 _ADVISED_STEPS = 100_000_000
 _AROUND_S = 600.0
-"""For what comes before and after the timed phases."""
+"""Time for what comes before and after the timed phases."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ChaosOptions:
     directory: Path = Path("runs")
     """run.dir of every node."""
     run_id: str | None = None
-    """None: LocalCluster makes one."""
+    """Name of the run; None: LocalCluster makes one."""
 
     @property
     def calm_minutes(self) -> float:

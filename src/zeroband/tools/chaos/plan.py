@@ -29,19 +29,19 @@ class Kind(Enum):
 
 
 PLANNED = tuple(kind for kind in Kind if kind is not Kind.ENDED)
-"""Those that a plan may hold."""
+"""Kinds that a plan may hold."""
 
 OF_PROCESSES = (Kind.MACHINE_KILLED, Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.LEAVES, Kind.ENDED)
-"""After these the node's processes end, and it is started again."""
+"""Faults after which the node's processes end, and it is started again."""
 
 OF_RANKS = (Kind.RANKS_KILLED, Kind.OUT_OF_MEMORY, Kind.RANKS_FROZEN, Kind.LEAVES)
-"""These need ranks to strike, not only a launcher."""
+"""Faults that need ranks to strike, not only a launcher."""
 
 OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR_CUT, Kind.LINK_DOWN)
-"""These need a network that can be broken."""
+"""Faults that need a network that can be broken."""
 
 OF_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
-"""These strike no node, and all."""
+"""Faults of the store, which strike no node, and all."""
 
 MEANINGS = {
     Kind.MACHINE_KILLED: "SIGKILL of every process of the node at once; its memory is gone",
@@ -76,12 +76,12 @@ class PlannedFault:
 
     number: int
     at_s: float
-    """After the end of the undisturbed phase."""
+    """Seconds from the end of the undisturbed phase."""
     kind: Kind
     nodes: tuple[str, ...]
-    """Those that it strikes; none for the store's."""
+    """Nodes that it strikes; none for the store's faults."""
     lasts_s: float
-    """Until it is undone: the node is started again, resumed, healed, or the store is back."""
+    """Seconds until it is undone: the node is started again, resumed, healed, or the store is back."""
 
     def __str__(self) -> str:
         struck = f" {' and '.join(self.nodes)}" if self.nodes else ""
@@ -99,12 +99,12 @@ class PlanRules:
     kinds: tuple[Kind, ...]
     detect_s: float
     keep_undisturbed: int = 2
-    """So many nodes are left in peace at any time."""
+    """Number of nodes that are left in peace at any time."""
     recovery_s: float = 25.0
     """Assumed time from the end of a fault until its node contributes again."""
 
     def possible_kinds(self) -> tuple[Kind, ...]:
-        """Those that leave enough nodes in peace, in the order of `kinds`."""
+        """Kinds that leave enough nodes in peace, in the order of `kinds`."""
         spare = len(self.nodes) - self.keep_undisturbed
         return tuple(kind for kind in self.kinds if targets_of(kind) <= spare)
 

@@ -27,7 +27,7 @@ _PIDS_EVERY_S = 5.0
 _MOST_PATIENCE = 3.0
 """A starved host prolongs a wait to so many times its length at most."""
 _ENDING_S = 60.0
-"""For processes that were struck to end by themselves, and for all nodes to leave at the end."""
+"""Time for struck processes to end by themselves, and for all nodes to leave at the end."""
 _BUSY = 0.2
 """A share of time: a host that keeps nodes waiting for a processor longer than this is said to be busy."""
 _BACK_S = 120.0
@@ -57,7 +57,7 @@ class Course:
 
     calm: tuple[float, float] = (0.0, 0.0)
     end_s: float = 0.0
-    """Of the phase with faults."""
+    """End of the phase with faults."""
     struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
     calm_cpu_s: float = 0.0
     """CPU time of all nodes and the store in the undisturbed phase."""
@@ -339,7 +339,7 @@ class Soak:
         self._look_after_ended(now_s, bound_s)
 
     def _wait_for(self, one: InjectedFault, undone_s: float) -> Overdue:
-        """For the nodes of a fault that was undone, until they contribute again."""
+        """Wait for the nodes of a fault that was undone, until they contribute again."""
         return Overdue(
             f"{' and '.join(one.names)} did not come back after {one.fault}", undone_s, self._back_s, one.names
         )

@@ -39,14 +39,14 @@ class Counts:
     hangs: int
     planned: int
     struck: int
-    """Of them."""
+    """Number of planned faults that struck."""
     audit: str
     cpu_share: float
-    """Of all cores, by all nodes and the store, in the undisturbed phase."""
+    """Part of all cores that the nodes and the store took in the undisturbed phase."""
     calm_starved: float
     """Part of the undisturbed phase in which some member waited for a processor."""
     starved: float
-    """The same of the phase with faults."""
+    """Part of the phase with faults in which some member waited for a processor."""
     restart_cpu_s: tuple[float, ...]
     """CPU time that each restarted node needed until it was a member."""
 

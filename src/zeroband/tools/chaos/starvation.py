@@ -23,7 +23,7 @@ class _Look:
     waited_s: Mapping[str, float]
 
     def lost_s(self, from_s: float, to_s: float, names: Iterable[str]) -> float:
-        """At most the part of the span that lies between these looks."""
+        """Return at most the part of the span that lies between these looks."""
         shared_s = min(self.to_s, to_s) - max(self.from_s, from_s)
         most_s = max([self.members_s, *(self.waited_s.get(name, 0.0) for name in names)])
         return max(0.0, min(shared_s, most_s))

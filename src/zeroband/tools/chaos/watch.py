@@ -26,7 +26,7 @@ from zeroband.tools.chaos.starvation import Starvation
 
 _AUDIT_EVERY_S = 5.0
 _AUDIT_SHARE = 0.05
-"""Of the soak's time: reading all events again takes longer the longer the run is."""
+"""Part of the soak's time for audits: reading all events again takes longer the longer the run is."""
 _SHOWN_EVENTS = 8
 
 
@@ -56,11 +56,11 @@ class Overdue:
     """Something that must be over within a bound, and is not yet."""
 
     what: str
-    """Who or what is late."""
+    """Name of who or what is late."""
     from_s: float
     bound_s: float
     nodes: tuple[str, ...] = ()
-    """Whose own waiting for a processor counts, beside that of all members."""
+    """Nodes whose own waiting for a processor counts, beside that of all members."""
 
 
 class NodeFiles:
@@ -75,7 +75,7 @@ class NodeFiles:
             node: [JsonlTail(run_dir / node / name) for name in (EVENTS_FILE, METRICS_FILE)] for node in nodes
         }
         self.records: dict[str, list[dict[str, Any]]] = {node: [] for node in nodes}
-        """All so far, of each node in the order of time."""
+        """Records of each node so far, in the order of time."""
 
     def read(self) -> list[tuple[str, dict[str, Any]]]:
         """The new ones, with their nodes."""
@@ -149,7 +149,7 @@ class Watch:
         return bool(self._pending)
 
     def expect_detection(self, struck: InjectedFault) -> None:
-        """From now on, note when the store's view shows this fault of living members."""
+        """Note from now on when the store's view shows this fault of living members."""
         members = frozenset(member for node in struck.fault.nodes for member in self.members_of(node))
         if members and self.view is not None and self.is_store_up:
             self._pending.append(_Pending(struck, members, cuts_of(self.view)))

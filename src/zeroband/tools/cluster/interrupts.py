@@ -12,7 +12,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """How often this process was asked to end."""
+    """Counts how often this process was asked to end."""
 
     def __init__(self) -> None:
         self.count = 0

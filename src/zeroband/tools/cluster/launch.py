@@ -26,7 +26,7 @@ from zeroband.tools.cluster.gpus import visible_gpus
 
 _LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PATIENCE_S = 30.0
-"""Between the signal that ends a rank at once and SIGKILL."""
+"""Seconds between the signal that ends a rank at once and SIGKILL."""
 _POLL_S = 0.05
 _EXIT_FAILED, _EXIT_CONFIG = 1, 2
 

@@ -64,9 +64,9 @@ class LocalCluster:
         self.run_id = run_id or f"local-{secrets.token_hex(4)}"
         self.run_dir = directory.absolute() / self.run_id
         self.nodes: dict[str, NodeProcess] = {}
-        """By node id; a node that was started again is a new NodeProcess."""
+        """Nodes by id; one that was started again is a new NodeProcess."""
         self.redis: RedisServer | None = redis
-        """Its own server, running while the context lasts."""
+        """Server of the cluster's own, running while the context lasts."""
         self.network = network
         self.store_url = store_url
         """What the nodes get; `redis.local_url` is for this process, which is not in their network."""

@@ -35,8 +35,8 @@ _HUB = "hub"
 _ANYONE = "*"
 _MAX_NODES = 254
 _SUBNET = "198.18.0"
-"""Of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no machine has
-its name server there."""
+"""Subnet of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no
+machine has its name server there."""
 _CARRIER_S = 10.0
 _NOBODY = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")

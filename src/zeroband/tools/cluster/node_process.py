@@ -29,15 +29,15 @@ class NodeSpec:
     ranks: int
     script: Path
     arguments: tuple[str, ...]
-    """Of the script."""
+    """Arguments of the script."""
     env: Mapping[str, str]
-    """Its whole environment."""
+    """The whole environment of the node."""
     node_dir: Path
     """`<run.dir>/<run.id>/<node id>`."""
     memory: Path
-    """Its folder in shared memory, removed when it is killed as a lost machine's memory would be."""
+    """Folder in shared memory, removed when the node is killed as a lost machine's memory would be."""
     prefix: tuple[str, ...] = ()
-    """Of its launcher's command, to start it in a network namespace of its own."""
+    """What stands before its launcher's command, to start it in a network namespace of its own."""
 
 
 class NodeProcess:
@@ -69,7 +69,7 @@ class NodeProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the launcher: None while it runs, negative if a signal ended it."""
+        """Exit code of the launcher: None while it runs, negative if a signal ended it."""
         return self._launcher.poll()
 
     @property
@@ -113,11 +113,11 @@ class NodeProcess:
         return self._launcher.wait(timeout_s)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records of the node's metrics.jsonl so far, over all its starts."""
+        """Read the records of the node's metrics.jsonl so far, over all its starts."""
         return JsonlTail(self.spec.node_dir / METRICS_FILE).read()
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All records of the node's events.jsonl so far, or those of one kind."""
+        """Read the records of the node's events.jsonl so far, or those of one kind."""
         records = JsonlTail(self.spec.node_dir / EVENTS_FILE).read()
         return [record for record in records if kind in (None, record["kind"])]
 

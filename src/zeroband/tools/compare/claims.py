@@ -48,13 +48,13 @@ class ClaimVerdict:
 
     claim: Claim
     found: float | None
-    """None: what it needs is not there."""
+    """The figure that was found; None: what it needs is not there."""
     why: str = ""
     """Why nothing was found."""
 
     @property
     def is_met(self) -> bool | None:
-        """None where nothing was found."""
+        """Whether the claim holds; None where nothing was found."""
         if self.found is None:
             return None
         low, high = self.claim.at_least, self.claim.at_most
@@ -66,7 +66,7 @@ class ClaimVerdict:
 
 
 def parse_claims(value: Any) -> tuple[Claim, ...]:
-    """From the tables of a file. Raises ConfigError."""
+    """Read claims from the tables of a file. Raises ConfigError."""
     claims: list[Claim] = []
     for table in value:
         try:

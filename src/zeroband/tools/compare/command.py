@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Comparison:
-    """All runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
+    """The runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
 
     def __init__(self, options: Options, command: str, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
         self._options, self._command = options, command
@@ -89,7 +89,7 @@ class Comparison:
         return self._trials[key]
 
     def run(self, console: Console) -> None:
-        """Until all runs are over; the page is written after each. Raises Stopped, RunFailed for the common start."""
+        """Go through all runs; the page is written after each. Raises Stopped, RunFailed for the common start."""
         with Bar(self._work, console) as bar:
             start = self._warm_start(bar)
             for arm in self._options.methods:
@@ -115,7 +115,7 @@ class Comparison:
         return out
 
     def _run_arm(self, arm: Arm, start: Path | None, bar: Bar) -> None:
-        """All learning rates with the first seed, then the best one with the others."""
+        """Run all learning rates with the first seed, then the best one with the others."""
         first, *others = self._options.seeds
         losses: dict[float, float | None] = {}
         for lr in self._to_try(losses, bar, arm):
@@ -138,7 +138,7 @@ class Comparison:
             yield lr
 
     def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> Outcome:
-        """Of a run, made now or kept from before."""
+        """Return the outcome of a run, made now or kept from before."""
         on_progress = bar.running(f"{one.arm.name}, lr {one.lr:g}, seed {one.seed}", one.work)
         kept = self._files.load(one.digest)
         outcome = kept or self._runner.run(one, start, on_progress)

@@ -16,7 +16,7 @@ class Series:
 
     name: str
     number: int
-    """Of the method in the table: the same colour in every chart."""
+    """Number of the method in the table: the same colour in every chart."""
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
@@ -26,7 +26,7 @@ class Chart:
     """Lines over one axis."""
 
     name: str
-    """Of its file."""
+    """Name of its file."""
     x_label: str
     is_log: bool
     series: tuple[Series, ...]
@@ -69,7 +69,7 @@ def _series(rows: Sequence[Row], x_of: Callable[[Row, float], float]) -> tuple[S
 
 
 def _mean_loss(row: Row, step: int) -> float | None:
-    """Over the seeds; None where one has none there: a checkpoint is skipped while the one before is being written."""
+    """Mean over the seeds; None where one has none: a checkpoint is skipped while the one before is being written."""
     losses = [point.loss for run in row.runs for point in run.points if point.step == step and point.loss is not None]
     return statistics.mean(losses) if len(losses) == len(row.runs) else None
 

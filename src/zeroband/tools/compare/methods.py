@@ -33,7 +33,7 @@ class Preset:
     """What a name stands for."""
 
     what: str
-    """In words, for the page."""
+    """Meaning in words, for the page."""
     outer: Mapping[str, Any] | None
     """The section; None: one node alone, with the batch of one."""
     way: Way
@@ -87,10 +87,10 @@ class Arm:
     """One method with its settings: a line of the table."""
 
     name: str
-    """As the user wrote it: `demo`, `demo:k=8`."""
+    """Name as the user wrote it: `demo`, `demo:k=8`."""
     preset: str
     settings: tuple[tuple[str, Any], ...] = ()
-    """Over the preset's, by dotted key; below [outer] where no section is named."""
+    """Settings over the preset's, by dotted key; below [outer] where no section is named."""
 
     @property
     def way(self) -> Way:
@@ -157,7 +157,7 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def known_presets() -> tuple[str, ...]:
-    """Those that the installed schema has all settings for."""
+    """Return the presets that the installed schema has all settings for."""
     return tuple(name for name in PRESETS if not objection(Arm(name, name)))
 
 
@@ -166,7 +166,7 @@ def _known() -> str:
 
 
 def digest_of_algorithm(outer: CustomConfig) -> str:
-    """Of the file of an algorithm of one's own. Raises ConfigError where it has none."""
+    """Return the digest of the file of an algorithm of one's own. Raises ConfigError where it has none."""
     from zeroband.outer.custom import load_algorithm  # torch, which no other method needs
 
     return load_algorithm(outer).digest

@@ -32,7 +32,7 @@ class Options:
     """run.seed of the runs: the order of the data. The learning rate is chosen with the first one."""
     nodes: int = 2
     inner_steps: int = 20
-    """Of a round, for methods that have rounds."""
+    """Inner steps of a round, for methods that have rounds."""
     lrs: tuple[float, ...] = ()
     """Peak learning rates of the inner optimizer to try for every method; empty: the configuration's alone."""
     tries: int = 5
@@ -40,17 +40,17 @@ class Options:
     warm_steps: int = 0
     """Steps of the common start, with the batch of all nodes together; 0: from random weights."""
     warm_lr: float | None = None
-    """Its peak learning rate; None: the configuration's."""
+    """Peak learning rate of the common start; None: the configuration's."""
     points: int = 4
     """Places of a run at which the outer state is kept and evaluated, its end among them."""
     samples: int = 512
     """Held-out samples to evaluate on."""
     link: str = "100mbit,80ms"
-    """For the simulated wall-clock: the rate of a node's access and the round trip between two."""
+    """Link of the simulated wall-clock: the rate of a node's access and the round trip between two."""
     step_s: float | None = None
-    """For the simulated wall-clock: the time of an inner step; None: as measured here."""
+    """Seconds of an inner step for the simulated wall-clock; None: as measured here."""
     limit_minutes: float = 60.0
-    """Of one run; one that takes longer has failed."""
+    """Longest time of one run; one that takes longer has failed."""
     claims: tuple[Claim, ...] = field(default=())
     """What the figures should show, checked at the end."""
     out: Path = Path("runs/compare")
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(values: Mapping[str, Any]) -> Options:
-    """From TOML values or texts of flags. Raises ConfigError."""
+    """Make options of TOML values or texts of flags. Raises ConfigError."""
     names = {entry.name for entry in fields(Options)} - {"arguments"}
     if unknown := sorted(set(values) - names):
         raise ConfigError(f"[{TABLE}] has no key {', '.join(unknown)}; there are {', '.join(sorted(names))}")

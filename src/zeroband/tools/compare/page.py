@@ -29,7 +29,7 @@ COLUMNS: Mapping[str, str] = {
     "rounds": "outer updates",
     "wall": "of the run here, with starting and ending its processes; at the link: simulated",
 }
-"""Of the table, and what they mean."""
+"""Columns of the table, and what they mean."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ResultPage:
     """Machine, model, data, link: name and value."""
     rows: Sequence[Row]
     outcomes: Sequence[Outcome]
-    """All runs, those of the other learning rates among them."""
+    """The runs, those of the other learning rates among them."""
     verdicts: Sequence[ClaimVerdict]
     cautions: Sequence[str]
     charts: Sequence[Chart]

@@ -17,7 +17,7 @@ from typing import Any
 from zeroband.tools.compare.trial_measures import Measured
 
 FORMAT = 1
-"""Of the files, and part of every digest: another one makes all runs anew."""
+"""Number of the files' format, and part of every digest: another one makes all runs anew."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outcome:
     lr: float
     seed: int
     digest: str
-    """Of its configuration, its start and how it is evaluated."""
+    """Digest of its configuration, its start and how it is evaluated."""
     params: int = 0
     points: tuple[Point, ...] = ()
     measured: Measured | None = None
@@ -48,12 +48,12 @@ class Outcome:
 
     @property
     def loss(self) -> float | None:
-        """Of the end of the run; None where it failed or diverged."""
+        """Loss at the end of the run; None where it failed or diverged."""
         return self.points[-1].loss if self.points and not self.failure else None
 
     @property
     def state(self) -> str:
-        """In a word, for the table."""
+        """Say the state in a word, for the table."""
         if self.failure:
             return "failed"
         return "done" if self.loss is not None else "diverged"

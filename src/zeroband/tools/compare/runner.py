@@ -86,7 +86,7 @@ class Runner:
     def _train(
         self, run_id: str, arguments: Sequence[str], nodes: int, is_alone: bool, on_progress: OnProgress
     ) -> tuple[RunView, list[list[dict[str, object]]]]:
-        """From the first start to the last exit; the run as its files show it, and the metrics of each node."""
+        """Run it from the first start to the last exit; the run as its files show it, and the metrics of each node."""
         for folder in (self._folder / "runs" / run_id, self._checkpoints / run_id):
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted comparison
         cluster = LocalCluster(
@@ -103,7 +103,7 @@ class Runner:
             return cluster.view(), [node.metrics() for node in cluster.nodes.values()]
 
     def _watch(self, cluster: LocalCluster, on_progress: OnProgress) -> None:
-        """Until all nodes have ended well. Raises RunFailed as soon as one has not, Stopped when asked to."""
+        """Wait until all nodes have ended well. Raises RunFailed as soon as one has not, Stopped when asked to."""
         end_s = time.monotonic() + self._limit_s
         while cluster.running:
             for node in cluster.nodes.values():

@@ -1,4 +1,4 @@
-"""From outcomes to the lines of the table: one for each method, at its best learning rate. Pure."""
+"""Makes the lines of the table from outcomes: one for each method, at its best learning rate. Pure."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Row:
 
     arm: str
     lr: float | None
-    """None: no run of it ended well."""
+    """Best learning rate; None: no run ended well."""
     tried: tuple[float, ...]
     is_bracketed: bool
     losses: tuple[float, ...]
-    """Of each seed that ended well, at the best learning rate."""
+    """Loss of each seed that ended well, at the best learning rate."""
     failures: tuple[str, ...]
-    """Of all its runs."""
+    """Failures of all its runs."""
     lost: tuple[str, ...] = ()
     """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
     runs: tuple[Outcome, ...] = ()
-    """At the best learning rate, those that ended well."""
+    """Outcomes at the best learning rate that ended well."""
     payload_ratio: float | None = None
     at_link: AtLink | None = None
 
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Between the best and the worst seed."""
+        """Distance between the best and the worst seed."""
         return max(self.losses) - min(self.losses) if self.losses else 0.0
 
     @property

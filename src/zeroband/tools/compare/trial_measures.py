@@ -23,13 +23,13 @@ class Measured:
     steps: int
     """Inner steps of a node."""
     tokens: int
-    """Of all nodes."""
+    """Tokens of all nodes."""
     step_s: float
     """Median of an inner step without what happens between nodes."""
     blocked_s: float
-    """In which training stood still for the others, or for this node's part of a round, over the run."""
+    """Seconds in which training stood still for the others, or for this node's part of a round, over the run."""
     wall_s: float
-    """From the first step's beginning to the last one's end."""
+    """Seconds from the first step's beginning to the last one's end."""
     rounds: int
     """Outer updates."""
     sent_bytes: float
@@ -127,7 +127,7 @@ class AtLink:
     """A run as it would go with another link between its nodes, by the formulas of `zeroband plan`."""
 
     step_s: float
-    """Of an inner step with its share of the outer one and of waiting."""
+    """Seconds of an inner step with its share of the outer one and of waiting."""
     compute_utilisation: float
 
 

@@ -48,12 +48,12 @@ class Bar:
         self._progress.stop()
 
     def add(self, work: float) -> None:
-        """There is more to do than was known."""
+        """Count more work than was known."""
         self._total += work
         self._show(0.0)
 
     def drop(self, work: float, line: str) -> None:
-        """There is less to do: it was done before, or is given up."""
+        """Count less work: it was done before, or is given up."""
         self.add(-work)
         self._say(line)
 
@@ -63,7 +63,7 @@ class Bar:
         return lambda share: self._show(share * work)
 
     def over(self, work: float, line: str) -> None:
-        """It is over."""
+        """Count work as done."""
         self._done += work
         self._show(0.0)
         self._say(line)

@@ -22,7 +22,7 @@ from zeroband.tools.compare.options import Options
 from zeroband.tools.compare.results import FORMAT
 
 WARM_SEED = 271828
-"""Of the common start's data, so that no run begins with the samples that it has just seen."""
+"""Seed of the common start's data, so that no run begins with the samples that it has just seen."""
 
 _OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.init_from", "ckpt.path", "ckpt.retry_s")
 _SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
@@ -43,7 +43,7 @@ class Trial:
     seed: int
     nodes: int
     arguments: tuple[str, ...]
-    """Of every node, without where it writes."""
+    """Arguments of every node, without where it writes."""
     config: RunConfig
     digest: str
 
@@ -118,7 +118,7 @@ def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any]) -> str:
 
 @cache
 def code_digest() -> str:
-    """Of the code that trains: runs of another one are not these runs. What only looks or shows is left out."""
+    """Return the digest of the code that trains: another one makes other runs. What only looks or shows is left out."""
     root, seen = Path(zeroband.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()

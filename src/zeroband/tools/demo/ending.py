@@ -42,7 +42,7 @@ def first_and_last_loss(run: RunView) -> tuple[float, float]:
 
 
 def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: str | None, took_s: float) -> str:
-    """All that the demo prints when it is over."""
+    """Write everything that the demo prints when it is over."""
     first, last = first_and_last_loss(run)
     digests = final_digests(run, node_ids)
     verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"

@@ -28,7 +28,7 @@ class Scene:
     run: RunView
     elapsed_s: float
     node_ids: tuple[str, ...]
-    """All that belong to the story, whether or not they have written anything yet."""
+    """Nodes that belong to the story, whether or not they have written anything yet."""
     down: frozenset[str]
     """Nodes that were killed and not started again."""
     total_steps: int

@@ -106,7 +106,7 @@ class Story:
         self._act = Act.TOGETHER
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
-        """Until every node has ended or the user wants to stop. Raises DemoFailed."""
+        """Play until every node has ended or the user wants to stop. Raises DemoFailed."""
         self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with a launcher of its own")
         screen.show(self._scene())
         for node_id in NODES:

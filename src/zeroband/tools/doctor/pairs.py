@@ -50,7 +50,7 @@ class PairFinding:
     it_reaches_us: bool
     rtt_ms: float | None = None
     mbit: float | None = None
-    """Of payload, in each direction at the same time."""
+    """Mbit/s of payload, in each direction at the same time."""
 
     @property
     def advice(self) -> str:

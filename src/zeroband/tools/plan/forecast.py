@@ -38,7 +38,7 @@ CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "streaming": ("int8", "int4"),
     "eager": ("int8", "int4"),
 }
-"""Of the methods that average dense values. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
+"""Codecs of the methods that average dense values. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
 
 
 HEADERS = (1538 + 90 / 2) / 1448
@@ -53,17 +53,17 @@ class Link:
     up_bytes_per_s: float
     down_bytes_per_s: float
     rtt_s: float
-    """To another node."""
+    """Round trip to another node."""
     store_rtt_s: float | None = None
-    """To the store; None: as to another node."""
+    """Round trip to the store; None: as to another node."""
 
     @property
     def agreement_s(self) -> float:
-        """Of the members on a round's beginning and its end."""
+        """Seconds for the members to agree on a round's beginning and its end."""
         return STORE_TRIPS * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
 
     def network(self, nodes: int) -> LinkTable:
-        """For an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
+        """Return the links of an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
         mbit = max(1, round(min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
         return LinkTable((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
 
@@ -75,13 +75,13 @@ class Job:
     params: float
     nodes: int
     step_s: float
-    """Of an inner step, without waiting."""
+    """Seconds of an inner step, without waiting."""
     inner_steps: int = 100
-    """Of a round of DiLoCo, streaming and eager."""
+    """Inner steps of a round of DiLoCo, streaming and eager."""
     sparse_steps: int = 30
-    """Of a round of SparseLoCo."""
+    """Inner steps of a round of SparseLoCo."""
     fragments: int = 5
-    """Of Streaming DiLoCo."""
+    """Number of fragments of Streaming DiLoCo."""
     overlap: int = 5
     """Inner steps that a fragment of it may travel."""
     k: int = 4
@@ -90,7 +90,7 @@ class Job:
     """Steps that DeMo's payload may travel: 0 or 1."""
     relay: Relay = "none"
     cores: float = 4.0
-    """That a node has for its own part of a round."""
+    """Number of cores that a node has for its own part of a round."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class OwnWork:
     """
 
     packing_s: float
-    """While training stands still: contribution and encoding, outer step, digest and copies of the state."""
+    """Seconds in which training stands still: contribution and encoding, outer step, digest and copies of the state."""
     round_s: float
-    """The same for each synchronisation, whatever the model's size; more cores do not shorten it."""
+    """Seconds of own work for each synchronisation, whatever the model's size; more cores do not shorten it."""
     unpacking_s: float = 0.0
-    """Before a round can be applied."""
+    """Seconds of unpacking before a round can be applied, for each value."""
     payload_s: float = 0.0
-    """The same, for each node's payload."""
+    """Seconds of unpacking for each node's payload."""
 
 
 _DENSE = OwnWork(7e-9, 0.009)
@@ -120,7 +120,7 @@ OWN_WORK: Mapping[Method, OwnWork] = {
     "demo": OwnWork(60e-9, 0.021, 22e-9, 2.5e-9),
     "sparseloco": OwnWork(27e-9, 0.02, 8e-9, 2e-9),
 }
-"""By method, on a CPU."""
+"""Own work by method, on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,20 @@ class Forecast:
     payload_bytes: int
     """What a node has to say in a round, encoded."""
     sent_bytes: float
-    """In a round, with what it passes on."""
+    """Bytes sent in a round, with what it passes on."""
     received_bytes: float
     peak_bytes: float
     """Sent within one synchronisation, which is what a link has to carry at a time."""
     transfer_s: float
-    """Of a round."""
+    """Seconds of a round's transfer."""
     beside_s: float
     """What comes to the transfer before a round can be applied: agreement and unpacking."""
     overlap_s: float
-    """Of both that training does not wait for, at most."""
+    """Most seconds of both that training does not wait for."""
     waits_s: float
-    """In a round."""
+    """Seconds in a round for which training waits."""
     own_s: float
-    """In a round: the node's own work for it, for which training stands still."""
+    """Seconds in a round of the node's own work for it, for which training stands still."""
     step_s: float
 
     @property
@@ -174,7 +174,7 @@ class Forecast:
 
 
 def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
-    """All methods with all codecs that make sense for them. Raises ConfigError for knobs that contradict each other."""
+    """Forecast all methods with all codecs that make sense for them. Raises ConfigError for contradicting knobs."""
     return tuple(forecast for build in _BUILDERS for forecast in build(job, link))
 
 
@@ -282,7 +282,7 @@ def _forecast(
     overlap_s: float,
     times: int = 1,
 ) -> Forecast:
-    """Of a round that synchronises so many times. `moved`: bytes sent, received and at a time; all of it each time."""
+    """Forecast rounds of so many synchronisations. `moved`: bytes sent, received and at a time, in each of them."""
     work, a_value_s, others = OWN_WORK[method], job.params / job.cores, job.nodes - 1
     own_s = work.packing_s * a_value_s + times * work.round_s / min(1.0, job.cores)
     unpacking_s = (work.unpacking_s + work.payload_s * job.nodes) * a_value_s
@@ -335,4 +335,4 @@ _BUILDERS: tuple[Callable[[Job, Link], Iterator[Forecast]], ...] = (
     _sparseloco,
     _demo,
 )
-"""In the order in which they are preferred where they serve equally well: the fewest known losses first."""
+"""Methods in the order in which they are preferred where they serve equally well: the fewest known losses first."""
