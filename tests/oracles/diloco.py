@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tests.oracles.problem import Problem, mean, nesterov
 from torch import Tensor
@@ -33,10 +35,18 @@ def delayed(problem: Problem, rounds: int, inner_steps: int, lr: float, mu: floa
     return history
 
 
-def eager(problem: Problem, rounds: int, inner_steps: int, lr: float, mu: float) -> list[list[Tensor]]:
+def eager(
+    problem: Problem,
+    rounds: int,
+    inner_steps: int,
+    lr: float,
+    mu: float,
+    sent: Callable[[int, Tensor], Tensor] = lambda node, delta: delta,
+) -> list[list[Tensor]]:
     """Eager updates, arXiv:2502.12996, algorithm 3 (second-hand): each replica's own parameters after each round.
 
     Each has an outer optimizer of its own, fed with the mean of its fresh pseudo-gradient and the others' late ones.
+    `sent`: what becomes of a node's pseudo-gradient where it is compressed.
     """
     nodes = range(problem.nodes)
     thetas = [problem.start() for _ in nodes]
@@ -45,7 +55,7 @@ def eager(problem: Problem, rounds: int, inner_steps: int, lr: float, mu: float)
     history: list[list[Tensor]] = []
     for round in range(rounds):
         first = 1 + round * inner_steps
-        fresh = [thetas[m] - problem.inner_steps(m, first, inner_steps, thetas[m]) for m in nodes]
+        fresh = [sent(m, thetas[m] - problem.inner_steps(m, first, inner_steps, thetas[m])) for m in nodes]
         for m in nodes:
             delta = mean([fresh[m] if other == m else late[other] for other in nodes])
             thetas[m], vs[m] = nesterov(thetas[m], vs[m], delta, lr, mu)

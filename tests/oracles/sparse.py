@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from tests.oracles.problem import SHAPES, Problem, mean
+from tests.oracles.problem import LAYOUT, SHAPES, Problem, mean
 from torch import Tensor
+
+from zeroband.outer.compression.bits import ALIGNMENT
+from zeroband.outer.compression.sparse_codec import SparseCodec
 
 Chunk = list[list[float]]
 Coefficient = tuple[int, int]
@@ -133,20 +136,44 @@ def two_bit(values: list[float]) -> list[float]:
     return [math.copysign(levels[abs(value) > border], value) for value in values]
 
 
+Runs = list[list[tuple[list[int], int]]]
+"""Chunks whose values share their two sizes, each as indices of its values and how many are sent."""
+
+
+def runs_of(codec: SparseCodec) -> Runs:
+    """Chunks of each run, as indices into the flat buffer without what is padded, and how many values each sends."""
+    numbers = torch.arange(1, LAYOUT.numel + 1).float()
+    found: Runs = []
+    for section in codec.sections:
+        chunks = section.group.read(numbers, 0, section.group.chunks).flatten(1).int().tolist()
+        lists = [([i - 1 for i in chunk if i], section.record.k) for chunk in chunks]
+        found += [lists[i : i + ALIGNMENT] for i in range(0, len(lists), ALIGNMENT)]
+    return found
+
+
+def sparsified(errors: Tensor, runs: Runs) -> Tensor:
+    """The largest values of each chunk, in two bits; 0 elsewhere."""
+    sent = torch.zeros_like(errors)
+    for run in runs:
+        chosen: list[int] = []
+        for chunk, k in run:
+            order = sorted(chunk, key=lambda i: (-abs(float(errors[i])), chunk.index(i)))
+            chosen += sorted(order[:k], key=chunk.index)
+        sent[chosen] = torch.tensor(two_bit(errors[chosen].tolist()))
+    return sent
+
+
 def sparseloco(
     problem: Problem,
     rounds: int,
     inner_steps: int,
     *,
-    runs: list[list[tuple[list[int], int]]],
+    runs: Runs,
     decay: float,
     lr: float,
     leaves: dict[int, int] | None = None,
 ) -> list[Tensor]:
-    """The outer parameters after each round. `leaves`: nodes, and the first round without them, which count from 0.
-
-    `runs`: chunks whose values share their two sizes, each as indices of its values and how many are sent.
-    """
+    """The outer parameters after each round. `leaves`: nodes, and the first round without them, which count from 0."""
     theta = problem.start()
     errors = [torch.zeros(problem.numel) for _ in range(problem.nodes)]
     history: list[Tensor] = []
@@ -155,13 +182,7 @@ def sparseloco(
         for m in range(problem.nodes):
             inner = problem.inner_steps(m, 1 + round * inner_steps, inner_steps, theta)
             errors[m] = decay * errors[m] + (theta - inner)
-            sent = torch.zeros(problem.numel)
-            for run in runs:
-                chosen: list[int] = []
-                for chunk, k in run:
-                    order = sorted(chunk, key=lambda i: (-abs(float(errors[m][i])), chunk.index(i)))
-                    chosen += sorted(order[:k], key=chunk.index)
-                sent[chosen] = torch.tensor(two_bit(errors[m][chosen].tolist()))
+            sent = sparsified(errors[m], runs)
             errors[m] = errors[m] - sent
             decoded.append(sent)
         theta = theta - lr * mean([sent for m, sent in enumerate(decoded) if round < (leaves or {}).get(m, rounds)])

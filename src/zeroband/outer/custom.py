@@ -66,8 +66,8 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
         _require_single_steps(config)
     elif config.merge == "eager" and getattr(algorithm, "outer_sgd", None) is None:
         raise ConfigError(
-            f'outer.algorithm={config.algorithm!r}: outer.merge = "eager" needs an outer step that is SGD (`outer_sgd`): '
-            "what a node adds at once has to be taken out again when the others' part comes; set outer.merge = "
+            f'outer.algorithm={config.algorithm!r}: outer.merge = "eager" needs an outer step that is SGD '
+            "(`outer_sgd`), so that what counted at once can be taken out again; set outer.merge = "
             '"overwrite" or "mix"'
         )
     settings = _settings(config, getattr(algorithm, "Settings", Section))

@@ -118,6 +118,19 @@ def test_one_that_synchronises_at_every_step_needs_rounds_of_one(
         load_algorithm(CustomConfig(type="custom", algorithm=str(path), **rounds))
 
 
+def test_eager_updates_need_an_outer_step_that_is_sgd(written: Callable[[str], Path]) -> None:
+    eager = {"inner_steps": 4, "overlap": "full", "merge": "eager"}
+    with pytest.raises(ConfigError, match=r"outer\.merge = \"eager\" needs an outer step that is SGD"):
+        load_algorithm(CustomConfig(type="custom", algorithm=str(FED_ADAM), **eager))
+    path = written(
+        "from zeroband.config.outer import OuterSGDConfig\nfrom zeroband.outer.many_steps import ManySteps\n"
+        "class Plain(ManySteps):\n    outer_sgd = OuterSGDConfig(lr=1.0, momentum=0.0)\n"
+        "    def take_step(self, outer, result, *, outer_step): outer['params'].sub_(result)\n"
+        "ALGORITHM = Plain\n"
+    )
+    assert not load_algorithm(CustomConfig(type="custom", algorithm=str(path), **eager)).is_every_step
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -6,13 +6,12 @@ import pytest
 import torch
 from tests.oracles.diloco import ddp, delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, Converging, Pooled, Problem, mean
-from tests.oracles.sparse import demo, sparseloco
+from tests.oracles.sparse import demo, runs_of, sparseloco
 from torch import Tensor
 
 from zeroband.config.outer import DemoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.config.stability import largest_stable_lr
 from zeroband.model.optim import sign_step
-from zeroband.outer.compression.bits import ALIGNMENT
 from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
@@ -224,17 +223,6 @@ def test_sparseloco_is_its_oracle_bit_for_bit() -> None:
         ours.append(theta.clone())
     theirs = sparseloco(problem, ROUNDS, INNER_STEPS, runs=runs_of(feedback.codec), decay=0.95, lr=0.8)
     assert equal(ours, theirs)
-
-
-def runs_of(codec: SparseCodec) -> list[list[tuple[list[int], int]]]:
-    """Chunks of each run, as indices into the flat buffer without what is padded, and how many values each sends."""
-    numbers = torch.arange(1, LAYOUT.numel + 1).float()
-    found: list[list[tuple[list[int], int]]] = []
-    for section in codec.sections:
-        chunks = section.group.read(numbers, 0, section.group.chunks).flatten(1).int().tolist()
-        lists = [([i - 1 for i in chunk if i], section.record.k) for chunk in chunks]
-        found += [lists[i : i + ALIGNMENT] for i in range(0, len(lists), ALIGNMENT)]
-    return found
 
 
 @pytest.mark.slow

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.oracles.diloco import delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, SHAPES, Problem
-from tests.oracles.streaming import streaming
+from tests.oracles.sparse import runs_of
+from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
 from torch import Tensor, nn
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
 from zeroband.elastic.membership.progress import Progress
-from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.state.fragments import fragments_of
+from zeroband.outer.many_steps import PARAMS
+from zeroband.outer.sparseloco import error_rule
+from zeroband.state.fragments import Fragment, fragments_of
 from zeroband.tools.audit import AuditedRound, audit
 
 StartRun = Callable[..., Any]
@@ -48,11 +51,30 @@ def diloco_with(lr: float = 0.4, momentum: float = 0.9, **settings: Any) -> Dilo
     return DilocoConfig.model_validate({"type": "diloco", "inner_steps": H, **settings, "optimizer": sgd})
 
 
+def sparseloco_with(**settings: Any) -> SparseLocoConfig:
+    return SparseLocoConfig.model_validate({"type": "sparseloco", "inner_steps": H, "k": 5, "chunk": 4, **settings})
+
+
+FED_ADAM = str(Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py")
+
+
+def fed_adam_with(**settings: Any) -> CustomConfig:
+    return CustomConfig.model_validate({"type": "custom", "algorithm": FED_ADAM, "inner_steps": H, **settings})
+
+
+MakeConfig = Callable[..., RoundsConfig]
+ALGORITHMS: dict[str, MakeConfig] = {
+    "diloco": diloco_with,
+    "sparseloco": sparseloco_with,
+    "fed_adam": fed_adam_with,
+}
+
+
 @pytest.fixture
 def train(start_run: StartRun) -> Callable[..., Run]:
     """train(config, nodes, steps): a run of these nodes after so many inner steps of the oracles' problem."""
 
-    def start(config: DilocoConfig, nodes: int, steps: int, **settings: Any) -> Run:
+    def start(config: RoundsConfig, nodes: int, steps: int, **settings: Any) -> Run:
         run = start_run(config, *NAMES[:nodes], model=Oracle, **settings)
         go_on(run, steps)
         return run
@@ -71,7 +93,7 @@ def assert_one_outer_state(run: Run, *names: str) -> None:
     first, *others = names or tuple(run.nodes)
     for other in others:
         assert run[other].outer.state_digest == run[first].outer.state_digest
-        for section in (PARAMS, MOMENTUM):
+        for section in run[first].outer.sections:
             assert torch.equal(run[other].buffers[section], run[first].buffers[section])
 
 
@@ -102,6 +124,21 @@ def test_eager_replicas_are_those_of_the_paper(train: Callable[..., Run], nodes:
     assert_every_sample_once(run)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_eager_replicas_of_sparse_updates_count_what_they_sent(train: Callable[..., Run], nodes: int) -> None:
+    """What a payload left in the errors comes later, for the node itself as for the others."""
+    config = sparseloco_with(lr=0.5, overlap="full", merge="eager")
+    rule = rule_of("sparseloco", fragments_of(LAYOUT, 1))
+    run, whole = train(config, nodes, 0), list(range(LAYOUT.numel))
+    expected = eager(Problem(nodes), ROUNDS, H, 0.5, 0.0, lambda node, delta: rule.sent(node, 0, whole, delta))
+    for round in range(ROUNDS):
+        go_on(run, H)
+        for name, theta in zip(NAMES, expected[round], strict=False):
+            torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
+    assert_one_outer_state(run)
+    assert_every_sample_once(run)
+
+
 def test_eager_updates_of_one_node_are_diloco(train: Callable[..., Run]) -> None:
     expected = diloco(Problem(1), ROUNDS, H, 0.4, 0.9)[-1]
     run = train(diloco_with(overlap="full", merge="eager"), 1, ROUNDS * H)
@@ -115,17 +152,32 @@ def test_delayed_updates_are_those_of_the_paper_bit_for_bit(train: Callable[...,
         assert all(torch.equal(node.params, theta) for node in run.nodes.values())
 
 
+def rule_of(name: str, fragments: Sequence[Fragment]) -> OuterRule:
+    """What the oracle does in the place of this algorithm."""
+    match name:
+        case "diloco":
+            return Nesterov(0.4, 0.9)
+        case "fed_adam":
+            return Adam(0.003, 0.9, 0.99, 0.001)
+        case _:
+            config = sparseloco_with()
+            codecs = [error_rule(config, LAYOUT.only(fragment.names)).codec for fragment in fragments]
+            return Sparse(config.lr, config.decay, [runs_of(codec) for codec in codecs])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (1, 3), (2, 0), (2, 1), (4, 0)])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_streaming_is_its_oracle_bit_for_bit(
-    train: Callable[..., Run], fragments: int, overlap: int, alpha: float
+def test_every_schedule_is_its_oracle_bit_for_bit(
+    train: Callable[..., Run], algorithm: str, fragments: int, overlap: int, alpha: float
 ) -> None:
     settings = {"fragments": fragments, "overlap": overlap, "merge": "mix", "alpha": alpha}
-    run = train(diloco_with(**settings), 2, 0)
-    indices = [[i for a, b in f.ranges for i in range(a, b)] for f in fragments_of(LAYOUT, fragments)]
+    run, parts = train(ALGORITHMS[algorithm](**settings), 2, 0), fragments_of(LAYOUT, fragments)
+    indices = [[i for a, b in f.ranges for i in range(a, b)] for f in parts]
     for steps in (3, H * ROUNDS):
         go_on(run, steps - run["a"].outer.inner_step)
-        outer, replicas = streaming(Problem(2), steps, H, indices, overlap, alpha, 0.4, 0.9)
+        rule = rule_of(algorithm, parts)
+        outer, replicas = streaming(Problem(2), steps, H, indices, overlap, alpha, rule)
         assert torch.equal(run["a"].buffers[PARAMS], outer)
         assert all(torch.equal(run[name].params, theta) for name, theta in zip(NAMES, replicas, strict=False))
     assert_every_sample_once(run)
@@ -163,11 +215,22 @@ WAYS = {
     "fragments": {"fragments": 4},
 }
 every_way = pytest.mark.parametrize("settings", WAYS.values(), ids=list(WAYS))
+every_algorithm_and_way = pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        pytest.param(make, settings, id=f"{name}-{way}")
+        for name, make in ALGORITHMS.items()
+        for way, settings in WAYS.items()
+        if name != "fed_adam" or settings.get("merge") != "eager"
+    ],
+)
 
 
-@every_way
-def test_run_ends_with_one_model_on_all_nodes(train: Callable[..., Run], settings: dict[str, Any]) -> None:
-    run = train(diloco_with(**settings), 2, 1000, total_steps=5 * H + 3)
+@every_algorithm_and_way
+def test_run_ends_with_one_model_on_all_nodes(
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
+) -> None:
+    run = train(make(**settings), 2, 1000, total_steps=5 * H + 3)
     assert_one_outer_state(run)
     for node in run.nodes.values():
         assert node.outer.progress.is_complete and node.outer.progress.inner_step == 5 * H + 3
@@ -205,12 +268,12 @@ def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves
     torch.testing.assert_close(node.buffers[PARAMS], sent + MERGES[merge] * step, atol=1e-6, rtol=0)
 
 
-@every_way
+@every_algorithm_and_way
 @pytest.mark.parametrize("pace", [1, 3])
 def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
-    train: Callable[..., Run], settings: dict[str, Any], pace: int
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any], pace: int
 ) -> None:
-    config = diloco_with(inner_steps=4 * H, **settings)
+    config = make(inner_steps=4 * H, **settings)
     run = train(config, 2, 1000, total_steps=9 * H, pace={"b": pace})
     assert_one_outer_state(run)
     for node in run.nodes.values():
@@ -220,11 +283,11 @@ def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
     assert_every_sample_once(run)
 
 
-@every_way
+@every_algorithm_and_way
 def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
-    train: Callable[..., Run], settings: dict[str, Any]
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
-    config = diloco_with(**settings)
+    config = make(**settings)
     run = train(config, 1, 2 * H, total_steps=2 * H + config.phase_steps)
     run["a"].outer.flush()
     joiner = run.add("b")
@@ -238,9 +301,11 @@ def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
     assert_every_sample_once(run)
 
 
-@every_way
-def test_checkpoint_finds_one_model_on_all_nodes(train: Callable[..., Run], settings: dict[str, Any]) -> None:
-    run, found = train(diloco_with(**settings), 2, 0, flush_every=5), 0
+@every_algorithm_and_way
+def test_checkpoint_finds_one_model_on_all_nodes(
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
+) -> None:
+    run, found = train(make(**settings), 2, 0, flush_every=5), 0
     for _ in range(6 * H):
         before = run["a"].outer.round
         go_on(run, 1)
@@ -252,11 +317,11 @@ def test_checkpoint_finds_one_model_on_all_nodes(train: Callable[..., Run], sett
     assert_one_outer_state(run)
 
 
-@every_way
+@every_algorithm_and_way
 def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
-    train: Callable[..., Run], settings: dict[str, Any]
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
-    run = train(diloco_with(**settings), 3, 6 * H, inject={"c": ["reduced@4=SIGKILL"]}, total_steps=8 * H)
+    run = train(make(**settings), 3, 6 * H, inject={"c": ["reduced@4=SIGKILL"]}, total_steps=8 * H)
     go_on(run, 1000, "a", "b", nodes=3)
     assert_one_outer_state(run, "a", "b")
     assert_every_sample_once(run)
@@ -265,9 +330,11 @@ def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
     assert run["a"].outer.progress.is_complete
 
 
-@every_way
-def test_joiner_holds_the_outer_state_of_the_others(train: Callable[..., Run], settings: dict[str, Any]) -> None:
-    run = train(diloco_with(**settings), 2, 3 * H)
+@every_algorithm_and_way
+def test_joiner_holds_the_outer_state_of_the_others(
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
+) -> None:
+    run = train(make(**settings), 2, 3 * H)
     run.together(a=run["a"].outer.flush, b=run["b"].outer.flush)
     joiner = run.add("c")
     joiner.receive(run["a"])
@@ -288,11 +355,11 @@ def _train_beside(run: Run, name: str, joiner: str) -> None:
     run[name].reports += run[name].outer.flush()
 
 
-@every_way
+@every_algorithm_and_way
 def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_others(
-    train: Callable[..., Run], settings: dict[str, Any]
+    train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
-    run = train(diloco_with(**settings), 2, 3 * H - 1)
+    run = train(make(**settings), 2, 3 * H - 1)
     run["b"].set_params(torch.full((LAYOUT.numel,), float("nan")))
     go_on(run, 4 * H)
     run.together(**{name: node.outer.flush for name, node in run.nodes.items()})
