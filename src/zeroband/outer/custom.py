@@ -37,9 +37,9 @@ class CustomAlgorithm:
     build: Callable[[OuterParts, CustomConfig, Section], OuterAlgorithm]
     settings: Section
     digest: str
-    """Of the file, which all nodes must have alike."""
+    """Digest of the file, which all nodes must have alike."""
     sections: tuple[str, ...]
-    """Of its outer state."""
+    """Names of the sections of its outer state."""
     is_every_step: bool
     """All nodes hold one model and the inner optimizer's state at every step, whatever the number of their ranks."""
 

@@ -53,10 +53,10 @@ class OuterSGD:
         torch.sub(outer, inner, out=out)
 
     def detach(self, outer: Tensor, contribution: Tensor) -> None:
-        """Nothing: it is a difference already."""
+        """Do nothing: it is a difference already."""
 
     def attach(self, outer: Tensor, contribution: Tensor) -> None:
-        """Nothing: it is sent as a difference."""
+        """Do nothing: it is sent as a difference."""
 
     def momentum_at(self, outer_step: int) -> float:
         """Momentum of an outer step: grows linearly over the warm-up, so that step 1 has the least."""

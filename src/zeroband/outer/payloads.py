@@ -253,6 +253,6 @@ def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Sequen
 
 
 def shares_of(opening: Opening, members: Sequence[str]) -> tuple[float, ...]:
-    """Of some members, as if the others had no weight."""
+    """Shares of some members, as if the others had no weight."""
     counted = sum(weight for member, weight in zip(opening.members, opening.weights, strict=True) if member in members)
     return tuple(opening.share(member) * (opening.total_weight / counted) for member in members)

@@ -55,7 +55,7 @@ class Offer:
     loss: float | None = None
     """Mean loss of its steps, in nats per token; None: there are none, or it is not finite."""
     trained: float = 1.0
-    """As in `Ready`."""
+    """Training behind the contribution, as `Ready.trained` says."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 _FIRST_STEPS = 8
-"""Of a round that only shows how fast this node is."""
+"""Steps of a round that only shows how fast this node is."""
 
 _SURPLUS = 1.5
 """Samples are asked for so many times the expected steps; what is not used goes back to the run."""
@@ -22,7 +22,7 @@ class PhaseLength:
 
     @property
     def most_steps(self) -> int:
-        """Of a round."""
+        """The most inner steps of a round."""
         return self._steps
 
     def begin(self, now_s: float) -> None:

@@ -33,7 +33,7 @@ class StagedState:
 
     round: int
     record: Mapping[str, Any]
-    """As the checkpoint recorded it."""
+    """What the checkpoint recorded."""
     state_digest: str
 
 

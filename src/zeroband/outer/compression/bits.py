@@ -45,7 +45,7 @@ def _shifted(numbers: Tensor, left: int) -> Tensor:
 
 
 def _overlaps(bits: int) -> list[tuple[int, int, int]]:
-    """Of each group of 8 numbers: (byte, number, shift) where a number shares bits with a byte.
+    """For each group of 8 numbers: (byte, number, shift) where a number shares bits with a byte.
 
     Its lowest bit is bit `shift` of the byte, negative where it begins in an earlier one.
     """

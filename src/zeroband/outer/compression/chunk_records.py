@@ -41,7 +41,7 @@ class RecordFormat:
 
     @property
     def index_bits(self) -> int:
-        """Of one place; none where all values are sent."""
+        """Bits of one place; none where all values are sent."""
         return index_bits(self.k, self.numel)
 
     @property

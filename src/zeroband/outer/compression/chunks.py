@@ -147,7 +147,7 @@ class ChunkLayout:
 
     groups: tuple[ChunkGroup, ...]
     numel: int
-    """Of the flat buffer."""
+    """Values of the flat buffer."""
 
     @staticmethod
     def of(layout: FlatLayout, chunk: int, *, flat_chunk: int | None = None, uneven: Uneven = "pad") -> ChunkLayout:

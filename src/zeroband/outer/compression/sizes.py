@@ -13,7 +13,7 @@ HEADER = struct.Struct("<4sBBxxIIQQ")
 """Magic, version, kind, sources, (reserved) 0, bytes of the body, digest of what both ends must share."""
 
 LEVEL_BYTES = 4
-"""Of the two sizes that a run of two-bit values shares."""
+"""Bytes of the two sizes that a run of two-bit values shares."""
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -43,7 +43,7 @@ def values_size(values: ValueCodingName, count: int, *, with_zeros: bool) -> int
 
 
 def index_bits(k: int, numel: int) -> int:
-    """Of the place of one of k values in a chunk; none where all values are sent."""
+    """Bits of the place of one of k values in a chunk; none where all values are sent."""
     return 0 if k == numel else (numel - 1).bit_length()
 
 
@@ -60,7 +60,7 @@ def records_size(values: ValueCodingName, chunks: int, k: int, numel: int) -> in
 
 
 def most_entries(sources: int, k: int, numel: int) -> int:
-    """Of one chunk, in a payload that combines those of so many nodes."""
+    """The most values of one chunk, in a payload that combines those of so many nodes."""
     return min(numel, k * sources)
 
 

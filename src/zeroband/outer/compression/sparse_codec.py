@@ -28,7 +28,7 @@ from zeroband.state.flat import FlatLayout
 
 MAGIC, VERSION = b"ZBSP", 1
 KIND_OWN = 0
-"""Of a node's own payload; `combine` has kinds of its own."""
+"""Kind of a node's own payload; `combine` has kinds of its own."""
 
 BLOCK_NUMEL = 1 << 22
 """Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
@@ -148,7 +148,7 @@ class SparseCodec:
         self.sections = tuple(sections)
         self.numel = layout.numel
         self.nbytes = start
-        """Of every payload of a node."""
+        """Length of every payload of a node."""
         self.digest = xxhash.xxh3_64_intdigest(repr((layout.digest(), rule)).encode())
 
     def encode(
@@ -246,7 +246,7 @@ class SparseCodec:
         payloads: Sequence[Payload],
         weights: Sequence[float] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Of each coefficient in a range of chunks: its weighted sum, and the weight of who sent one that is not 0.
+        """The weighted sum of each coefficient in a range of chunks, and the weight of who sent one that is not 0.
 
         Shapes: both (stop - first, numel) float32.
         """

@@ -166,7 +166,7 @@ def coding_of(name: ValueCodingName, k: int, numel: int) -> ValueCoding:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """The same bytes in a row, in memory of their own, where they may be seen as wider numbers."""
+    """Copy bytes into a row, in memory of their own, where they may be seen as wider numbers."""
     return data.reshape(-1).clone()
 
 
