@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, opening_from, to_record, verdict_from
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, from_record, to_record
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, Transfer
 from zeroband.elastic.transport.engine import Encoded
@@ -124,7 +124,11 @@ class ElasticDeviceMesh:
             return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
 
         outcome = on_first_rank(self.local, wait)
-        return opening_from(outcome["record"]) if outcome["is_opening"] else verdict_from(outcome["record"])
+        return (
+            from_record(Opening, outcome["record"])
+            if outcome["is_opening"]
+            else from_record(Verdict, outcome["record"])
+        )
 
     def reduce_mean(
         self,
@@ -224,7 +228,7 @@ class ElasticDeviceMesh:
                 self.member.watch(None)
 
         try:
-            return verdict_from(on_first_rank(self.local, vote))
+            return from_record(Verdict, on_first_rank(self.local, vote))
         except PeerLost:
             self._plane.leave_behind()
             raise
