@@ -24,7 +24,6 @@ class Middlebox:
     def __init__(self) -> None:
         self.port = 0
         self.node_port = 0
-        self._swallows: set[_Carried] = set()
         self._carried: set[_Carried] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="middlebox", daemon=True)

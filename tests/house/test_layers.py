@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,30 @@ def test_package_root_holds_the_trainer_the_command_and_the_errors_alone(root: P
     }
 
 
+def test_no_packages_import_one_another_in_a_circle(modules: Mapping[str, Any]) -> None:
+    """Rooms within one, such as the tools, lie on no layer of their own. The root is no room: it holds the errors."""
+    folders = {
+        name: str(module.path.parent) for name, module in modules.items() if module.path.parent.name != "zeroband"
+    }
+    imports: dict[str, set[str]] = {folder: set() for folder in folders.values()}
+    for name, folder in folders.items():
+        imports[folder] |= {folders[other] for other in _imports(modules[name], modules) if other in folders} - {folder}
+    assert sum(map(len, imports.values())) > 50
+    assert circles(imports) == []
+
+
 def test_every_package_says_what_it_owns(root: Path) -> None:
     folders = {path.parent for path in (root / "src/zeroband").rglob("*.py")}
-    assert [str(folder) for folder in folders if not (folder / "__init__.py").read_text(encoding="utf-8").strip()] == []
+    faces = {folder: ast.parse((folder / "__init__.py").read_text(encoding="utf-8")) for folder in folders}
+    assert [str(folder) for folder, face in faces.items() if not ast.get_docstring(face)] == []
+
+
+def test_ruff_asks_for_docstrings_and_refuses_dead_code_prints_and_tangles(root: Path) -> None:
+    lint = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["lint"]
+    assert {"C90", "D", "ERA", "T20"} <= set(lint["select"])
+    assert not {"C90", "C901", "D", "D100", "D101", "D103", "D104", "ERA", "ERA001", "T20", "T201"} & set(
+        lint["ignore"]
+    )
 
 
 def _is_definition(node: ast.stmt) -> bool:

@@ -117,7 +117,7 @@ class OuterPlan:
         return {member: tuple(files) for member, files in held.items()}
 
 
-def plan_outer(slots: Sequence[SlotLike], sections: Sequence[str], *, max_bytes: int = MAX_FILE_BYTES) -> OuterPlan:
+def plan_outer(slots: Sequence[SlotLike], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
     """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
 
     The first section holds the parameters.

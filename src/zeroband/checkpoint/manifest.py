@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import xxhash
+from pydantic import TypeAdapter
 
 from zeroband.errors import CheckpointDamaged
 
@@ -25,17 +26,11 @@ class StoredFile:
     size: int
     hash: str
     sha256: str = ""
-    """Hash of files of runs with a token; empty in others."""
+    """Hash of files of runs with a token; empty in others, and not written there."""
 
-    def to_record(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"size": self.size, "hash": self.hash}
-        return record | ({"sha256": self.sha256} if self.sha256 else {})
 
-    @staticmethod
-    def of_record(record: Mapping[str, Any]) -> StoredFile:
-        """The inverse. Raises LookupError, TypeError, ValueError."""
-        return StoredFile(int(record["size"]), str(record["hash"]), str(record.get("sha256", "")))
-
+FILES = TypeAdapter(dict[str, StoredFile])
+"""To and from plain JSON values, by path."""
 
 _KEYS = {"record": "payload", "state_digest": "state"}
 """Names in the file for fields of a stamp that it calls otherwise; kept so that older checkpoints can be read."""
@@ -99,13 +94,10 @@ class Manifest:
         return _compact(self._record())
 
     def _record(self) -> dict[str, Any]:
-        content = {
-            "format": FORMAT,
-            **{_KEYS.get(name, name): value for name, value in asdict(self.stamp).items()},
-            "files": {path: file.to_record() for path, file in sorted(self.files.items())},
-            **({"missing": dict(self.missing)} if self.missing else {}),
-        }
-        return json.loads(json.dumps(content))  # keys become strings before they are sorted
+        rest = _MANIFEST.dump_python(self, exclude_defaults=True)
+        stamp = {_KEYS.get(name, name): value for name, value in rest.pop("stamp").items()}
+        rest.pop("mac", None)
+        return json.loads(json.dumps({"format": FORMAT, **stamp, **rest}))  # keys become strings before they are sorted
 
     def to_json(self) -> bytes:
         content = self._record()
@@ -113,21 +105,21 @@ class Manifest:
         return json.dumps({**content, **({"mac": self.mac} if self.mac else {})}, indent=1, sort_keys=True).encode()
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """Read a manifest. Raises CheckpointDamaged unless it is whole and of a format that this version knows."""
     try:
         content = cast("dict[str, Any]", json.loads(data))
-        said, mac = content.pop("hash"), str(content.pop("mac", ""))
+        said, mac = content.pop("hash"), content.pop("mac", "")
         if _hash(content) != said:
             raise CheckpointDamaged("its content does not have the hash that it says")
         if content["format"] != FORMAT:
             raise CheckpointDamaged(f"it has format {content['format']}, this version reads {FORMAT}")
-        del content["format"]
-        files = {path: StoredFile.of_record(file) for path, file in content.pop("files").items()}
-        missing = {str(node): str(why) for node, why in content.pop("missing", {}).items()}
-        sections, members = tuple(content.pop("sections")), tuple(content.pop("members"))
-        content |= {name: content.pop(key) for name, key in _KEYS.items()}
-        manifest = Manifest(Stamp(**content, sections=sections, members=members), files, missing, mac)
+        rest = {"files": content.pop("files"), "missing": content.pop("missing", {}), "mac": mac}
+        stamp = content | {name: content.pop(key) for name, key in _KEYS.items()}
+        manifest = _MANIFEST.validate_python({"stamp": stamp, **rest})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"it cannot be read: {error!r:.200}") from error
     if manifest.to_json() != data:

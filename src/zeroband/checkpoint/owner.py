@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import cast
+
+from pydantic import TypeAdapter
 
 from zeroband.checkpoint.layout import OWNER
 from zeroband.checkpoint.storage import Storage, reason_of
@@ -29,9 +30,8 @@ def read_owner(storage: Storage) -> Owner | None:
     except FileNotFoundError:
         return None
     try:
-        record = cast("dict[str, str]", json.loads(data))
-        return Owner(record["run_id"], record["session"], record["layout"])
-    except (ValueError, LookupError, TypeError) as error:
+        return TypeAdapter(Owner).validate_json(data, strict=True)
+    except ValueError as error:
         raise ConfigError(
             f"{storage.url}/{OWNER} does not say whose checkpoints these are ({error!r:.100}); "
             "remove it if they are this run's, or set another ckpt.path"

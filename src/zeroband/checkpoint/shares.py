@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from zeroband.checkpoint.authenticity import CheckpointKey
 from zeroband.checkpoint.layout import PARTS
-from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.manifest import FILES, StoredFile
 from zeroband.checkpoint.storage import Storage
 
 
@@ -33,7 +33,7 @@ class Shares:
 
     def publish(self, member: str, files: Mapping[str, StoredFile]) -> None:
         """Say that these files of a member are in place. Raises OSError."""
-        record = {"files": {path: file.to_record() for path, file in files.items()}}
+        record = {"files": FILES.dump_python(dict(files), exclude_defaults=True)}
         mac = "" if self.key is None else self.key.mac(self._kind(member), _text(record))
         self.storage.write(self._path(member), (_text({**record, **({"mac": mac} if mac else {})}),))
 
@@ -49,7 +49,7 @@ class Shares:
             mac = str(record.pop("mac", ""))
             if self.key is not None and not self.key.is_mac(self._kind(member), _text(record), mac):
                 return None
-            files = {path: StoredFile.of_record(file) for path, file in record["files"].items()}
+            files = FILES.validate_json(json.dumps(record["files"]), strict=True)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         return {path: file for path, file in files.items() if path in self.outer or path.startswith(f"nodes/{member}/")}

@@ -105,10 +105,13 @@ class Word:
     def parse(text: str) -> Word | None:
         """The inverse; None of what is no such word, which anybody may have written who reaches the store."""
         try:
-            word = TypeAdapter(Word).validate_json(text)
+            word = _WORD.validate_json(text, strict=True)
         except ValueError:
             return None
         return word if word.out is None else replace(word, out=word.out[:_LONGEST_EXCUSE])
+
+
+_WORD = TypeAdapter(Word)
 
 
 class Answers:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from zeroband.config.keys import SchemaKeys, schema_keys
 from zeroband.config.layers import (
@@ -29,7 +26,6 @@ from zeroband.errors import ConfigError
 
 __all__ = ["load_config", "render_toml", "require_asked", "shared_digest", "shared_items"]
 
-_ROOT = "config"
 _WHAT_TO_TRAIN = ("model", "data", "train", "optim", "outer")
 
 _HOW_TO_BEGIN = """\
@@ -88,38 +84,9 @@ def _print_and_exit(text: str, environ: Mapping[str, str]) -> None:
     raise SystemExit(0)
 
 
-class _MergedLayers(PydanticBaseSettingsSource):
-    """The one source of the settings: pydantic-settings' own merge would mix the keys of two variants of a section."""
-
-    def __init__(self, settings_cls: type[BaseSettings], values: dict[str, Any]) -> None:
-        super().__init__(settings_cls)
-        self._values = values
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self._values, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
-
-
 def _validated(layers: Iterable[Iterable[Setting]], schema: SchemaKeys) -> RunConfig:
     merged = merge(layers, schema)
-
-    class RunSettings(BaseSettings):
-        config: RunConfig
-
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (_MergedLayers(settings_cls, nested(merged, schema)),)
-
     try:
-        return RunSettings().config  # pyright: ignore[reportCallIssue]
+        return RunConfig.model_validate(nested(merged, schema))
     except ValidationError as error:
-        raise ConfigError(describe(error, merged, schema, depth=1)) from None
+        raise ConfigError(describe(error, merged, schema)) from None

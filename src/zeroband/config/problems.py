@@ -17,15 +17,13 @@ MASK = "**********"
 _VALUE_ERROR = "Value error, "
 
 
-def describe(error: ValidationError, merged: Mapping[Path, Setting], schema: SchemaKeys, *, depth: int) -> str:
-    """One line for each thing that is wrong. `depth`: parts of pydantic's locations that lie above the run's root."""
-    return "\n".join(_line(detail, detail["loc"][depth:], merged, schema) for detail in error.errors())
+def describe(error: ValidationError, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+    """One line for each thing that is wrong."""
+    return "\n".join(_line(detail, merged, schema) for detail in error.errors())
 
 
-def _line(
-    detail: ErrorDetails, location: Sequence[int | str], merged: Mapping[Path, Setting], schema: SchemaKeys
-) -> str:
-    path, index = _split(location, schema)
+def _line(detail: ErrorDetails, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+    path, index = _split(detail["loc"], schema)
     name = dotted(path) + index
     origin = _origin(path, merged)
     if detail["type"] == "value_error":  # a rule over several keys, whose message names them

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Method = Literal["ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco"]
-METHODS: tuple[Method, ...] = ("ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco")
 
 _TOLERANCE = 1e-4
 

@@ -6,20 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from zeroband.data.permutation import Permutation
 from zeroband.errors import ConfigError
-
-
-class Location(NamedTuple):
-    """Where a global sample index points: the pass over the data, and the sample's place in the corpus."""
-
-    data_pass: int
-    position: int
 
 
 @dataclass(frozen=True)
@@ -64,10 +56,6 @@ class SampleIndex:
     @cached_property
     def _split(self) -> Permutation:
         return Permutation(self.n_samples, "hold-out")
-
-    def locate(self, index: int) -> Location:
-        """Where the sample with this global index lies."""
-        return Location(self.data_pass(index), int(self.positions([index])[0]))
 
     def data_pass(self, index: int) -> int:
         """Number of complete passes over the training samples before this index."""

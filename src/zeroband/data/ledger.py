@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 Range = tuple[int, int]
 """Global sample indices (start, stop), half open."""
@@ -26,6 +25,11 @@ class Ledger:
     """The first global sample index that was never handed out."""
     returned: tuple[Range, ...] = ()
     """Handed out to members that did not contribute; sorted, disjoint and not touching."""
+
+    def __post_init__(self) -> None:
+        bounds = [bound for span in self.returned for bound in span]
+        if any(a >= b for a, b in zip([-1, *bounds], [*bounds, self.next + 1], strict=True)):
+            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self}")
 
     def allocate(self, wanted: Mapping[str, int]) -> tuple[dict[str, tuple[Range, ...]], Ledger]:
         """Give each member the samples that it wants, returned ones first, in the order of the members.
@@ -57,24 +61,6 @@ class Ledger:
             rest = take(spans, used.get(member, 0))[1]
             left += take(rest, count(rest) - count(kept.get(member, ())))[0]
         return Ledger(self.next, _merge([*self.returned, *left]))
-
-    def to_json(self) -> dict[str, Any]:
-        """A value of plain numbers and lists, ready for `json.dumps`."""
-        return {"next": self.next, "returned": [list(span) for span in self.returned]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Ledger:
-        """The inverse of `to_json`. Raises: ValueError when the value is not a ledger."""
-        try:
-            spans = cast("list[list[int]]", value["returned"])
-            returned = tuple((int(start), int(stop)) for start, stop in spans)
-            ledger = cls(int(value["next"]), returned)
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"not a ledger: {value!r}") from e
-        bounds = [bound for span in returned for bound in span]
-        if any(a >= b for a, b in zip([-1, *bounds], [*bounds, ledger.next + 1], strict=True)):
-            raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {value!r}")
-        return ledger
 
     def _take(self, n: int) -> tuple[tuple[Range, ...], Ledger]:
         taken, left = take(self.returned, n)

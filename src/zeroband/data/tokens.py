@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.schema import DataConfig
 from zeroband.data.sources import Document, documents, source_identity
@@ -119,9 +120,9 @@ def default_cache_dir() -> Path:
 def _open(entry: Path) -> TokenStore | None:
     """The entry if it is committed and whole, else None."""
     try:
-        manifest = TokenManifest(**json.loads(entry.with_suffix(".json").read_text()))
+        manifest = TypeAdapter(TokenManifest).validate_json(entry.with_suffix(".json").read_bytes(), strict=True)
         size = entry.stat().st_size
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError):
         return None
     if size != manifest.tokens * np.dtype(manifest.dtype).itemsize:
         return None
@@ -247,6 +248,8 @@ def _size(path: Path) -> int:
 class Corpus:
     """The data that a model is trained on."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     data: DataConfig
     seed: int
     """Seed of the order, and of synthetic text."""
@@ -256,10 +259,9 @@ class Corpus:
 
     def to_record(self) -> dict[str, Any]:
         """Plain JSON values; the section as the node that writes has it, with its paths."""
-        return {**asdict(self), "data": self.data.model_dump(mode="json")}
+        return TypeAdapter(Corpus).dump_python(self, mode="json")
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Corpus:
-        """Raises TypeError, LookupError or ValueError for what `to_record` did not give."""
-        rest: dict[str, Any] = {name: value for name, value in record.items() if name != "data"}
-        return Corpus(DataConfig.model_validate(record["data"]), **rest)
+        """The inverse. Raises ValueError."""
+        return TypeAdapter(Corpus).validate_python(record)

@@ -18,6 +18,7 @@ from zeroband.export.evaluation import Evaluation, evaluate
 from zeroband.export.opened import Opened, open_trained
 
 _ALONE = ("--outer=none", "--store.url=none")
+_BATCH_SIZE = 8
 """Nobody is joined here, whatever the configuration says."""
 
 
@@ -30,13 +31,13 @@ class HeldOut:
     config: DataConfig
 
 
-def evaluate_checkpoint(where: str, device: torch.device, *, samples: int, batch_size: int = 8) -> Evaluation:
+def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Evaluation:
     """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
 
     Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
     """
     opened = open_trained(where)
-    return loss_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=batch_size)
+    return loss_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
 
 
 def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int) -> Evaluation:

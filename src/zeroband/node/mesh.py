@@ -48,7 +48,7 @@ class LocalMesh:
 
     def twin(self) -> LocalMesh:
         """Return the same ranks with a control group of their own, for another thread. Called by all ranks together."""
-        twin = replace(self, control=_control_group(CONTROL_TIMEOUT_S))
+        twin = replace(self, control=_control_group())
         if self.lent is not None:
             self.lent.append(twin.control)
         return twin
@@ -67,9 +67,7 @@ class LocalMesh:
             dist.destroy_process_group(self.lent.pop())
 
 
-def init_local_mesh(
-    environ: Mapping[str, str] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S, gpu: torch.device | None = None
-) -> LocalMesh:
+def init_local_mesh(environ: Mapping[str, str] | None = None, *, gpu: torch.device | None = None) -> LocalMesh:
     """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
 
     Each rank takes `gpu`; None: that of its number, or it shares one where there are fewer GPUs than ranks. NCCL
@@ -84,11 +82,11 @@ def init_local_mesh(
     if gpus:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=CONTROL_TIMEOUT_S)
     store = _store_of_this_start(environ, rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, _control_group(timeout_s))
+    return LocalMesh(rank, world_size, device, mesh, _control_group())
 
 
 def join_local_mesh(device: torch.device) -> LocalMesh:
@@ -101,7 +99,7 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _require_one_node(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
     _stay_on_this_machine()
-    control = _control_group(CONTROL_TIMEOUT_S)
+    control = _control_group()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     return LocalMesh(rank, world_size, device, mesh, control, lent=[control])
 
@@ -115,8 +113,8 @@ def _stay_on_this_machine() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
 
 
-def _control_group(timeout_s: float) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))  # pyright: ignore[reportUnknownMemberType]
+def _control_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -16,6 +16,7 @@ from zeroband.errors import ConfigError
 MARK = "ZEROBAND_OWNER"
 """Environment variable that every process of a node inherits, whatever session it moves to and whoever adopts it."""
 
+_KILL_S = 10.0
 _EMPTY_LOOKS = 3
 """Looks that must find nothing before nothing is there: a process has no environment for a moment within exec()."""
 
@@ -107,14 +108,14 @@ def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
             continue
 
 
-def kill_marked(mark: str, *, deadline_s: float = 10.0) -> None:
+def kill_marked(mark: str) -> None:
     """SIGKILL every process with a mark, and those that they start meanwhile. Raises TimeoutError if one stays."""
-    end_s = time.monotonic() + deadline_s
+    end_s = time.monotonic() + _KILL_S
     empty_looks = 0
     while empty_looks < _EMPTY_LOOKS:
         pids = marked_pids(mark)
         if pids and time.monotonic() > end_s:
-            raise TimeoutError(f"processes {pids} are still there {deadline_s:g} s after SIGKILL")
+            raise TimeoutError(f"processes {pids} are still there {_KILL_S:g} s after SIGKILL")
         signal_all(pids, signal.SIGKILL)
         empty_looks = 0 if pids else empty_looks + 1
         time.sleep(0.005)

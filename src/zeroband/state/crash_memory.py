@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from zeroband.observe.log import get_logger
@@ -126,8 +127,6 @@ def _refuse(**fields: object) -> None:
 
 
 def _read(path: Path) -> MemoryStamp | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        fields: dict[str, Any] = {**record, "sections": tuple(record["sections"])}
-        return MemoryStamp(**fields)
+    with contextlib.suppress(OSError, ValueError):
+        return TypeAdapter(MemoryStamp).validate_json(path.read_bytes(), strict=True)
     return None

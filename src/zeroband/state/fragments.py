@@ -1,16 +1,15 @@
 """Fragments: which ranges of the flat state are synchronised together. Pure; the same on all nodes.
 
 Source: Streaming DiLoCo, arXiv:2501.18512: a fragment is a set of transformer blocks, better strided than neighbours.
-The paper does not say where embedding, last norm and head go. Here that is said in words; the default is that of
-torchft and MaxText, the embedding with the first fragment, norm and head with the last.
+The paper does not say where embedding, last norm and head go. Here they go as in torchft and MaxText: the embedding
+with the first fragment, all others outside the layers with the last.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -22,10 +21,8 @@ from zeroband.state.flat import FlatLayout, Slot
 Pattern = Literal["strided", "sequential"]
 """strided: layers i, i + P, i + 2 P ... of P fragments. sequential: neighbours."""
 
-OUTSIDE: Mapping[str, int] = {"*embed*": 0, "*wte*": 0, "*wpe*": 0, "*": -1}
-"""Where parameters outside the layers go: shell patterns of names, the first that fits; -1 is the last fragment."""
-
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_EMBEDDING = re.compile("embed|wte|wpe")
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,10 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def fragments_of(
-    layout: FlatLayout, count: int, pattern: Pattern = "strided", outside: Mapping[str, int] = OUTSIDE
-) -> tuple[Fragment, ...]:
+def fragments_of(layout: FlatLayout, count: int, pattern: Pattern = "strided") -> tuple[Fragment, ...]:
     """Divide the flat state into `count` fragments that cover it without overlap.
 
-    Raises: ConfigError when there are fewer layers than fragments, or a parameter outside the layers has no place.
+    Raises: ConfigError when there are fewer layers than fragments.
     """
     layers = sorted({layer for slot in layout.slots if (layer := layer_of(slot.name)) is not None})
     if count < 1 or (count > 1 and count > len(layers)):
@@ -90,21 +85,13 @@ def fragments_of(
     chosen: list[list[Slot]] = [[] for _ in range(count)]
     for slot in layout.slots:
         layer = layer_of(slot.name)
-        chosen[_placed_outside(slot.name, count, outside) if layer is None else place[layer]].append(slot)
+        outside = 0 if _EMBEDDING.search(slot.name) else count - 1
+        chosen[outside if layer is None else place[layer]].append(slot)
     return tuple(Fragment(tuple(slot.name for slot in slots), _joined(slots)) for slots in chosen)
 
 
 def _fragment_of(index: int, layers: int, count: int, pattern: Pattern) -> int:
     return index % count if pattern == "strided" else index * count // layers
-
-
-def _placed_outside(name: str, count: int, outside: Mapping[str, int]) -> int:
-    for pattern, fragment in outside.items():
-        if fnmatchcase(name, pattern):
-            if not -count <= fragment < count:
-                raise ConfigError(f"{name} is placed in fragment {fragment} of {count}; set {-count} to {count - 1}")
-            return fragment % count
-    raise ConfigError(f"{name} is outside the layers and in no fragment; add a pattern for it, such as '*': -1")
 
 
 def _joined(slots: Sequence[Slot]) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range, holes, take
+from zeroband.elastic.membership.records import from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 
@@ -162,7 +163,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True)
             if weight > 0
         },
-        ledger=Ledger.from_json(progress["ledger"]),
+        ledger=from_record(Ledger, progress["ledger"]),
         assigned={m: tuple((a, b) for a, b in ranges) for m, ranges in progress["assigned"].items()},
         founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
         follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),

@@ -41,12 +41,10 @@ def test_index_orders_by_seed_but_holds_out_the_same_samples() -> None:
     assert one.held_out_positions(10).tolist() == other.held_out_positions(10).tolist()
 
 
-def test_locate_names_the_pass_and_the_position_of_one_index() -> None:
+def test_pass_of_an_index_is_that_of_its_sample() -> None:
     index = SampleIndex(n_tokens=801, seq_length=8, seed=0, hold_out=0)
-    batch = index.positions([99, 100, 250])
-    located = [index.locate(i) for i in (99, 100, 250)]
-    assert [where.data_pass for where in located] == [0, 1, 2]
-    assert [where.position for where in located] == batch.tolist()
+    assert [index.data_pass(i) for i in (99, 100, 250)] == [0, 1, 2]
+    assert index.positions([99, 100, 250]).tolist() == [int(index.positions([i])[0]) for i in (99, 100, 250)]
 
 
 @pytest.mark.parametrize(("n_tokens", "spans"), [(9, [(0, 5), (4, 9)]), (10, [(0, 5), (4, 9), (8, 10)])])

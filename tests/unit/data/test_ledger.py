@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.data.ledger import Ledger, Range, take
+from zeroband.elastic.membership.records import from_record, to_record
 
 MEMBERS = ("a#0", "b#0", "c#1", "d#0")
 USED, LOST, LATE = "used", "lost", "late"
@@ -41,7 +41,7 @@ def test_every_index_is_trained_once_or_owed_or_returned_whoever_dies_is_slow_or
         wanted = {m: wants for m, (fate, _, wants) in members.items() if fate == USED}
         trained.update(index for m, count in used.items() for index in indices(held[m])[:count])
         ledger = ledger.settle(held, used, late)
-        assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+        assert from_record(Ledger, to_record(ledger)) == ledger
         assigned, ledger = ledger.allocate(wanted)
         assert {m: len(indices(spans)) for m, spans in assigned.items()} == {m: n for m, n in wanted.items() if n}
         held = {**assigned, **late}
@@ -134,9 +134,9 @@ def test_settle_refuses_to_return_a_sample_twice() -> None:
         {"next": 9, "returned": [[-3, 5]]},
     ],
 )
-def test_from_json_refuses_a_value_that_is_no_ledger(value: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="ledger"):
-        Ledger.from_json(value)
+def test_value_that_is_no_ledger_is_refused(value: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="Ledger"):
+        from_record(Ledger, value)
 
 
 def test_take_gives_all_when_there_are_fewer() -> None:

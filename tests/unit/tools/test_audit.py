@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.data.ledger import Ledger, Range, holes
+from zeroband.elastic.membership.records import to_record
 from zeroband.observe.events import EventLog
 from zeroband.tools.audit import AuditedRound, audit, main
 
@@ -113,7 +114,7 @@ def test_audit_names_rounds_that_nobody_recorded() -> None:
 
 def emit(log: EventLog, record: AuditedRound) -> None:
     progress = {
-        "ledger": record.ledger.to_json(),
+        "ledger": to_record(record.ledger),
         "assigned": {member: [list(span) for span in spans] for member, spans in record.assigned.items()},
     }
     log.emit(

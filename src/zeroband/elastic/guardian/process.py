@@ -21,7 +21,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from pydantic import TypeAdapter
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
@@ -90,7 +92,7 @@ class Guardian:
     `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
     """
 
-    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None) -> None:
         theirs, ours = channel()
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
@@ -343,12 +345,11 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
-    record: dict[str, Any] = json.loads(trainer.readline())
-    record |= {"rank_pids": tuple(record["rank_pids"]), "listen": ListenAddress(**record["listen"])}
-    setup_logging("WARNING", record["node_id"], 0)
+    order = TypeAdapter(GuardianOrder).validate_json(trainer.readline())
+    setup_logging("WARNING", order.node_id, 0)
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
-    run_guardian(GuardianOrder(**record), trainer, sys.stdout.buffer, calls)
+    run_guardian(order, trainer, sys.stdout.buffer, calls)
 
 
 if __name__ == "__main__":

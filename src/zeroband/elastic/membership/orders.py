@@ -8,10 +8,8 @@ refuses one that was proposed under others. So a round begins under the same ord
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from zeroband.errors import ConfigError
 
@@ -35,16 +33,6 @@ class Orders:
     returned_to: int = -1
     """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
     returns: int = 0
-
-    def to_json(self) -> str:
-        """As the store keeps them."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def orders_from(record: Mapping[str, Any]) -> Orders:
-    """The inverse of `Orders.to_json`, its JSON read."""
-    fields: dict[str, Any] = {**record, "leaving": tuple(record["leaving"])}
-    return Orders(**fields)
 
 
 def pause(orders: Orders) -> Orders:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroband.data.ledger import Ledger, Range, count, take
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import Opening, from_record, to_record
 
 
 @dataclass(frozen=True)
@@ -109,30 +109,10 @@ class Progress:
         )
 
     def to_record(self) -> dict[str, Any]:
-        return {
-            "inner_step": self.inner_step,
-            "tokens": self.tokens,
-            "ledger": self.ledger.to_json(),
-            "assigned": {member: [list(r) for r in ranges] for member, ranges in self.assigned.items()},
-            "is_complete": self.is_complete,
-            "outer_step": self.outer_step,
-            "founding": self.founding,
-            "follows": None if self.follows is None else list(self.follows),
-            "closing": self.closing,
-        }
+        """As a verdict records it."""
+        return to_record(self)
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
-        assigned = {m: tuple((int(a), int(b)) for a, b in ranges) for m, ranges in record["assigned"].items()}
-        follows = None if record["follows"] is None else (str(record["follows"][0]), int(record["follows"][1]))
-        return Progress(
-            inner_step=record["inner_step"],
-            tokens=record["tokens"],
-            ledger=Ledger.from_json(record["ledger"]),
-            assigned=assigned,
-            is_complete=record["is_complete"],
-            outer_step=record["outer_step"],
-            founding=record["founding"],
-            follows=follows,
-            closing=record["closing"],
-        )
+        """The inverse. Raises ValueError."""
+        return from_record(Progress, record)

@@ -6,11 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property, lru_cache
 from statistics import median_low
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
+
+_R = TypeVar("_R")
 
 _TOO_FEW_FOR_A_MEDIAN = 2
 
@@ -86,7 +91,7 @@ class Opening:
     trained: tuple[float, ...] = ()
     """As in each member's `Ready`; none: the same for all that have weight."""
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Tells this opening from every other one, also from one that a store with old data gave the same version."""
         return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
@@ -243,16 +248,6 @@ class View:
         return tuple(dict.fromkeys([*dead, *cut]))
 
 
-def to_record(value: Ready | Opening | Verdict | Peer) -> dict[str, Any]:
-    """A record as JSON-ready values."""
-    return asdict(value)
-
-
-def to_json(value: Ready | Opening | Verdict | Peer) -> str:
-    """A record as text, always the same for equal records: the store compares openings by it."""
-    return json.dumps(to_record(value), sort_keys=True)
-
-
 @dataclass(frozen=True)
 class RestartPoint:
     """What was agreed on for the founding of a run from a checkpoint."""
@@ -268,44 +263,40 @@ class RestartPoint:
     sessions: tuple[str, ...] = ()
     """Sessions of the dead run, as in its newest verdict."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def restart_point_from(record: Mapping[str, Any]) -> RestartPoint:
-    """The inverse of `RestartPoint.to_json`, its JSON read."""
-    fields: dict[str, Any] = {**record, "sessions": tuple(record["sessions"])}
-    return RestartPoint(**fields)
-
 
 def view_to_record(view: View) -> dict[str, Any]:
     """A view as JSON-ready values, for a person to read."""
     return {**asdict(view), "alive": sorted(view.alive)}
 
 
-def opening_from(record: Mapping[str, Any]) -> Opening:
-    """The inverse of `to_record`."""
-    fields = _with_tuples(record)
-    fields["network"] = LinkTable(**_with_tuples(record["network"]))
-    return Opening(**fields)
+def to_json(value: object) -> str:
+    """A record as text, always the same for equal records: the store compares openings by it."""
+    return json.dumps(_adapter(type(value)).dump_python(value, warnings="error"), sort_keys=True)
 
 
-def _with_tuples(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record whose lists JSON had made of tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+def from_json(kind: type[_R], text: str) -> _R:
+    """The inverse of `to_json`. Raises ValueError for a text that it does not give: one value has one text."""
+    return _parsed(kind, text)
 
 
-def verdict_from(record: Mapping[str, Any]) -> Verdict:
-    """The inverse of `to_record`."""
-    return Verdict(opening_from(record["opening"]), record["digest"], record["record"])
+@lru_cache(maxsize=256)  # a look at the store shows mostly what the one before it showed
+def _parsed(kind: type[Any], text: str) -> Any:
+    value = _adapter(kind).validate_json(text, strict=True)
+    if to_json(value) != text:
+        raise ValueError(f"not how a {kind.__name__} is written: {text:.200}")
+    return value
 
 
-def ready_from(record: Mapping[str, Any]) -> Ready:
-    """The inverse of `to_record`."""
-    return Ready(**record)
+def to_record(value: object) -> dict[str, Any]:
+    """A record as plain JSON values, which may be a part of another record."""
+    return json.loads(to_json(value))
 
 
-def peer_from(record: Mapping[str, Any]) -> Peer:
-    """The inverse of `to_record`."""
-    fields: dict[str, Any] = {**record, "cut_off": tuple(record["cut_off"])}
-    return Peer(**fields)
+def from_record(kind: type[_R], record: Mapping[str, Any]) -> _R:
+    """The inverse of `to_record`. Raises ValueError for what is no such record."""
+    return from_json(kind, json.dumps(record, sort_keys=True))
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroband.elastic.membership.epoch import Rules
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, opening_from, to_record, verdict_from
+from zeroband.elastic.membership.records import Opening, Ready, Verdict, from_record, to_record
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.transport.base import DataPlane, Gathering, RoundRequest, Transfer
 from zeroband.errors import (
@@ -121,7 +121,11 @@ class ElasticDeviceMesh:
             return {"is_opening": isinstance(outcome, Opening), "record": to_record(outcome)}
 
         outcome = on_first_rank(self.local, wait)
-        return opening_from(outcome["record"]) if outcome["is_opening"] else verdict_from(outcome["record"])
+        return (
+            from_record(Opening, outcome["record"])
+            if outcome["is_opening"]
+            else from_record(Verdict, outcome["record"])
+        )
 
     def reduce_mean(self, request: RoundRequest) -> Transfer:
         """The weighted mean of the members' contributions, bit-identical on all of them.
@@ -193,7 +197,7 @@ class ElasticDeviceMesh:
                 self.member.watch(None)
 
         try:
-            return verdict_from(on_first_rank(self.local, wait))
+            return from_record(Verdict, on_first_rank(self.local, wait))
         except PeerLost:
             self._plane.leave_behind()
             raise

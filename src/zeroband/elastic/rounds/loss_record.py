@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from zeroband.config.schema import RollbackConfig
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import Opening, from_record, to_record
 
 RECORD = "losses"
 """Where it stands in a verdict's record."""
@@ -47,10 +47,11 @@ class LossRecord:
     @staticmethod
     def of(record: Mapping[str, Any]) -> LossRecord:
         """What a verdict recorded; of one that recorded nothing, a new record."""
-        return LossRecord(**record.get(RECORD, {}))
+        return from_record(LossRecord, record[RECORD]) if RECORD in record else LossRecord()
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        """As a verdict records it."""
+        return to_record(self)
 
     def carried(self) -> LossRecord:
         """For a round in which nobody learns: the mean up to now, without a loss to judge."""

@@ -5,32 +5,31 @@ What does not count is said in the log and remembered, so that the scripts can b
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-from zeroband.elastic.membership.orders import Orders, orders_from
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
     Opening,
     Peer,
     Ready,
     RestartPoint,
     Verdict,
-    opening_from,
-    peer_from,
-    ready_from,
-    restart_point_from,
+    from_json,
     to_json,
-    verdict_from,
 )
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
+
+_R = TypeVar("_R")
 
 _MOST_JUNK = 1000
 _REPEAT_S = 60.0
 """Between two lines about one key, whoever writes into it how often."""
 _UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
+_MALFORMED = "it is sealed by a node of this run, but says nothing that this version understands"
 
 _log = get_logger(__name__)
 
@@ -83,6 +82,22 @@ class Judge:
             self._junk.pop(name, None)
         return record
 
+    def _read(self, kind: type[_R], name: str, raw: bytes | None, record: Record | None) -> _R | None:
+        """What a record that verified says."""
+        if raw is None or record is None:
+            return None
+        try:
+            return from_json(kind, record.text)
+        except ValueError:
+            self.reject(name, raw, _MALFORMED)
+            return None
+
+    def _all(self, kind: type[_R], name: str, said: Mapping[str, bytes], *scope: str) -> dict[str, _R]:
+        """What each member says for itself, in a record that names it behind `scope`."""
+        names = {member: f"{name} {member}" for member in said}
+        read = {m: self._read(kind, names[m], raw, self._open(names[m], raw, *scope, m)) for m, raw in said.items()}
+        return {member: value for member, value in read.items() if value is not None}
+
     def _seal(self, text: str, *scope: str, version: int = 0) -> str:
         return self._seals.seal(text, *scope, label=Label(version=version, sessions=self._lineage))
 
@@ -105,15 +120,15 @@ class Judge:
     def verdict(self, name: str, raw: bytes | None) -> Verdict | None:
         """The newest verdict of the run; what this node writes belongs to its session from now on."""
         record = self._open(name, raw, "verdict")
-        if record is None:
-            return None
-        self._lineage = record.label.sessions
-        return verdict_from(json.loads(record.text))
+        verdict = self._read(Verdict, name, raw, record)
+        if record is not None and verdict is not None:
+            self._lineage = record.label.sessions
+        return verdict
 
     def past_verdicts(self, name: str, raws: Sequence[bytes]) -> list[Verdict]:
         """The verdicts of a history that count."""
-        records = [self._open(name, raw, "verdict") for raw in raws]
-        return [verdict_from(json.loads(record.text)) for record in records if record is not None]
+        verdicts = [self._read(Verdict, name, raw, self._open(name, raw, "verdict")) for raw in raws]
+        return [verdict for verdict in verdicts if verdict is not None]
 
     def opening(self, name: str, raw: bytes | None, committed: Verdict | None) -> Opening | None:
         """The current opening, beside this verdict: of its session, or the very one that was committed.
@@ -126,7 +141,9 @@ class Judge:
         if record is None:
             self.reject(name, raw, _UNSEALED)
             return None
-        opening = opening_from(json.loads(record.text))
+        opening = self._read(Opening, name, raw, record)
+        if opening is None:
+            return None
         if committed is None:
             counts = not self.session or self.session in opening.sessions
         else:
@@ -141,7 +158,7 @@ class Judge:
         """As the store keeps it; empty where there is none."""
         if restart_point is None:
             return ""
-        return self._seals.seal(restart_point.to_json(), "restart_point", label=Label(sessions=restart_point.sessions))
+        return self._seals.seal(to_json(restart_point), "restart_point", label=Label(sessions=restart_point.sessions))
 
     def restart_point(self, name: str, raw: bytes | None, committed: Verdict | None) -> RestartPoint | None:
         """The agreement on a checkpoint: of the verdict's session, or of one that it goes on from."""
@@ -151,7 +168,7 @@ class Judge:
         if record is None:
             return None
         line = set() if committed is None else {*committed.sessions}
-        return restart_point_from(json.loads(record.text)) if line >= {*record.label.sessions[:1]} else None
+        return self._read(RestartPoint, name, raw, record) if line >= {*record.label.sessions[:1]} else None
 
     # -- what each says for itself ------------------------------------------------------------------------------
 
@@ -160,8 +177,7 @@ class Judge:
 
     def ready(self, name: str, round: int, said: Mapping[str, bytes]) -> dict[str, Ready]:
         """Those that stand at the boundary of a round."""
-        records = {m: self._open(f"{name} {m}", raw, "ready", str(round), m) for m, raw in said.items()}
-        return {m: ready_from(json.loads(record.text)) for m, record in records.items() if record is not None}
+        return self._all(Ready, name, said, "ready", str(round))
 
     def seal_vote(self, member: str, opening: Opening, digest: str) -> str:
         return self._seal(digest, "vote", opening.id, member)
@@ -187,8 +203,7 @@ class Judge:
 
     def peers(self, name: str, said: Mapping[str, bytes]) -> dict[str, Peer]:
         """Where members are found."""
-        records = {m: self._open(f"{name} {m}", raw, "peer", m) for m, raw in said.items()}
-        return {m: peer_from(json.loads(record.text)) for m, record in records.items() if record is not None}
+        return self._all(Peer, name, said, "peer")
 
     def seal_leaving(self, member: str) -> str:
         return self._seals.seal("leaving", "leaving", member)
@@ -209,7 +224,7 @@ class Judge:
 
     def seal_orders(self, orders: Orders) -> str:
         """As the store keeps them; no orders are none there."""
-        return self._seal(orders.to_json(), "orders", version=orders.version) if orders.version else ""
+        return self._seal(to_json(orders), "orders", version=orders.version) if orders.version else ""
 
     def orders(self, name: str, raw: bytes | None) -> Orders:
         """What operators want; what they wanted of another session, or before there was one, counts no more."""
@@ -219,11 +234,11 @@ class Judge:
         if self.session and not record.label.sessions:
             self.reject(name, raw, _FOREIGN)
             return Orders()
-        return orders_from(json.loads(record.text))
+        return self._read(Orders, name, raw, record) or Orders()
 
     def seal_run(self, shared: Mapping[str, str]) -> str:
         label = Label(id=self.token_check, sessions=self._lineage)
-        return self._seals.seal(json.dumps(dict(shared), sort_keys=True), "run", label=label)
+        return self._seals.seal(to_json(dict(shared)), "run", label=label)
 
     def run(self, name: str, raw: bytes | None) -> dict[str, str] | None:
         """What all nodes must share; of no other session, once this node is in one."""
@@ -233,7 +248,7 @@ class Judge:
         if self.session and not record.label.sessions:
             self._junk[name] = raw  # from before the founding: members write it again, for their session
             return None
-        return json.loads(record.text)
+        return self._read(dict[str, str], name, raw, record)
 
     # -- what processes of one group tell each other ------------------------------------------------------------
 

@@ -12,20 +12,35 @@ class Kind(Enum):
     """What happens. The value is its name in reports."""
 
     MACHINE_KILLED = "machine killed"
+    """SIGKILL of every process of the node at once; its memory is gone."""
     RANKS_KILLED = "ranks killed"
+    """SIGKILL of the trainer's ranks; launcher and guardian live on."""
     OUT_OF_MEMORY = "out of memory"
+    """SIGKILL of the last rank, as the kernel does when memory runs out."""
     MACHINE_FROZEN = "machine frozen"
+    """SIGSTOP of every process of the node, later SIGCONT."""
     RANKS_FROZEN = "ranks frozen"
+    """SIGSTOP of the ranks only, later SIGCONT."""
     CUT_OFF = "cut off"
+    """All packets from and to the node are lost, silently."""
     SENDS_NOTHING = "sends nothing"
+    """All packets from the node are lost; it still receives."""
     RECEIVES_NOTHING = "receives nothing"
+    """All packets to the node are lost; it still sends."""
     PAIR_CUT = "pair cut"
+    """Two nodes do not reach one another; both reach all others and the store."""
     LINK_DOWN = "link down"
+    """The node's interface is taken down, later up."""
     STORE_PAUSED = "store paused"
+    """SIGSTOP of Redis, later SIGCONT."""
     STORE_RESTARTED = "store restarted"
+    """Redis is killed, and started later with its data."""
     STORE_EMPTIED = "store emptied"
+    """Redis is killed, and started later without any data."""
     LEAVES = "asked to leave"
+    """SIGTERM to the ranks: the node hands over its work and ends."""
     ENDED = "ended by itself"
+    """Not a fault of the plan: a node ended, and nothing had been done to it that explains it."""
 
 
 PLANNED = tuple(kind for kind in Kind if kind is not Kind.ENDED)
@@ -42,24 +57,6 @@ OF_NETWORK = (Kind.CUT_OFF, Kind.SENDS_NOTHING, Kind.RECEIVES_NOTHING, Kind.PAIR
 
 OF_STORE = (Kind.STORE_PAUSED, Kind.STORE_RESTARTED, Kind.STORE_EMPTIED)
 """Faults of the store, which strike no node, and all."""
-
-MEANINGS = {
-    Kind.MACHINE_KILLED: "SIGKILL of every process of the node at once; its memory is gone",
-    Kind.RANKS_KILLED: "SIGKILL of the trainer's ranks; launcher and guardian live on",
-    Kind.OUT_OF_MEMORY: "SIGKILL of the last rank, as the kernel does when memory runs out",
-    Kind.MACHINE_FROZEN: "SIGSTOP of every process of the node, later SIGCONT",
-    Kind.RANKS_FROZEN: "SIGSTOP of the ranks only, later SIGCONT",
-    Kind.CUT_OFF: "all packets from and to the node are lost, silently",
-    Kind.SENDS_NOTHING: "all packets from the node are lost; it still receives",
-    Kind.RECEIVES_NOTHING: "all packets to the node are lost; it still sends",
-    Kind.PAIR_CUT: "two nodes do not reach one another; both reach all others and the store",
-    Kind.LINK_DOWN: "the node's interface is taken down, later up",
-    Kind.STORE_PAUSED: "SIGSTOP of Redis, later SIGCONT",
-    Kind.STORE_RESTARTED: "Redis is killed, and started later with its data",
-    Kind.STORE_EMPTIED: "Redis is killed, and started later without any data",
-    Kind.LEAVES: "SIGTERM to the ranks: the node hands over its work and ends",
-    Kind.ENDED: "not a fault of the plan: a node ended, and nothing had been done to it that explains it",
-}
 
 _SHORTEST, _LONGEST = 0.3, 6.0
 """How long a fault lasts in units of detect_s: from what nobody should notice to what everybody must."""

@@ -32,8 +32,8 @@ class _Look:
 class Starvation:
     """What a busy host cost a soak. Pure: times are in seconds since the soak began."""
 
-    def __init__(self, began_s: float = 0.0) -> None:
-        self._looked_s = began_s
+    def __init__(self) -> None:
+        self._looked_s = 0.0
         self._looks: list[_Look] = []
 
     def note(self, now_s: float, waited_s: Mapping[str, float], background: Iterable[str] = ()) -> None:

@@ -149,10 +149,6 @@ class Network:
         """Lose all packets between two nodes, which both reach everybody else."""
         self._lose((one, other), (other, one))
 
-    def drop_between(self, sender: str, receiver: str) -> None:
-        """Lose all packets from one node to another; those the other way arrive."""
-        self._lose((sender, receiver))
-
     def link_down(self, node: str) -> None:
         """Take a node's interface down. Unlike the other faults the node sees it: its calls fail with an error."""
         self._check(node)

@@ -119,7 +119,7 @@ def worst(cluster: LocalCluster) -> int:
 class ConsoleTail:
     """Gives the lines of a growing text file, each once, from `start` (bytes) on."""
 
-    def __init__(self, path: Path, start: int = 0) -> None:
+    def __init__(self, path: Path, start: int) -> None:
         self._path = path
         self._offset = start
 

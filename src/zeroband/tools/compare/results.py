@@ -9,10 +9,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from zeroband.tools.compare.trial_measures import Measured
 
@@ -73,8 +73,8 @@ class ResultFiles:
     def load(self, digest: str) -> Outcome | None:
         """The outcome of a run that ended well, or diverged; None where there is none, or it cannot be read."""
         try:
-            outcome = _from_record(json.loads(self._path(digest).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, LookupError):
+            outcome = TypeAdapter(Outcome).validate_json(self._path(digest).read_bytes(), strict=True)
+        except (OSError, ValueError):
             return None
         return None if outcome.failure or outcome.digest != digest else outcome
 
@@ -89,12 +89,3 @@ class ResultFiles:
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}.json"
-
-
-def _from_record(record: Mapping[str, Any]) -> Outcome:
-    if record["format"] != FORMAT:
-        raise ValueError(f"format {record['format']}")
-    values: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
-    values["points"] = tuple(Point(**point) for point in record["points"])
-    values["measured"] = None if record["measured"] is None else Measured(**record["measured"])
-    return Outcome(**values)

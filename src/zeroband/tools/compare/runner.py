@@ -40,9 +40,7 @@ class Stopped(ZerobandError):
 class Runner:
     """Makes runs below a folder. `is_stopped` is asked all along."""
 
-    def __init__(
-        self, folder: Path, *, limit_s: float, samples: int, is_stopped: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, folder: Path, *, limit_s: float, samples: int, is_stopped: Callable[[], bool]) -> None:
         self._folder = folder
         self._limit_s = limit_s
         self._samples = samples

@@ -155,10 +155,6 @@ class Forecast:
         compute_s = self.round_steps * self.step_s
         return compute_s / (compute_s + self.own_s + self.waits_s)
 
-    @property
-    def sent_per_step(self) -> float:
-        return self.sent_bytes / self.round_steps
-
     def payload_ratio(self, params: float) -> float:
         """How many times less than 2 bytes a parameter and step a node has to say."""
         return 2 * params * self.round_steps / self.payload_bytes if self.payload_bytes else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,10 @@ from zeroband.elastic.membership.orders import (
     drain,
     give_up_rollback,
     go_on,
-    orders_from,
     pause,
     roll_back,
 )
+from zeroband.elastic.membership.records import from_json, to_json
 from zeroband.errors import ConfigError
 
 ALIVE = {"a#1": "a", "b#1": "b", "b#2": "b"}
@@ -44,7 +43,7 @@ COMMANDS = st.sampled_from(
 
 @given(ORDERS)
 def test_orders_come_back_from_what_the_store_keeps(orders: Orders) -> None:
-    assert orders_from(json.loads(orders.to_json())) == orders
+    assert from_json(Orders, to_json(orders)) == orders
 
 
 @given(ORDERS, COMMANDS)

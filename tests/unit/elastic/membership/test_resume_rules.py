@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.epoch import Rules, Wait, next_opening
-from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, restart_point_from
+from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View, from_json, to_json
 from zeroband.elastic.membership.resume_rules import is_abandoned, pending, restart_point_after, restarts_with, way_in
 
 A, B, C = "a#1", "b#1", "c#1"
@@ -133,4 +131,4 @@ def test_member_of_the_dead_run_that_comes_back_is_preferred_to_the_checkpoint()
 
 
 def test_beginning_comes_back_from_its_record() -> None:
-    assert restart_point_from(json.loads(a_restart_point().to_json())) == a_restart_point()
+    assert from_json(RestartPoint, to_json(a_restart_point())) == a_restart_point()

@@ -40,7 +40,7 @@ def server() -> Iterator[int]:
         contextlib.closing(Store(redis.url, RUN, lease_s=LEASE_S, patience_s=5)) as run,
     ):
         for member in ("a#1", "b#1"):
-            assert run.renew_lease(member, Peer(member[0], "127.0.0.1", 1, 2), first=True)
+            assert run.renew_lease(member, Peer(member[0], "127.0.0.1", 1, True), first=True)
         first, second = (Opening(n + 1, n + 1, n, ("a#1", "b#1"), (1, 1), (1, 1), (1, 1)) for n in (0, 1))
         assert run.propose_opening(first, current=None) and run.propose_verdict(Verdict(first, "d", {"n": 1}))
         assert run.propose_opening(second, current=first)
@@ -150,7 +150,7 @@ def test_word_is_written_as_it_was_said_whatever_is_lost_of_it(ways: list[Way], 
 @pytest.mark.parametrize("wound", list(Wound))
 def test_lease_is_renewed_whatever_happens_to_a_byte_of_the_answer(ways: list[Way], wound: Wound) -> None:
     """A wrong answer here would tell a member that it was voted out."""
-    peer = Peer("a", "127.0.0.1", 1, 2)
+    peer = Peer("a", "127.0.0.1", 1, True)
     right = ways[0].store.renew_lease("a#1", peer)
     places = places_of(ways[0].relay.heard["server"], wound)
     assert right is not None and right["a#1"] == peer

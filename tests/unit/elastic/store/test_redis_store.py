@@ -66,7 +66,7 @@ def a_verdict(opening: Opening, digest: str = "d") -> Verdict:
 
 
 def a_peer(member: str, *cut_off: str) -> Peer:
-    return Peer(member.partition("#")[0], "host", 1, 2, cut_off)
+    return Peer(member.partition("#")[0], "host", 1, True, cut_off)
 
 
 def renew(store: Store, member: str, *, first: bool = False) -> bool:

@@ -6,7 +6,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,6 @@ from zeroband.elastic.transport.handshake import OPEN, StreamKeys
 STATE = HandedOver("state", "caller#1", "", OPEN)
 DATA = HandedOver("data", "caller#1", "session", StreamKeys(b"s" * 32, b"o" * 32))
 Taken = queue.Queue[tuple[socket.socket, HandedOver]]
-OpenInbox = Callable[..., Inbox]
 
 
 @pytest.fixture

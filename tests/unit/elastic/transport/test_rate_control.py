@@ -9,7 +9,7 @@ import pytest
 
 from zeroband.elastic.transport.rate_control import Kind, Middle, PacedKind, RateControl
 
-CARRIES_S, AS_TCP_HAS_IT_S, TOO_FAST_S, PROMISES_S = 4.0, 4.5, 4.8, 4.3
+CARRIES_S, TOO_FAST_S, PROMISES_S = 4.0, 4.8, 4.3
 REST = 32
 
 

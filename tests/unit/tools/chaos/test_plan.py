@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.tools.chaos.plan import MEANINGS, OF_NETWORK, OF_STORE, PLANNED, Kind, PlanRules, plan, targets_of
+from zeroband.tools.chaos.plan import OF_NETWORK, OF_STORE, PLANNED, Kind, PlanRules, plan, targets_of
 
 NODES = tuple(f"node{number}" for number in range(5))
 RULES = PlanRules(nodes=NODES, duration_s=3600.0, mtbf_s=20.0, kinds=PLANNED, detect_s=3.0)
@@ -75,7 +75,3 @@ def test_faults_that_would_leave_too_few_nodes_are_not_possible() -> None:
 
 def test_plan_without_possible_faults_is_empty() -> None:
     assert plan(replace(RULES, nodes=NODES[:2], kinds=OF_NETWORK), seed=1) == ()
-
-
-def test_every_kind_has_a_meaning() -> None:
-    assert set(MEANINGS) == set(Kind)

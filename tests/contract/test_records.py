@@ -1,0 +1,245 @@
+"""Records as nodes exchange and keep them: what was written once is written so again, byte for byte, and still read.
+
+`records.json` holds one sample of each as it was first written. Another text there is another protocol (`PROTOCOL`), or
+another format of the checkpoints, and takes their new number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from zeroband.checkpoint.authenticity import CheckpointKey
+from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile, parse_manifest
+from zeroband.checkpoint.owner import Owner, claim, read_owner
+from zeroband.checkpoint.shares import Shares
+from zeroband.checkpoint.storage import LocalStorage
+from zeroband.data.ledger import Ledger
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.topology import LinkTable
+from zeroband.elastic.recovery import state_chunks
+from zeroband.elastic.recovery.state_chunks import StateManifest
+from zeroband.elastic.rounds.loss_record import LossRecord
+from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.seals import Seals
+from zeroband.state.crash_memory import NodeMemory
+
+SAMPLES: dict[str, str] = json.loads(Path(__file__).with_name("records.json").read_text(encoding="utf-8"))
+SEALS = Seals(RunKey(bytes(32)), "run", "zeroband:{run}")
+A, B = "a#1", "b#2"
+
+PROGRESS = Progress(
+    inner_step=30,
+    tokens=12345,
+    ledger=Ledger(96, ((4, 8), (12, 16))),
+    assigned={B: ((64, 80),), A: ((80, 90), (92, 96))},
+    is_complete=False,
+    outer_step=3,
+    founding="1-00ff",
+    follows=("7-aa11", 12),
+    closing=0,
+)
+LOSSES = LossRecord(loss=3.25, is_finite=True, mean=3.5, rounds=2, from_step=20)
+OPENING = Opening(
+    version=41,
+    epoch=7,
+    round=3,
+    members=(A, B),
+    weights=(2048, 0),
+    steps=(10, 4),
+    steps_requested=(10, 0),
+    late=("c#3",),
+    divergences=1,
+    network=LinkTable((120, 30), (1, 0), 25, 25, 80, 1500),
+    orders=2,
+    rollback=20,
+    norms=(1.5, 0.1),
+    skips_data=True,
+    losses=(3.25, None),
+    sessions=("s2", "s1"),
+    trained=(1.0, 0.25),
+)
+VERDICT = Verdict(
+    OPENING,
+    "d1",
+    {
+        "progress": PROGRESS.to_record(),
+        "losses": LOSSES.to_record(),
+        "session": "s3",
+        "session_before": None,
+        "grad_norm": float("inf"),
+        "weight": 0,
+        "skipped": [[0, 4]],
+    },
+)
+READY = Ready(4, 2048, "d0", 10, 10, 120, {B: 30}, 1500, 1.5, 3.25, 0.5)
+STAMP = Stamp(
+    run_id="run",
+    session="s1",
+    round=3,
+    inner_step=30,
+    record={"progress": PROGRESS.to_record(), "weight": 0, "norm": 0.5},
+    state_digest="d0",
+    sections=("params", "momentum"),
+    members=("a", "b"),
+    layout="l0",
+    model={"d_model": 4, "vocab_size": 7},
+    tokenizer="byte",
+    data={"seed": 5},
+)
+MANIFEST = Manifest(
+    STAMP,
+    {"outer/a.safetensors": StoredFile(12, "aa"), "nodes/b/state.json": StoredFile(3, "bb", "cc")},
+    {"c": "no room"},
+    "ff",
+)
+STATE = StateManifest(
+    3, "d0", VERDICT.record, 8, {"params": 12, "momentum": 4}, {"params": ("h0", "h1"), "momentum": ("h2",)}
+)
+PEER = Peer("a", "10.0.0.1", 4000, True, (B,), {B: 30}, 80)
+ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
+RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
+
+
+@dataclass(frozen=True)
+class StoreRecord:
+    """How the store's judge writes and reads one kind of record."""
+
+    value: object
+    scope: tuple[str, ...]
+    write: Callable[[Judge], str]
+    read: Callable[[Judge, bytes], object]
+
+
+STORE = {
+    "opening": StoreRecord(
+        OPENING,
+        ("opening",),
+        lambda judge: judge.seal_opening(OPENING),
+        lambda judge, raw: judge.opening("k", raw, None),
+    ),
+    "verdict": StoreRecord(
+        VERDICT, ("verdict",), lambda judge: judge.seal_verdict(VERDICT), lambda judge, raw: judge.verdict("k", raw)
+    ),
+    "ready": StoreRecord(
+        READY,
+        ("ready", "4", A),
+        lambda judge: judge.seal_ready(A, READY),
+        lambda judge, raw: judge.ready("k", 4, {A: raw}).get(A),
+    ),
+    "peer": StoreRecord(
+        PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
+    ),
+    "orders": StoreRecord(
+        ORDERS, ("orders",), lambda judge: judge.seal_orders(ORDERS), lambda judge, raw: judge.orders("k", raw)
+    ),
+    "restart_point": StoreRecord(
+        RESTART_POINT,
+        ("restart_point",),
+        lambda judge: judge.seal_restart_point(RESTART_POINT),
+        lambda judge, raw: judge.restart_point("k", raw, VERDICT),
+    ),
+}
+
+
+def write_share(folder: Path) -> bytes:
+    Shares(LocalStorage(folder, "a"), "step", "now", (), CheckpointKey(bytes(32))).publish("b", MANIFEST.files)
+    return (folder / "step/parts/now-b.json").read_bytes()
+
+
+def write_owner(folder: Path) -> bytes:
+    claim(LocalStorage(folder, "a"), Owner("run", "s1", "l0"), takes_over=False)
+    return (folder / "owner.json").read_bytes()
+
+
+def write_memory_stamp(folder: Path) -> bytes:
+    NodeMemory(folder, launcher="7:100", layout="l0").stamp(("params",), 3, {"weight": 3}, "d0")
+    return (folder / "stamp.json").read_bytes()
+
+
+FILES: dict[str, Callable[[Path], bytes]] = {
+    "manifest": lambda folder: MANIFEST.to_json(),
+    "state_manifest": lambda folder: STATE.to_json(),
+    "share": write_share,
+    "owner": write_owner,
+    "memory_stamp": write_memory_stamp,
+}
+
+
+def written(name: str, folder: Path) -> str:
+    return STORE[name].write(Judge(SEALS)) if name in STORE else FILES[name](folder).decode()
+
+
+@pytest.mark.parametrize("name", [*STORE, *FILES])
+def test_record_is_written_as_it_always_was(name: str, tmp_path: Path) -> None:
+    assert written(name, tmp_path) == SAMPLES[name]
+
+
+@pytest.mark.parametrize("name", STORE)
+def test_record_of_the_store_is_read_as_it_was_written(name: str) -> None:
+    assert STORE[name].read(Judge(SEALS), SAMPLES[name].encode()) == STORE[name].value
+
+
+def without(record: dict[str, object], *names: str) -> dict[str, object]:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+CHANGES: dict[str, Callable[[dict[str, object]], object]] = {
+    "one key more": lambda record: record | {"more": 1},
+    "one key less": lambda record: without(record, max(record)),
+    "numbers as text": lambda record: {name: str(value) for name, value in record.items()},
+    "all of it none": dict.fromkeys,
+    "a list": list,
+}
+
+
+@pytest.mark.parametrize("name", STORE)
+@pytest.mark.parametrize("change", CHANGES)
+def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, change: str) -> None:
+    judge, record = Judge(SEALS), SEALS.open(SAMPLES[name].encode(), *STORE[name].scope)
+    assert record is not None
+    text = json.dumps(CHANGES[change](json.loads(record.text)), sort_keys=True)
+    raw = SEALS.seal(text, *STORE[name].scope, label=record.label).encode()
+    assert STORE[name].read(judge, raw) in (None, Orders())
+    assert raw in (judge.junk("k"), judge.junk(f"k {A}"))
+
+
+def test_names_that_the_store_compares_stay() -> None:
+    assert OPENING.id == "41-94e7ddcbda56"
+
+
+def test_progress_and_losses_are_read_from_a_verdict() -> None:
+    verdict = Judge(SEALS).verdict("", SAMPLES["verdict"].encode())
+    assert verdict is not None
+    assert Progress.from_record(verdict.record["progress"]) == PROGRESS
+    assert LossRecord.of(verdict.record) == LOSSES
+
+
+def test_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert parse_manifest(SAMPLES["manifest"].encode()) == MANIFEST
+    assert Progress.from_record(parse_manifest(SAMPLES["manifest"].encode()).stamp.record["progress"]) == PROGRESS
+    storage = LocalStorage(tmp_path, "a")
+    storage.write("owner.json", (SAMPLES["owner"].encode(),))
+    assert read_owner(storage) == Owner("run", "s1", "l0")
+    storage.write("step/parts/now-b.json", (SAMPLES["share"].encode(),))
+    shares = Shares(storage, "step", "now", ("outer/a.safetensors",), CheckpointKey(bytes(32)))
+    assert shares.read("b") == MANIFEST.files
+
+
+def test_state_is_served_as_it_always_was() -> None:
+    assert state_chunks.parse_manifest(SAMPLES["state_manifest"].encode(), STATE.lengths) == STATE
+
+
+def test_memory_of_a_crashed_trainer_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "stamp.json").write_text(SAMPLES["memory_stamp"], encoding="utf-8")
+    (tmp_path / "params.f32").write_bytes(bytes(8))
+    memory = NodeMemory(tmp_path, launcher="7:100", layout="l0", is_restart=True)
+    assert memory.set_aside(tmp_path) == ("held-params.f32", "held-stamp.json")
+    assert (tmp_path / "held-stamp.json").read_text(encoding="utf-8") == SAMPLES["memory_stamp"]
