@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -31,9 +31,12 @@ from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
-from zeroband.runtime.join import Joiner, Joining, SingleNode, join_until_member
+from zeroband.runtime.join import Joiner, JoinSteps
+from zeroband.runtime.join_steps import ReplicaSteps
 from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
+from zeroband.runtime.single_node import SingleNode
+from zeroband.runtime.world import World
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -55,7 +58,8 @@ class Training:
     """What the loop of this rank works with."""
 
     node: TrainerParts
-    joiner: Joining
+    world: World
+    joiner: Joiner
     checkpoints: Checkpointing
     report: Report
 
@@ -66,13 +70,14 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
-    joiner = open_way_in(node, report, stack)
-    joined = enter(joiner, report)
-    training = Training(node, joiner, open_checkpoints(node, joiner, report, stack), report)
+    world, steps = open_world(node, report, stack)
+    joiner = Joiner(steps, local, departure, report.events)
+    joined = note_entry(world, report, joiner.enter())
+    training = Training(node, world, joiner, open_checkpoints(node, world, report, stack), report)
     if joined is not None:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
-    while not joiner.hooks.progress.is_complete:
+    while not world.outer.progress.is_complete:
         leave_if_asked(training)
         try:
             train_round(training)
@@ -90,7 +95,7 @@ def leave_if_asked(training: Training) -> None:
 
     If nobody goes on with the run, it saves what it holds first.
     """
-    node, hooks, report = training.node, training.joiner.hooks, training.report
+    node, hooks, report = training.node, training.world.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
         for synced in hooks.flush():
             report.committed(synced)
@@ -104,26 +109,27 @@ def leave_if_asked(training: Training) -> None:
 
 def save_if_last(training: Training) -> None:
     """Take a checkpoint if nobody goes on with the run when this node leaves."""
-    if (last := training.joiner.announce_leaving()) is not None:
-        training.checkpoints.take_before_leaving(is_alone=last == "alone")
+    if (staying := training.world.announce_leaving()) != "others":
+        training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
 
-def open_way_in(node: TrainerParts, report: Report, stack: ExitStack) -> Joining:
-    """The way into the run that the configuration asks for."""
+def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[World, JoinSteps]:
+    """The run that the configuration asks for, and the steps into it."""
     if node.config.outer is None:
-        return SingleNode(node, report.events)
+        single = SingleNode(node, report.events)
+        return single, single
     run = Replica(node, on_event=report.events.emit)
     stack.push(run.leave)
-    batch_size, patience_s = node.config.train.batch_size, node.config.elastic.start_timeout_s
-    return Joiner(run, node.local, report.events, batch_size=batch_size, patience_s=patience_s)
+    return run, ReplicaSteps(node, run, report.events)
 
 
-def open_checkpoints(node: TrainerParts, joiner: Joining, report: Report, stack: ExitStack) -> Checkpointing:
+def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: ExitStack) -> Checkpointing:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
         return NoCheckpoints()
-    is_sequel = joiner.hooks.progress.follows is not None
-    checkpoints = Checkpoints(node, joiner.run, joiner.hooks, report.events, takes_over=is_sequel)
+    is_sequel = world.outer.progress.follows is not None
+    run = world if isinstance(world, Replica) else None
+    checkpoints = Checkpoints(node, run, world.outer, report.events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
@@ -132,22 +138,20 @@ def open_checkpoints(node: TrainerParts, joiner: Joining, report: Report, stack:
     return checkpoints
 
 
-def enter(joiner: Joining, report: Report, why: Fenced | RolledBack | None = None) -> RoundReport | None:
-    """Become a member. Returns the report of the round that it became a member with."""
-    joined = join_until_member(joiner, why)
-    report.belongs_to(joiner.hooks.record["session"])
-    if joined is not None:
-        report.entered(joined)
-    return joined
+def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> RoundReport | None:
+    """Report with which round this node became a member; that round."""
+    report.belongs_to(world.outer.record["session"])
+    for round in joined:
+        report.entered(round)
+    return joined[-1] if joined else None
 
 
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
     """Become a member again: the run went on without this node, or went back to a checkpoint."""
-    node, joiner, report = training.node, training.joiner, training.report
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
-        leave_if_asked(Training(node, joiner, NoCheckpoints(), report))
-    node.inner.zero_grad()
-    joined = enter(joiner, report, why)
+        leave_if_asked(replace(training, checkpoints=NoCheckpoints()))
+    training.node.inner.zero_grad()
+    joined = note_entry(training.world, training.report, training.joiner.come_back(why))
     if isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 
@@ -165,7 +169,7 @@ def finish(node: TrainerParts, report: Report) -> None:
 
 def train_round(training: Training) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
-    node, hooks, checkpoints = training.node, training.joiner.hooks, training.checkpoints
+    node, hooks, checkpoints = training.node, training.world.outer, training.checkpoints
     inner, first = node.inner, hooks.inner_step
     node.loader.assign(hooks.upcoming())
     step, ends_round = first, False

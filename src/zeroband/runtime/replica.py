@@ -46,6 +46,7 @@ from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
+from zeroband.runtime.world import Staying
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
@@ -126,7 +127,7 @@ class Replica:
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
-            self.fetcher = Fetcher(
+            self.recovery = Fetcher(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults
             )
             self._restorer: Restorer | None = None
@@ -260,7 +261,7 @@ class Replica:
         updates: list[Tensor] = []
 
         def fetch() -> dict[str, Any]:
-            entry = self.fetcher.fetch_entry(round, room)
+            entry = self.recovery.fetch_entry(round, room)
             updates.append(entry.update)
             return {"record": entry.record, "state_digest": entry.state_digest}
 
@@ -362,6 +363,14 @@ class Replica:
             connection.close()
         else:
             self._server.take(connection, what.keys)
+
+    def announce_leaving(self) -> Staying:
+        """Say that this node leaves; who goes on then. Called once, by all local ranks."""
+        assigned = set(self.outer.progress.assigned)
+        staying = on_first_rank(self._node.local, lambda: sorted(self.store.say_leaving(self.mesh.member_id)))
+        if not assigned:
+            return "none of us"
+        return "others" if assigned & set(staying) else "nobody"
 
     def come_back(self) -> None:
         """Become another member after a fence. Called by all local ranks."""

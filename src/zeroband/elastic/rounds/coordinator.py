@@ -23,7 +23,7 @@ from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.transaction import CONTRIBUTION, Committed, Exchange, MeanExchange, commit_round, found_run
-from zeroband.errors import Fenced, RecoveryFailed, RunOver
+from zeroband.errors import Fenced, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
 from zeroband.observe.log import get_logger
@@ -249,7 +249,8 @@ class RoundCoordinator:
     def commit(self, offer: Offer, extra: Extra = nothing_more) -> Committed:
         """Run the next round's transaction with what lies in the contribution buffer; catch up with rounds it misses.
 
-        `extra`: what the algorithm adds to the verdict's record.
+        `extra`: what the algorithm adds to the verdict's record. Raises RoundsMissed for a joiner, who catches up by
+        itself.
         """
         return self._finish(offer, extra, self._attempt(offer, extra))
 
@@ -279,27 +280,28 @@ class RoundCoordinator:
 
     def _attempt(self, offer: Offer, extra: Extra) -> Committed | Verdict:
         """The next round, or the verdict of the others where they committed it without this node."""
-        parts = self.parts
-        while True:
-            round = self.round + 1
-            if parts.auto_rollback is not None and not offer.is_joining:
-                parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
-            parts.journal.settle()  # the result's memory is the next one's
-            self._announce(round, offer)
-            await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
-            try:
-                describe = partial(self._describe, extra)
-                return commit_round(
-                    parts.mesh, self._exchange, await_turn, describe, self._vote_to_go_back, parts.faults
-                )
-            except Fenced as fence:
-                if not offer.is_joining or parts.mesh.is_fenced:
-                    raise
-                _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
+        parts, round = self.parts, self.round + 1
+        if parts.auto_rollback is not None and not offer.is_joining:
+            parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
+        parts.journal.settle()  # the result's memory is the next one's
+        self._announce(round, offer)
+        await_turn = partial(parts.mesh.await_turn, round, is_member=not offer.is_joining)
+        describe = partial(self._describe, extra)
+        try:
+            return commit_round(parts.mesh, self._exchange, await_turn, describe, self._vote_to_go_back, parts.faults)
+        except Fenced as fence:
+            if not offer.is_joining or parts.mesh.is_fenced:
+                raise
+            raise RoundsMissed(round) from fence
 
     def _finish(self, offer: Offer, extra: Extra, outcome: Committed | Verdict) -> Committed:
         while not isinstance(outcome, Committed):
-            self._catch_up(outcome.round, is_joining=offer.is_joining)
+            if offer.is_joining:
+                raise RoundsMissed(outcome.round)
+            try:
+                self.catch_up(outcome.round)
+            except RecoveryFailed as error:
+                raise Fenced(f"this node was late and cannot catch up: {error}") from error
             outcome = self._attempt(offer, extra)
         self._is_left_out = offer.is_left_out
         if outcome.verdict.opening.rollback is not None:
@@ -343,23 +345,16 @@ class RoundCoordinator:
             **extra(result),
         }
 
-    def _catch_up(self, round: int, *, is_joining: bool) -> None:
+    def catch_up(self, round: int) -> None:
         """Replay the rounds up to this one from the others' journals.
 
-        Raises RunOver when that was the last, and where nobody keeps them RecoveryFailed, or Fenced for a member.
+        Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
         """
-        try:
-            for number in range(self.round + 1, round + 1):
-                fetched = self.parts.fetch_entry(number, self._exchange.room)
-                self._exchange.unpack(fetched.update)
-                missed = MissedRound(number, self._exchange.result, fetched.record, fetched.state_digest)
-                verify(
-                    self._replay(missed), fetched.state_digest, f"the state after round {number}", self.parts.mesh.local
-                )
-        except RecoveryFailed as error:
-            if is_joining:
-                raise
-            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+        for number in range(self.round + 1, round + 1):
+            fetched = self.parts.fetch_entry(number, self._exchange.room)
+            self._exchange.unpack(fetched.update)
+            missed = MissedRound(number, self._exchange.result, fetched.record, fetched.state_digest)
+            verify(self._replay(missed), fetched.state_digest, f"the state after round {number}", self.parts.mesh.local)
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 
@@ -446,6 +441,9 @@ class CoordinatedRounds:
     def _at_founding(self) -> Mapping[str, Any]:
         """What the founding's verdict says beside the progress."""
         return {}
+
+    def catch_up(self, round: int) -> None:
+        self._coordinator.catch_up(round)
 
     def is_time_over(self, steps: int) -> bool:
         return self._coordinator.is_time_over(steps)
