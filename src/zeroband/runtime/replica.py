@@ -22,7 +22,7 @@ from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import View, view_to_record
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.recovery.fetcher import Fetcher
+from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
@@ -127,7 +127,7 @@ class Replica:
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
-            self.recovery = Fetcher(
+            self.recovery = RecoveryClient(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults
             )
             self._restorer: Restorer | None = None

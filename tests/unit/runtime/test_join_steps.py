@@ -12,9 +12,8 @@ import pytest
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
-from zeroband.elastic.recovery.fetcher import Fetcher
-from zeroband.elastic.recovery.recovery import FetchedState
 from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
@@ -94,8 +93,8 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
         monkeypatch.setattr("zeroband.runtime.join.time", clock)
         monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.fetcher.StateFetch", lambda dialler, sections: attempts)
-        monkeypatch.setattr(Fetcher, "_donors", lambda self: [])
+        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections: attempts)
+        monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
         committed = SimpleNamespace(round=7, opening=OPENING)
         view = SimpleNamespace(
             committed=committed, opening=OPENING, alive={"b#1"}, restart_point=None, is_settling=False
@@ -104,7 +103,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         flags = SharedFlags(tmp_path / "flags", create=True)
         parts: Any = SimpleNamespace(
             outer=attempts,
-            recovery=Fetcher(anything, anything, anything, flags, FaultPoints(())),
+            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(())),
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),

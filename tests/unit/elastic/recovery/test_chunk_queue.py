@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.recovery.chunk_queue import ChunkQueue
 from zeroband.elastic.recovery.state_chunks import Chunk
+from zeroband.elastic.recovery.transfer import ChunkQueue
 
 CHUNKS = [Chunk("params", index) for index in range(3)]
 
