@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +27,13 @@ from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
-from zeroband.runtime.join import Joiner, JoinSteps
+from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import ReplicaSteps
 from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
@@ -70,11 +72,10 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
-    world, steps = open_world(node, report, stack)
-    joiner = Joiner(steps, local, departure, report.events)
+    world, joiner = open_world(node, report, stack)
     joined = note_entry(world, report, joiner.enter())
     training = Training(node, world, joiner, open_checkpoints(node, world, report, stack), report)
-    if joined is not None:
+    if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
     while not world.outer.progress.is_complete:
@@ -95,11 +96,11 @@ def leave_if_asked(training: Training) -> None:
 
     If nobody goes on with the run, it saves what it holds first.
     """
-    node, hooks, report = training.node, training.world.outer, training.report
+    node, outer, report = training.node, training.world.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
-        for synced in hooks.flush():
+        for synced in outer.flush():
             report.committed(synced)
-        round = hooks.round
+        round = outer.round
         save_if_last(training)
         if not node.departure.is_hurried:
             report.events.emit("drained", round=round)
@@ -113,14 +114,15 @@ def save_if_last(training: Training) -> None:
         training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
 
-def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[World, JoinSteps]:
-    """The run that the configuration asks for, and the steps into it."""
+def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[World, Joiner]:
+    """The run that the configuration asks for, and the way into it."""
     if node.config.outer is None:
         single = SingleNode(node, report.events)
-        return single, single
+        return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
     run = Replica(node, on_event=report.events.emit)
     stack.push(run.leave)
-    return run, ReplicaSteps(node, run, report.events)
+    steps = ReplicaSteps(node, run, report.events)
+    return run, Joiner(steps, node.local, node.departure, report.events)
 
 
 def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: ExitStack) -> Checkpointing:
@@ -128,8 +130,7 @@ def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: Ex
     if node.config.ckpt.path is None:
         return NoCheckpoints()
     is_sequel = world.outer.progress.follows is not None
-    run = world if isinstance(world, Replica) else None
-    checkpoints = Checkpoints(node, run, world.outer, report.events, takes_over=is_sequel)
+    checkpoints = Checkpoints(node, world, report.events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
@@ -138,12 +139,12 @@ def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: Ex
     return checkpoints
 
 
-def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> RoundReport | None:
-    """Report with which round this node became a member; that round."""
+def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> Sequence[RoundReport]:
+    """Report with which round this node became a member; `joined` again."""
     report.belongs_to(world.outer.record["session"])
     for round in joined:
         report.entered(round)
-    return joined[-1] if joined else None
+    return joined
 
 
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
@@ -169,40 +170,51 @@ def finish(node: TrainerParts, report: Report) -> None:
 
 def train_round(training: Training) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
-    node, hooks, checkpoints = training.node, training.world.outer, training.checkpoints
-    inner, first = node.inner, hooks.inner_step
-    node.loader.assign(hooks.upcoming())
-    step, ends_round = first, False
-    while not (ends_round or hooks.progress.is_complete):  # a round that travelled may complete the run before
-        lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
-        with node.departure.in_step():
-            passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
-        checkpoints.settle()  # what a checkpoint copies has not changed so far
-        node.step_loss.nats = passed.loss
-        with node.departure.in_step():
-            node.faults.at("inner", hooks.round + 1)
-            time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
-        blocked = Stopwatch()
+    node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
+    inner, first, ends_round = node.inner, outer.inner_step, False
+    node.loader.assign(outer.upcoming())
+    for step in itertools.count(first):
+        if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
+            break
+        lr, before, blocked = inner.lr, outer.progress, Stopwatch()
+        passed = make_gradients(training, lambda: outer.is_time_over(step + 1 - first))  # noqa: B023
         with blocked:
-            norm = hooks.sync_gradients(step, passed.tokens)
-        learned_tokens = passed.tokens
-        if norm is None:
-            with node.departure.in_step():
-                norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
-            if not (math.isfinite(norm) or isinstance(hooks, EveryStep)):  # all nodes make the same step of theirs
-                leave_out_gradient(node, step, norm)
-                learned_tokens = 0
+            norm = outer.sync_gradients(step, passed.tokens)
+        norm, learned_tokens = (norm, passed.tokens) if norm is not None else clip_own_gradient(training, step, passed)
         inner.step()
         inner.zero_grad()
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
         with blocked:
-            synced = hooks.sync_parameters(step, learned_tokens, ends_round=ends_round)
-        step += 1
-        committed = RunProgress(hooks.progress, is_now=hooks.progress is not before)
+            synced = outer.sync_parameters(step, learned_tokens, ends_round=ends_round)
+        committed = RunProgress(outer.progress, is_now=outer.progress is not before)
         if committed.is_now:
-            checkpoints.take_if_due(synced[-1] if synced else None)
+            checkpoints.take_if_due(synced)
         learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
-        training.report.stepped(step, learned, synced, committed, checkpoints.measured())
+        training.report.stepped(step + 1, learned, synced, committed, checkpoints.measured())
+
+
+def make_gradients(training: Training, is_time_over: Callable[[], bool]) -> PassResult:
+    """The passes of one inner step. After them nothing of the state has changed, and a copy of it must be whole."""
+    node, began_at_s = training.node, time.monotonic()
+    with node.departure.in_step():
+        passed = forward_backward(node, is_time_over)
+    training.checkpoints.settle()
+    node.step_loss.nats = passed.loss
+    with node.departure.in_step():
+        node.faults.at("inner", training.world.outer.round + 1)
+        time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
+    return passed
+
+
+def clip_own_gradient(training: Training, step: int, passed: PassResult) -> tuple[float, int]:
+    """Clip this node's gradient, or drop one that is not finite; its norm, and from how many tokens it learns."""
+    node = training.node
+    with node.departure.in_step():
+        norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
+    if math.isfinite(norm) or isinstance(training.world.outer, EveryStep):  # all nodes make the same step of theirs
+        return norm, passed.tokens
+    leave_out_gradient(node, step, norm)
+    return norm, 0
 
 
 def leave_out_gradient(node: TrainerParts, step: int, norm: float) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
+from zeroband.checkpoint.writer_process import Fellows, StoreFellows
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
@@ -46,7 +48,7 @@ from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
-from zeroband.runtime.world import Staying
+from zeroband.runtime.world import StateParts, Staying
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
@@ -363,6 +365,25 @@ class Replica:
             connection.close()
         else:
             self._server.take(connection, what.keys)
+
+    # -- as the training loop sees it ---------------------------------------------------------------------------
+
+    @property
+    def state_digest(self) -> str:
+        return self.outer.state_digest
+
+    @property
+    def state_parts(self) -> StateParts:
+        common, own = self.outer.sections, self.outer.local_sections
+        held = {name: self.buffers[name] for name in (*common, *own)}
+        return StateParts(common, own, held, {}, has_moments=isinstance(self.outer, Ddp))
+
+    @property
+    def fellows(self) -> Fellows:
+        return StoreFellows(self.store, self._node.node_id)
+
+    def open_folder(self, stack: ExitStack) -> Path:
+        return self._folder
 
     def announce_leaving(self) -> Staying:
         """Say that this node leaves; who goes on then. Called once, by all local ranks."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +14,19 @@ import torch
 from zeroband.checkpoint.owner import read_owner
 from zeroband.checkpoint.restorer import Restorer, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.checkpoint.writer_process import Fellows, NoFellows
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.errors import RecoveryFailed, RunOver, ZerobandError
 from zeroband.node.mesh import all_ok
-from zeroband.node.shm import is_restart, launch_of
+from zeroband.node.shm import NodeFolder, is_restart, launch_of
 from zeroband.observe.events import Events
-from zeroband.outer.alone import Alone
+from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.join import Outcome
 from zeroband.runtime.join_steps import say_new
-from zeroband.runtime.replica import Replica, shape_of
-from zeroband.runtime.world import Staying
+from zeroband.runtime.replica import shape_of
+from zeroband.runtime.world import StateParts, Staying
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 PARAMS = "params"
@@ -33,12 +36,38 @@ PARAMS = "params"
 class SingleNode:
     """The world of a node that trains alone, and its steps into it."""
 
-    run: Replica | None = None
-
     def __init__(self, node: TrainerParts, events: Events) -> None:
         self._node = node
-        self.outer = Alone(shape_of(node.config), launch_of(os.environ))
+        self.outer = NoAlgorithm(shape_of(node.config), launch_of(os.environ))
         self._events = events
+
+    # -- the world ----------------------------------------------------------------------------------------------
+
+    @property
+    def state_digest(self) -> str:
+        return ""
+
+    @property
+    def state_parts(self) -> StateParts:
+        return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.model)}, has_moments=False)
+
+    @property
+    def fellows(self) -> Fellows:
+        return NoFellows()
+
+    def open_folder(self, stack: ExitStack) -> Path:
+        config, node_id = self._node.config, self._node.node_id
+
+        def claim() -> None:
+            stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
+
+        on_first_rank(self._node.local, claim)
+        return NodeFolder.path_of(config.node.shm_dir, config.run.id, node_id)
+
+    def announce_leaving(self) -> Staying:
+        return "nobody"
+
+    # -- its steps ----------------------------------------------------------------------------------------------
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
         match state:
@@ -59,9 +88,6 @@ class SingleNode:
 
     def is_fenced(self) -> bool:
         return False
-
-    def announce_leaving(self) -> Staying:
-        return "nobody"
 
     def _goes_on_after_crash(self) -> bool:
         """Whether the trainer before this one has crashed, and saved of this very run. Local rank 0."""
