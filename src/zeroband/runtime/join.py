@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.join_states import HOLDS_NOTHING, PAUSES, JoinEvent, JoinState, next_state
+from zeroband.elastic.membership.join_states import HOLDS_NOTHING, PAUSES, TABLE, JoinEvent, JoinState, next_state
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import (
@@ -111,7 +111,8 @@ class Joiner:
         try:
             return self._steps.take(state, cause)
         except Fenced as fence:
-            return Outcome(JoinEvent.FENCED if self._steps.is_fenced() else JoinEvent.PASSED_OVER, fence)
+            is_passed_over = JoinEvent.PASSED_OVER in TABLE[state] and not self._steps.is_fenced()
+            return Outcome(JoinEvent.PASSED_OVER if is_passed_over else JoinEvent.FENCED, fence)
         except tuple(_EVENT_OF) as error:
             return Outcome(next(event for kind, event in _EVENT_OF.items() if isinstance(error, kind)), error)
 

@@ -146,14 +146,12 @@ class ReplicaSteps:
             self._note_failure(cause)
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=self._run.may_begin_again(view))
-        if isinstance(way, RestartPoint) or way == "begin":
+        if isinstance(way, RestartPoint):
             return JoinEvent.BEGIN
-        if way == "wait":
-            return JoinEvent.WAIT
-        if way == "found" and not self._knows_run:
-            return JoinEvent.FOUND
+        if way in (JoinEvent.BEGIN, JoinEvent.WAIT) or (way is JoinEvent.FOUND and not self._knows_run):
+            return way
         agreed = pending(view)
-        is_following = way == "join" and agreed is not None and agreed.member in view.alive
+        is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
         if is_following:
             self._patience.came_nearer()
         if self._failure is not None:
@@ -219,7 +217,7 @@ class ReplicaSteps:
         """Look once, with a checkpoint in the section buffers if there is one. Local rank 0."""
         view = self._run.store.view(FOUNDING_ROUND)
         way = way_in(view, resumes=True)
-        if way in ("wait", "join"):
+        if way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return {"event": way}
         step, saved = way.step if isinstance(way, RestartPoint) else None, self._saved
         if not self._has_looked_for_saved or (step is not None and (saved is None or saved.step != step)):

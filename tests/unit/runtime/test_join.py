@@ -119,6 +119,13 @@ def test_founder_without_whom_the_run_began_joins_it_or_comes_back(local: LocalM
     assert ("returning" in way.states) == is_fenced
 
 
+def test_joiner_that_is_left_behind_in_the_rounds_it_closes_with_comes_back(local: LocalMesh) -> None:
+    """It was admitted, and late for a closing round that nobody keeps; its lease is still its own."""
+    late = (S.ANNOUNCING, Fenced("this node was late and cannot catch up"))
+    steps = Script(*ENTERS, FETCHES[0], late, (S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    assert Way(local, steps).joiner.enter() == (REPORT,)
+
+
 def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
     steps = Script((S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
     assert Way(local, steps).joiner.come_back(Fenced("its lease ran out")) == (REPORT,)
