@@ -1,4 +1,4 @@
-"""How long a joiner goes on trying, on fake time; what it asks of its donors is real, what they send is not."""
+"""The steps of a joiner: how long it tries, on fake time, and which way it takes. No store, and nobody sends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from zeroband.checkpoint.restorer import SavedState
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
-from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed
@@ -183,3 +184,124 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
         fields = told[0][1]
         assert (fields["round"], fields["digest"], fields["members"]) == (5, "digest", ["a#1", "b#1"])
         assert (fields["weights"], fields["samples"], fields["progress"]) == ([10, 0], [8, 0], progress)
+
+
+# -- which way, and with which checkpoint ---------------------------------------------------------------------------
+
+
+def view_of(
+    *, committed: bool = True, alive: str = "", agreed: RestartPoint | None = None, settles: bool = False
+) -> View:
+    verdict = Verdict(OPENING, "d", {"progress": {}}) if committed else None
+    opening = OPENING if committed else None
+    return View(opening, verdict, frozenset(alive.split()), {}, {}, None, restart_point=agreed, is_settling=settles)
+
+
+class Place:
+    """A run as its store shows it, one view after the other, and the checkpoints that this node can read."""
+
+    def __init__(self, local: LocalMesh, *views: View, resumes: bool = False, checkpoints: Sequence[int] = ()) -> None:
+        self._views = list(views)
+        self._checkpoints = checkpoints
+        self.proposed: list[RestartPoint] = []
+        self.refuses_first = False
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.founded: list[int] = []
+        events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
+        store = SimpleNamespace(view=self._view, propose_restart_point=self._propose)
+        run: Any = SimpleNamespace(
+            store=store,
+            mesh=SimpleNamespace(member_id="a#1"),
+            outer=SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1),
+            may_begin_again=lambda view: resumes,
+            read_checkpoint=self._read,
+            load_inner=lambda step: True,
+            restorer=SimpleNamespace(url="file:///checkpoints"),
+        )
+        self.steps = ReplicaSteps(node_of(local), run, events)
+
+    def _view(self, _round: int) -> View:
+        return self._views.pop(0) if len(self._views) > 1 else self._views[0]
+
+    def _read(self, step: int | None) -> SavedState | None:
+        found = [number for number in self._checkpoints if step in (None, number)]
+        return SavedState(found[0], 3, {}, "digest", ()) if found else None
+
+    def _propose(self, point: RestartPoint, _view: View) -> bool:
+        is_refused, self.refuses_first = self.refuses_first, False
+        self.proposed += [] if is_refused else [point]
+        return not is_refused
+
+    def _found(self, round: int) -> SimpleNamespace:
+        self.founded.append(round)
+        return SimpleNamespace(round=round, member_id="a#1")
+
+    def look(self) -> JoinEvent:
+        return self.steps.take(JoinState.LOOKING, None).event
+
+    def agree(self, looks: int) -> list[JoinEvent]:
+        assert self.look() is JoinEvent.BEGIN
+        return [self.steps.take(JoinState.AGREEING, None).event for _ in range(looks)]
+
+
+THEIRS = RestartPoint(6, 40, "digest", "b#1")
+
+
+@pytest.mark.parametrize(
+    ("view", "resumes", "event"),
+    [
+        (view_of(committed=False), False, JoinEvent.FOUND),
+        (view_of(committed=False, settles=True), False, JoinEvent.WAIT),
+        (view_of(alive="b#1"), False, JoinEvent.JOIN),
+        (view_of(alive="b#1"), True, JoinEvent.JOIN),
+        (view_of(), True, JoinEvent.BEGIN),
+        (view_of(alive="b#1", agreed=THEIRS), False, JoinEvent.FOLLOW),
+        (view_of(alive="b#1", agreed=THEIRS), True, JoinEvent.BEGIN),
+    ],
+)
+def test_way_in_is_what_the_store_shows(local: LocalMesh, view: View, resumes: bool, event: JoinEvent) -> None:
+    assert Place(local, view, resumes=resumes).look() is event
+
+
+def test_first_to_resume_names_its_newest_checkpoint_and_founds_the_round_after_it(local: LocalMesh) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50, 40])
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert place.proposed == [RestartPoint(6, 50, "digest", "a#1")]
+    assert place.steps.take(JoinState.FOUNDING, None).event is JoinEvent.FOUNDED
+    assert place.founded == [6]
+    assert [kind for kind, _ in place.events] == ["resumed_from", "joined"]
+
+
+def test_later_ones_read_the_checkpoint_that_was_named(local: LocalMesh) -> None:
+    agreed = view_of(alive="b#1", agreed=THEIRS)
+    place = Place(local, view_of(), view_of(), agreed, resumes=True, checkpoints=[50, 40])
+    assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert place.proposed == [] and place.events[0][1]["step"] == 40
+
+
+def test_proposal_that_another_one_was_before_is_made_anew(local: LocalMesh) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50])
+    place.refuses_first = True
+    assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
+
+
+def test_node_whose_checkpoint_is_another_one_of_that_step_ends(local: LocalMesh) -> None:
+    place = Place(
+        local, view_of(alive="b#1", agreed=RestartPoint(6, 40, "other", "b#1")), resumes=True, checkpoints=[40]
+    )
+    with pytest.raises(RecoveryFailed, match=r"ckpt.path is not the same folder on both"):
+        place.agree(2)
+
+
+def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: LocalMesh) -> None:
+    place = Place(local, view_of(committed=False), resumes=True)
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.NOTHING]
+    place.steps.take(JoinState.FOUNDING, None)
+    assert place.founded == [FOUNDING_ROUND]
+    with pytest.raises(RecoveryFailed, match="it has no checkpoint"):
+        Place(local, view_of(), resumes=True).agree(2)
+
+
+def test_node_that_agrees_joins_where_a_member_turns_out_to_live(local: LocalMesh) -> None:
+    place = Place(local, view_of(), view_of(), view_of(alive="b#1"), resumes=True, checkpoints=[50])
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.JOIN]
