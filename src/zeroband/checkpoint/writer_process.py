@@ -87,9 +87,9 @@ class WriterProcess:
         descriptors: tuple[int, ...],
         log: Path,
         on_event: Callable[[str, Mapping[str, Any]], None],
-        fellows: Fellows | None = None,
+        fellows: Fellows,
     ) -> None:
-        self._fellows = fellows or NoFellows()
+        self._fellows = fellows
         self._beats = 0
         self._quiet_until_s = 0.0
         self._mute: set[str] = set()

@@ -1,4 +1,4 @@
-"""Time is an argument here: no test waits."""
+"""Which chunk is given to which donor. Time is an argument here: no test waits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
