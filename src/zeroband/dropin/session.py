@@ -37,10 +37,8 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, join_
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import ReplicaSteps
+from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
 from zeroband.state.flat import digest_of
 
@@ -87,10 +85,7 @@ class Session:
             self.store_url = _open_store(address, self._local, stack)
             self._node = self._build_node(parameters)
             self._report = self._open_report(parameters, stack)
-            self._run = Replica(self._node, on_event=self._report.events.emit)
-            stack.push(self._run.leave)
-            steps = ReplicaSteps(self._node, self._run, self._report.events)
-            self._joiner = Joiner(steps, self._local, self._node.departure, self._report.events)
+            self._run, self._joiner = open_replica(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
             self._enter_first(is_own_store=address == LOCAL)
             self._stack = stack.pop_all()

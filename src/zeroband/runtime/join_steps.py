@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -19,12 +20,19 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import RecoveryFailed, RoundsMissed, ZerobandError
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
-from zeroband.runtime.join import Outcome
+from zeroband.runtime.join import Joiner, Outcome
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.replica import Replica
 from zeroband.state.crash_memory import HeldState
 
 _log = get_logger(__name__)
+
+
+def open_replica(node: NodeParts, events: Events, stack: ExitStack) -> tuple[Replica, Joiner]:
+    """A node's place in a run of several, and its way into it; `stack` gives it back."""
+    run = Replica(node, on_event=events.emit)
+    stack.push(run.leave)
+    return run, Joiner(ReplicaSteps(node, run, events), node.local, node.departure, events)
 
 
 class ReplicaSteps:

@@ -34,8 +34,7 @@ from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
 from zeroband.runtime.join import Joiner
-from zeroband.runtime.join_steps import ReplicaSteps
-from zeroband.runtime.replica import Replica
+from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
@@ -73,7 +72,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     world, joiner = open_world(node, report, stack)
-    joined = note_entry(world, report, joiner.enter())
+    joined = joiner.enter()
+    note_entry(world, report, joined)
     training = Training(node, world, joiner, open_checkpoints(node, world, report, stack), report)
     if joined:
         training.checkpoints.take_if_due(joined)
@@ -119,10 +119,7 @@ def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[Wo
     if node.config.outer is None:
         single = SingleNode(node, report.events)
         return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
-    run = Replica(node, on_event=report.events.emit)
-    stack.push(run.leave)
-    steps = ReplicaSteps(node, run, report.events)
-    return run, Joiner(steps, node.local, node.departure, report.events)
+    return open_replica(node, report.events, stack)
 
 
 def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: ExitStack) -> Checkpointing:
@@ -139,12 +136,11 @@ def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: Ex
     return checkpoints
 
 
-def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> Sequence[RoundReport]:
-    """Report with which round this node became a member; `joined` again."""
+def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> None:
+    """Report in which run this node is, and with which round it became a member."""
     report.belongs_to(world.outer.record["session"])
     for round in joined:
         report.entered(round)
-    return joined
 
 
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
@@ -152,7 +148,8 @@ def come_back(training: Training, why: Fenced | RolledBack) -> None:
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
         leave_if_asked(replace(training, checkpoints=NoCheckpoints()))
     training.node.inner.zero_grad()
-    joined = note_entry(training.world, training.report, training.joiner.come_back(why))
+    joined = training.joiner.come_back(why)
+    note_entry(training.world, training.report, joined)
     if isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 
