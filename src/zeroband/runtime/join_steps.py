@@ -297,7 +297,7 @@ class ReplicaSteps:
         return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())
 
     def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
-        self._is_fetching = False
+        self._forget_attempts()
         self._events.emit("joined", member_id=report.member_id, round=report.round)
         return Outcome(event, rounds=(report,))
 
@@ -308,9 +308,14 @@ class ReplicaSteps:
 
     def _return(self, cause: ZerobandError | None) -> Outcome:
         self._events.emit("fenced", reason=str(cause))
-        self._is_fetching = False
+        self._forget_attempts()
         self._run.come_back()
         return Outcome(JoinEvent.RETURNED)
+
+    def _forget_attempts(self) -> None:
+        """Whatever failed on the way so far is no reason to give up on the next."""
+        self._is_fetching, self._failure = False, None
+        self._patience.came_nearer()
 
 
 def say_new(url: str) -> None:

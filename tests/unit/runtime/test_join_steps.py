@@ -209,14 +209,17 @@ class Place:
         self.founded: list[int] = []
         events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
         store = SimpleNamespace(view=self._view, propose_restart_point=self._propose)
+        self.outer = SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1)
         run: Any = SimpleNamespace(
             store=store,
             mesh=SimpleNamespace(member_id="a#1"),
-            outer=SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1),
+            outer=self.outer,
             may_begin_again=lambda view: resumes,
             read_checkpoint=self._read,
             load_inner=lambda step: True,
             restorer=SimpleNamespace(url="file:///checkpoints"),
+            recovery=SimpleNamespace(verified_bytes=0),
+            come_back=lambda: None,
         )
         self.steps = ReplicaSteps(node_of(local), run, events)
 
@@ -263,6 +266,13 @@ def test_way_in_is_what_the_store_shows(local: LocalMesh, view: View, resumes: b
     assert Place(local, view, resumes=resumes).look() is event
 
 
+def test_node_that_was_a_member_founds_nothing_where_the_store_lost_its_record(local: LocalMesh) -> None:
+    """The others will bring it back."""
+    place = Place(local, view_of(committed=False))
+    place.outer.round = 5
+    assert place.look() is JoinEvent.JOIN
+
+
 def test_first_to_resume_names_its_newest_checkpoint_and_founds_the_round_after_it(local: LocalMesh) -> None:
     place = Place(local, view_of(), resumes=True, checkpoints=[50, 40])
     assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
@@ -305,3 +315,20 @@ def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: Lo
 def test_node_that_agrees_joins_where_a_member_turns_out_to_live(local: LocalMesh) -> None:
     place = Place(local, view_of(), view_of(), view_of(alive="b#1"), resumes=True, checkpoints=[50])
     assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.JOIN]
+
+
+def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
+    local: LocalMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    joins = view_of(alive="b#1")
+    place = Place(local, view_of(), view_of(), view_of(), joins, resumes=True, checkpoints=[50])
+    assert place.steps.take(JoinState.LOOKING, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN
+    for _ in range(2):
+        agreed = place.steps.take(JoinState.AGREEING, None).event
+    assert agreed is JoinEvent.AGREED
+    place.steps.take(JoinState.FOUNDING, None)
+    now_s[0] = 10 * PATIENCE_S
+    place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
+    assert place.look() is JoinEvent.JOIN
