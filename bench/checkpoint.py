@@ -41,11 +41,10 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.node.mesh import init_local_mesh
 from zeroband.node.sharding import local_part
 from zeroband.observe.events import NoEvents
-from zeroband.outer.alone import Alone
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpoints
 from zeroband.runtime.loop import forward_backward
-from zeroband.runtime.replica import shape_of
+from zeroband.runtime.single_node import SingleNode
 from zeroband.state.flat import FlatLayout
 
 PIECE = 16 << 20
@@ -90,8 +89,9 @@ class Bench:
         stack.callback(local.close)
         self.node: TrainerParts = build_trainer(config, local, Departure(1.0))
         self.node.node_dir.mkdir(parents=True, exist_ok=True)
-        self.hooks = Alone(shape_of(config))
-        self.snapshots = Checkpoints(self.node, None, self.hooks, NoEvents())
+        world = SingleNode(self.node, NoEvents())
+        self.hooks = world.outer
+        self.snapshots = Checkpoints(self.node, world, NoEvents())
         stack.callback(self.snapshots.close, waits=True)
         self.layout = FlatLayout.of(self.node.model)
         self.times = Times()
@@ -126,7 +126,7 @@ class Bench:
         self.hooks.sync_parameters(0, 0, ends_round=True)
 
     def take(self) -> None:
-        assert self.snapshots.take(None, waits=False), "the writer is still busy"
+        assert self.snapshots.take((self.node.node_id,), waits=False), "the writer is still busy"
 
     def await_writer(self) -> None:
         writer = self.snapshots._writer

@@ -26,8 +26,8 @@ from evidence import count, require
 
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.recovery.client import StateFetch
 from zeroband.elastic.recovery.donors import Donor
-from zeroband.elastic.recovery.recovery import StateFetch
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.transport.sealed import Dialler
 

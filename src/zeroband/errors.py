@@ -8,6 +8,7 @@ ZerobandError
 │   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
 ├── StoreLost          Redis did not answer within its deadline
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
+├── RoundsMissed       the members committed rounds while this node was joining: it catches up and tries the next one
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
 ├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
 ├── HandshakeFailed    the other end of a connection is no node of this run
@@ -69,6 +70,14 @@ class StoreLost(ZerobandError):
 
 class Fenced(ZerobandError):
     """The run went on without this node; its votes no longer count."""
+
+
+class RoundsMissed(ZerobandError):
+    """The members committed all rounds up to `round` before this node, which joins, was in one."""
+
+    def __init__(self, round: int) -> None:
+        super().__init__(f"round {round} was committed without this node")
+        self.round = round
 
 
 class Leaving(ZerobandError):

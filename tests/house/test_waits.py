@@ -81,9 +81,7 @@ def section(root: Path) -> str:
 
 
 NOT_FOUND_BY_NAME = {
-    "runtime/join.py: Joiner.enter",  # asks for `join` of an algorithm, as do the next three
-    "runtime/join.py: Joiner._go_on_from_memory",
-    "runtime/join.py: Joiner._roll_back",
+    "runtime/join_steps.py: ReplicaSteps._announce",  # asks for `join` of an algorithm
     "elastic/rounds/coordinator.py: RoundCoordinator._arrived",  # BackgroundRound.wait, which is in the table
 }
 ONLY_BY_TORCH = {"node/mesh.py: init_local_mesh"}

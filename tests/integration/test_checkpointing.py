@@ -22,12 +22,12 @@ from zeroband.errors import ConfigError
 from zeroband.node.async_copy import Pairs
 from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.events import EVENTS_FILE, EventLog, NoEvents
-from zeroband.outer.alone import Alone
+from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import checkpointing as checkpoints
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpoints
 from zeroband.runtime.loop import train
-from zeroband.runtime.replica import shape_of
+from zeroband.runtime.single_node import SingleNode
 from zeroband.state.flat import FlatLayout, parameter_shards
 from zeroband.tools.cluster import RedisServer
 
@@ -96,23 +96,23 @@ def copies_by(copier: type[LateCopier], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(checkpoints, "copier_for", lambda device, targets, stack: copier())
 
 
-def step(node: TrainerParts, hooks: Alone, checkpoints: Checkpoints) -> None:
+def step(node: TrainerParts, hooks: NoAlgorithm, checkpoints: Checkpoints) -> None:
     checkpoints.settle()
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
     hooks.sync_gradients(0, 64)
     hooks.sync_parameters(0, 64, ends_round=True)
-    checkpoints.take_if_due(None)
+    checkpoints.take_if_due(())
 
 
 def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(
     node: TrainerParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies_by(LateCopier, monkeypatch)
-    hooks, events = Alone(shape_of(node.config)), EventLog(node.node_dir)
+    world, events = SingleNode(node, NoEvents()), EventLog(node.node_dir)
     with ExitStack() as stack:
         stack.callback(events.close)
-        checkpoints = Checkpoints(node, None, hooks, events)
+        hooks, checkpoints = world.outer, Checkpoints(node, world, events)
         writer = checkpoints._writer
         assert writer is not None
         step(node, hooks, checkpoints)
@@ -140,7 +140,7 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     assert steps_in_order(storage) == [4, 2]
     require_state(node, kept, drawn, step=2)
     with pytest.raises(ConfigError, match="belongs to another run"):
-        Checkpoints(node, None, Alone(shape_of(node.config)), NoEvents())
+        Checkpoints(node, SingleNode(node, NoEvents()), NoEvents())
 
 
 def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: torch.Tensor, *, step: int) -> None:

@@ -158,10 +158,13 @@ def test_nodes_with_unequal_ranks_hold_the_same_state_after_every_round(run: Obs
 @pytest.mark.slow
 def test_events_tell_the_story_of_a_node(run: Observed) -> None:
     for node_id, events in run.events.items():
-        kinds = [event["kind"] for event in events if not event["kind"].startswith("checkpoint")]
+        kinds = [e["kind"] for e in events if e["kind"] != "join_state" and not e["kind"].startswith("checkpoint")]
         rounds = ["round_committed"] * (ROUNDS + 1)
         assert kinds == ["node_started", "joined", "epoch_changed", *rounds, "sample_written", "run_finished", "left"]
-        assert events[1]["member_id"].startswith(f"{node_id}#")
+        (joined,) = (event for event in events if event["kind"] == "joined")
+        assert joined["member_id"].startswith(f"{node_id}#")
+        states = [event["state"] for event in events if event["kind"] == "join_state"]
+        assert (states[0], *states[-2:]) == ("outlasting", "founding", "member")
 
 
 def _strings_outside_of_tables() -> set[str]:

@@ -37,7 +37,7 @@ from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
-from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
@@ -504,6 +504,14 @@ class FakeNode:
         outer: Any = self.outer
         return outer.exchange
 
+    def join(self) -> RoundReport:
+        """Become a member as a joiner does that holds a state: announced, and caught up as often as it takes."""
+        while True:
+            try:
+                return self.outer.join()
+            except RoundsMissed as missed:
+                self.outer.catch_up(missed.round)
+
     def receive(self, donor: FakeNode) -> str:
         """Take over the state of another node, as recovery does; the digest that this node finds."""
         copy = donor.outer.copy_state()
@@ -650,7 +658,7 @@ class FakeRun:
     def round_with_joiner(self, joiner: str, tokens: int = 10, **updates: Tensor) -> dict[str, Any]:
         """A round of the named nodes that begins when the joiner stands at its boundary."""
         member_id = self[joiner].member.member_id
-        works: dict[str, Callable[[], RoundReport]] = {joiner: self[joiner].outer.join}
+        works: dict[str, Callable[[], RoundReport]] = {joiner: self[joiner].join}
         for name, update in updates.items():
             works[name] = partial(self._step_beside, member_id, name, update, tokens)
         return self.together(**works)

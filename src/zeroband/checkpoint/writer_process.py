@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from zeroband.checkpoint.saving import SILENT
 from zeroband.checkpoint.writer import EXCUSE, HEARD, IDLE, LOST, PROGRESS, SaveOrder, Word, WriterSpec
+from zeroband.elastic.store.redis_store import Store
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
@@ -23,6 +24,9 @@ LOG_FILE = "checkpoint_writer.log"
 _SAY_S = 10.0
 _QUIET = 9
 """Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
+
+_STORE_PATIENCE_S = 2.0
+"""Patience for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
 
@@ -49,6 +53,27 @@ class NoFellows:
         return {}
 
 
+class StoreFellows:
+    """The way through the run's store."""
+
+    def __init__(self, store: Store, node_id: str) -> None:
+        self._store = store
+        self._node_id = node_id
+
+    def say(self, attempt: str, word: str) -> None:
+        try:
+            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
+            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        try:
+            return self._store.saving(attempt, patience_s=_STORE_PATIENCE_S)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
+            return {}
+
+
 class WriterProcess:
     """One writer at a time, in a session of its own; one that died is replaced with the next order.
 
@@ -62,9 +87,9 @@ class WriterProcess:
         descriptors: tuple[int, ...],
         log: Path,
         on_event: Callable[[str, Mapping[str, Any]], None],
-        fellows: Fellows | None = None,
+        fellows: Fellows,
     ) -> None:
-        self._fellows = fellows or NoFellows()
+        self._fellows = fellows
         self._beats = 0
         self._quiet_until_s = 0.0
         self._mute: set[str] = set()

@@ -37,9 +37,8 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, join_
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.join import Joiner, join_until_member
+from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.replica import Replica
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
 from zeroband.state.flat import digest_of
 
@@ -86,7 +85,7 @@ class Session:
             self.store_url = _open_store(address, self._local, stack)
             self._node = self._build_node(parameters)
             self._report = self._open_report(parameters, stack)
-            self._joiner = self._build_joiner(stack)
+            self._run, self._joiner = open_replica(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
             self._enter_first(is_own_store=address == LOCAL)
             self._stack = stack.pop_all()
@@ -137,19 +136,12 @@ class Session:
         on_first_rank(self._local, open_one)
         return reports[0] if reports else SilentReport()
 
-    def _build_joiner(self, stack: ExitStack) -> Joiner:
-        run = Replica(self._node, on_event=self._report.events.emit)
-        stack.push(run.leave)
-        config = self._node.config
-        batch_size, patience_s = config.train.batch_size, config.elastic.start_timeout_s
-        return Joiner(run, self._local, self._report.events, batch_size=batch_size, patience_s=patience_s)
-
     def _build_company(self, *, is_own: bool) -> Company | None:
         """Build what watches for peers, on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
         address = None if is_own else parse_store_url(self.store_url).shown
-        return Company(self._joiner.run.store, self._node.config.run.id, address, self._report.events.emit)
+        return Company(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
     def _enter_first(self, *, is_own_store: bool) -> None:
         """Become a member, and say where; where the run is complete, say that, and be done."""
@@ -158,6 +150,9 @@ class Session:
             self._enter(None)
         except RunOver as over:
             self._end_without(over)
+            return
+        except Leaving as early:
+            self._leave_without(early)
             return
         joined = self.last_round
         if joined is None or self._local.rank != 0:
@@ -177,21 +172,26 @@ class Session:
         if self._local.rank == 0:
             say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
 
+    def _leave_without(self, leaving: Leaving) -> None:
+        """Be done because this node was asked to leave and nobody takes over what it holds."""
+        self.is_done = True
+        _log.warning("left without handing over", extra={"fields": {"why": str(leaving)}})
+
     def _enter(self, why: Fenced | None) -> None:
-        joined = join_until_member(self._joiner, why)
-        self._report.belongs_to(self._joiner.hooks.record["session"])
-        if joined is not None:
-            self.last_round = joined
-            self._report.entered(joined)
+        joined = self._joiner.enter() if why is None else self._joiner.come_back(why)
+        self._report.belongs_to(self._run.outer.record["session"])
+        for round in joined:
+            self.last_round = round
+            self._report.entered(round)
         self._begin_phase()
         self._end_if_due()
 
     def _begin_phase(self) -> None:
         """Inner steps until the next contribution: as many as the run has dealt this node."""
         self._steps = 0
-        self._dealt = count(self._joiner.hooks.upcoming())
+        self._dealt = count(self._run.outer.upcoming())
         self._from_s = time.monotonic()
-        self.is_done = self._joiner.hooks.progress.is_complete
+        self.is_done = self._run.outer.progress.is_complete
         if self._company is not None and self.last_round is not None:
             self._company.begin_round(self.last_round)
 
@@ -200,7 +200,7 @@ class Session:
     @property
     def inner_step(self) -> int:
         """Inner steps behind this node, those of the run before it joined included."""
-        return self._joiner.hooks.inner_step
+        return self._run.outer.inner_step
 
     def ask_to_leave(self) -> None:
         """Have the next inner step end the phase, and this node leave with it. From a signal handler, too."""
@@ -220,9 +220,11 @@ class Session:
             self._step(loss)
         except RunOver as over:
             self._end_without(over)
+        except Leaving as late:
+            self._leave_without(late)
 
     def _step(self, loss: float | None) -> None:
-        node, hooks = self._node, self._joiner.hooks
+        node, hooks = self._node, self._run.outer
         self._steps += 1
         if self._steps == 1 and self._company is not None:
             self._company.learned(self._parameters.named.values())
@@ -231,17 +233,13 @@ class Session:
         ends_round = self._ends_round()
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._company is not None:
-            self._company.offer(hooks.round + 1, self._joiner.run.mesh.member_id)
+            self._company.offer(hooks.round + 1, self._run.mesh.member_id)
         try:
             synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
         except Fenced as fence:
             self._end_if_due()  # others go on, and one that leaves need not come back
             if not self.is_done:
                 self._enter(fence)
-            return
-        except Leaving as late:
-            _log.warning("left without handing over", extra={"fields": {"why": str(late)}})
-            self.is_done = True
             return
         self.last_round = synced[-1] if synced else self.last_round
         if self._company is not None:
@@ -254,7 +252,7 @@ class Session:
 
     def _ends_round(self) -> bool:
         """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
-        hooks, departure = self._joiner.hooks, self._node.departure
+        hooks, departure = self._run.outer, self._node.departure
         asks, is_over = departure.is_hurried, hooks.is_time_over(self._steps)
         votes = torch.tensor([int(asks), int(is_over)])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._local.control)  # pyright: ignore[reportUnknownMemberType]
@@ -267,10 +265,10 @@ class Session:
         if self.is_done:
             self._report.finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
-            for synced in self._joiner.hooks.flush():
+            for synced in self._run.outer.flush():
                 self._report.committed(synced)
             if not self._node.departure.is_hurried:
-                self._report.events.emit("drained", round=self._joiner.hooks.round)
+                self._report.events.emit("drained", round=self._run.outer.round)
             self.is_done = True
 
     def _tell(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:

@@ -100,6 +100,12 @@ EVENTS: Mapping[str, EventKind] = {
     "fenced": EventKind(
         "The run went on without this node, which now comes back by the join path.", ("reason",), logging.WARNING
     ),
+    "join_state": EventKind(
+        "This node stands there on its way into the run, for this reason (docs/architecture.md, Joining); since: when "
+        "it set out.",
+        ("state", "why", "since"),
+        logging.DEBUG,
+    ),
     "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
     "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
     "checkpoint_staged": EventKind(

@@ -118,7 +118,7 @@ def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
     losses = "-" if node.loss is None or node.first_loss is None else f"{node.first_loss:.3f} -> {node.loss:.3f}"
     return (
         node.node_id,
-        node.state if silent is None else f"{node.state}, silent since {silent}",
+        _state_in_words(node) if silent is None else f"{_state_in_words(node)}, silent since {silent}",
         str(node.step) if node.total_steps is None else f"{node.step}/{node.total_steps}",
         losses,
         "-" if node.tokens_per_s is None or silent else human_count(node.tokens_per_s),
@@ -128,6 +128,12 @@ def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
         human_bytes(node.sent_bytes),
         human_bytes(node.ddp_bytes),
     )
+
+
+def _state_in_words(node: NodeView) -> str:
+    """With the place where it stands on its way in."""
+    is_on_its_way = node.join_state is not None and node.state not in _ENDED
+    return f"{node.state}: {node.join_state}" if is_on_its_way else node.state
 
 
 def _silent_since(node: NodeView, now_s: float) -> str | None:

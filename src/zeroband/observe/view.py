@@ -25,12 +25,14 @@ _STATE_AFTER: Mapping[str, NodeState] = {
     "node_started": "starting",
     "joined": "training",
     "recovering": "recovering",
-    "recovered": "training",
+    "recovered": "recovering",
     "fenced": "fenced",
     "left": "left",
     "run_finished": "finished",
     "run_failed": "failed",
 }
+
+_NOT_JOINING = ("member", "ended")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class NodeView:
 
     node_id: str
     state: NodeState = "starting"
+    join_state: str | None = None
+    """Where it stands on its way into the run; None: it is in, or has ended."""
     member_id: str | None = None
     """Member id of its newest membership."""
     starts: int = 0
@@ -208,10 +212,14 @@ class NodeHistory:
             self._view = replace(
                 self._view,
                 starts=self._view.starts + 1,
+                join_state=None,
                 member_id=None,
                 total_steps=fields.get("total_steps"),
                 parameters=fields.get("parameters"),
             )
+        elif kind == "join_state":
+            state = str(fields["state"])
+            self._view = replace(self._view, join_state=None if state in _NOT_JOINING else state)
         elif kind == "joined":
             view = self._begin_anew() if fields["round"] == 0 else self._view
             self._view = replace(view, member_id=fields["member_id"])
@@ -225,6 +233,8 @@ class NodeHistory:
                 self._follow(fields["progress"].get("founding", ""))
         if kind in ("round_committed", "recovered"):
             self._note_round(int(fields["round"]), fields["digest"])
+        if kind == "join_state":
+            return  # shown as the node's state, and too many beside what happened
         usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
         shown = {name: fields[name] for name in usual if name in fields}
         self._events.append(EventView(at_s, self._view.node_id, kind, shown))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -21,31 +21,23 @@ from zeroband.checkpoint.random_states import gather_random_states
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
-from zeroband.checkpoint.writer_process import LOG_FILE, NoFellows, WriterProcess
-from zeroband.config.schema import RunConfig
+from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.rounds.interfaces import SyncHooks
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.store.redis_store import Store
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
-from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.outer.ddp import Ddp
 from zeroband.outer.registry import are_rounds_steps
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.replica import Replica
-from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
+from zeroband.runtime.world import World
+from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 _LOCK_FILE = "checkpoint_writer.lock"
 _STAGED = "staged-"
-_PARAMS = "params"
-_STORE_PATIENCE_S = 2.0
-"""Patience for what writers tell each other; it is said again a second later."""
 
 _log = get_logger(__name__)
 
@@ -53,19 +45,15 @@ _log = get_logger(__name__)
 class Staging:
     """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
-    def __init__(self, node: TrainerParts, run: Replica | None, stack: ExitStack) -> None:
-        config, self._local = node.config, node.local
-        self._node = node
-        self._run = run
+    def __init__(self, node: TrainerParts, world: World, stack: ExitStack) -> None:
+        self._local = node.local
+        self._state = world.state_parts
         self.layout = FlatLayout.of(node.model)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
-        self.outer: tuple[str, ...] = (_PARAMS,) if run is None else run.outer.sections
-        moments = () if run is not None and isinstance(run.outer, Ddp) else node.inner.moment_names
-        self._local_sections: tuple[str, ...] = () if run is None else run.outer.local_sections
-        self.inner = (*moments, *self._local_sections)
-        folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
-        if run is None:
-            on_first_rank(self._local, lambda: _claim(config, node.node_id, stack))
+        self.outer = self._state.common
+        moments = () if self._state.has_moments else node.inner.moment_names
+        self.inner = (*moments, *self._state.own)
+        folder = world.open_folder(stack)
         self._moments = [  # their places never change, and asking for them takes as long as copying a small model
             {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(moments))
         ]
@@ -96,9 +84,8 @@ class Staging:
 
     def begin(self) -> None:
         """Start to copy this rank's part. Nothing of it may change until `finish`."""
-        if self._run is not None:
-            held = {name: self._run.buffers[name] for name in (*self.outer, *self._local_sections)}
-            self._of_host.begin([(self._part(self._staged(name)), self._part(held[name])) for name in held])
+        held = self._state.buffers
+        self._of_host.begin([(self._part(self._staged(name)), self._part(held[name])) for name in held])
         self._of_device.begin(
             [
                 (part, shards[parameter].detach().reshape(-1))
@@ -115,45 +102,23 @@ class Staging:
 
     def _shards_by_section(self) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's shards on its device, for each staged buffer that is filled from them."""
-        alone = {_PARAMS: parameter_shards(self._node.model)} if self._run is None else {}
-        return alone | dict(zip(self.inner, self._moments, strict=False))  # the local sections come after them
-
-
-def _claim(config: RunConfig, node_id: str, stack: ExitStack) -> None:
-    """The node's folder in shared memory, for a node that has no place in a run."""
-    stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
+        return dict(self._state.shards) | dict(
+            zip(self.inner, self._moments, strict=False)
+        )  # the local sections come after them
 
 
 def _node_of(member_id: str) -> str:
     return member_id.rpartition("#")[0]
 
 
-class StoreFellows:
-    """What the writers of one checkpoint tell each other, through the run's store. Any thread; never raises."""
-
-    def __init__(self, store: Store, node_id: str) -> None:
-        self._store = store
-        self._node_id = node_id
-
-    def say(self, attempt: str, word: str) -> None:
-        try:
-            self._store.say_saving(attempt, self._node_id, word, patience_s=_STORE_PATIENCE_S)
-        except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
-            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
-
-    def hear(self, attempt: str) -> Mapping[str, str]:
-        try:
-            return self._store.saving(attempt, patience_s=_STORE_PATIENCE_S)
-        except Exception as error:  # noqa: BLE001 - as above
-            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
-            return {}
-
-
 class Checkpointing(Protocol):
     """The checkpoints of a run, as its loop sees them. All local ranks call the methods together."""
 
-    def take_if_due(self, report: RoundReport | None) -> None:
-        """After every committed round: take a checkpoint if it asks for one. `report`: None for a lone node."""
+    def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
+        """After every committed round: take a checkpoint if it asks for one.
+
+        `rounds`: those that the state has got; none where a node has no others.
+        """
         ...
 
     def settle(self) -> None:
@@ -172,7 +137,7 @@ class Checkpointing(Protocol):
 class NoCheckpoints:
     """The checkpoints of a run without `ckpt.path`: none is taken."""
 
-    def take_if_due(self, report: RoundReport | None) -> None: ...
+    def take_if_due(self, rounds: Sequence[RoundReport]) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -192,8 +157,7 @@ class Checkpoints:
     def __init__(
         self,
         node: TrainerParts,
-        run: Replica | None,
-        hooks: SyncHooks,
+        world: World,
         events: Events,
         *,
         takes_over: bool = False,
@@ -202,8 +166,8 @@ class Checkpoints:
         self._node = node
         self._local = node.local
         self._config = node.config.ckpt
-        self._run = run
-        self._hooks = hooks
+        self._world = world
+        self._hooks = world.outer
         self._events = events
         self._durable_step: int | None = None
         self._stall_s: float | None = None
@@ -211,12 +175,13 @@ class Checkpoints:
         self._is_copying = False
         self._order: SaveOrder | None = None
         """The order for the copy under way; local rank 0 only."""
-        self._report: RoundReport | None = None
+        self._members: tuple[str, ...] = (node.node_id,)
+        """Node ids of the newest round's members."""
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
         self._layout_digest = FlatLayout.of(node.model).digest()
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:
-            self._staging = Staging(node, run, stack)
+            self._staging = Staging(node, world, stack)
             self._writer = self._start_writer(max_file_bytes, stack) if self._local.rank == 0 else None
             self._stack = stack.pop_all()
 
@@ -245,25 +210,27 @@ class Checkpoints:
             token=token.get_secret_value() if (token := self._node.config.run.token) is not None else None,
         )
         log = self._node.node_dir / LOG_FILE
-        fellows = NoFellows() if self._run is None else StoreFellows(self._run.store, self._node.node_id)
-        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, fellows)
+        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, self._world.fellows)
 
-    def take_if_due(self, report: RoundReport | None) -> None:
-        """Take a checkpoint if the newest committed round asks for one; `report`: of that round, None for a lone node.
+    def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
+        """Take a checkpoint if the newest committed round asks for one. `rounds`: as `Checkpointing` says.
 
         Called by all local ranks after every committed round. The copy goes on until `settle`; after the last round of
         the run it is waited for here, and before it for the writer, if that has an earlier one in hand.
         """
-        self._report = report
-        if self._writer is not None and report is not None:
-            self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
+        for report in rounds[-1:]:
+            self._members = tuple(_node_of(member) for member in report.members)
+            if self._writer is not None:
+                self._writer.go_on_with([_node_of(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
-        is_new = report is None or any(report.weights)  # a run that goes on from a checkpoint is founded on its state
+        is_new = not rounds or any(rounds[-1].weights)  # a run that goes on from a checkpoint is founded on its state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
-            self.take(report, waits=is_last)
+            self.take(self._members, waits=is_last)
 
-    def take(self, report: RoundReport | None, *, waits: bool) -> bool:
+    def take(self, members: Sequence[str], *, waits: bool) -> bool:
         """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
+
+        `members`: ids of the nodes that save it.
 
         Called by all local ranks. Returns whether it is staged, by `settle` at the latest.
         """
@@ -278,9 +245,9 @@ class Checkpoints:
             self._is_copying = True
             randoms = gather_random_states(self._local)
             if self._writer is not None:
-                self._order = self._order_of(report, self._node_state(randoms))
+                self._order = self._order_of(members, self._node_state(randoms))
         elif self._writer is not None:
-            self._writer.give(self._order_of(report, {}, is_left_out=True))
+            self._writer.give(self._order_of(members, {}, is_left_out=True))
             self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
         self._stalled_since(from_s)
         if waits:
@@ -308,15 +275,14 @@ class Checkpoints:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
 
     def _order_of(
-        self, report: RoundReport | None, node_state: Mapping[str, Any], *, is_left_out: bool = False
+        self, members: Sequence[str], node_state: Mapping[str, Any], *, is_left_out: bool = False
     ) -> SaveOrder:
-        stamp = self._stamp(report)
-        members = stamp.members if self._config.shared else (self._node.node_id,)
-        return SaveOrder(stamp, members, node_state, is_left_out)
+        stamp = self._stamp(members)
+        savers = stamp.members if self._config.shared else (self._node.node_id,)
+        return SaveOrder(stamp, savers, node_state, is_left_out)
 
-    def _stamp(self, report: RoundReport | None) -> Stamp:
+    def _stamp(self, members: Sequence[str]) -> Stamp:
         config, hooks = self._node.config, self._hooks
-        members = [self._node.node_id] if report is None else [_node_of(member) for member in report.members]
         tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
         corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
         return Stamp(
@@ -325,7 +291,7 @@ class Checkpoints:
             round=hooks.round,
             inner_step=hooks.progress.inner_step,
             record=hooks.record,
-            state_digest="" if self._run is None else self._run.outer.state_digest,
+            state_digest=self._world.state_digest,
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,
@@ -350,7 +316,7 @@ class Checkpoints:
         `is_alone`: the round's other members do not save it. Called by all local ranks.
         """
         if self._staged_round != self._hooks.round:
-            self.take(None if is_alone else self._report, waits=True)
+            self.take((self._node.node_id,) if is_alone else self._members, waits=True)
 
     def measured(self) -> dict[str, MetricValue | None]:
         """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -26,14 +27,17 @@ from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
 from zeroband.model.loss import gradient_scale, next_token_loss
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
-from zeroband.runtime.join import Joiner, Joining, SingleNode, join_until_member
-from zeroband.runtime.replica import Replica
+from zeroband.runtime.join import Joiner
+from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
+from zeroband.runtime.single_node import SingleNode
+from zeroband.runtime.world import World
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -55,7 +59,8 @@ class Training:
     """What the loop of this rank works with."""
 
     node: TrainerParts
-    joiner: Joining
+    world: World
+    joiner: Joiner
     checkpoints: Checkpointing
     report: Report
 
@@ -66,13 +71,14 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
-    joiner = open_way_in(node, report, stack)
-    joined = enter(joiner, report)
-    training = Training(node, joiner, open_checkpoints(node, joiner, report, stack), report)
-    if joined is not None:
+    world, joiner = open_world(node, report, stack)
+    joined = joiner.enter()
+    note_entry(world, report, joined)
+    training = Training(node, world, joiner, open_checkpoints(node, world, report, stack), report)
+    if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
-    while not joiner.hooks.progress.is_complete:
+    while not world.outer.progress.is_complete:
         leave_if_asked(training)
         try:
             train_round(training)
@@ -90,11 +96,11 @@ def leave_if_asked(training: Training) -> None:
 
     If nobody goes on with the run, it saves what it holds first.
     """
-    node, hooks, report = training.node, training.joiner.hooks, training.report
+    node, outer, report = training.node, training.world.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
-        for synced in hooks.flush():
+        for synced in outer.flush():
             report.committed(synced)
-        round = hooks.round
+        round = outer.round
         save_if_last(training)
         if not node.departure.is_hurried:
             report.events.emit("drained", round=round)
@@ -104,26 +110,24 @@ def leave_if_asked(training: Training) -> None:
 
 def save_if_last(training: Training) -> None:
     """Take a checkpoint if nobody goes on with the run when this node leaves."""
-    if (last := training.joiner.announce_leaving()) is not None:
-        training.checkpoints.take_before_leaving(is_alone=last == "alone")
+    if (staying := training.world.announce_leaving()) != "others":
+        training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
 
-def open_way_in(node: TrainerParts, report: Report, stack: ExitStack) -> Joining:
-    """The way into the run that the configuration asks for."""
+def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[World, Joiner]:
+    """The run that the configuration asks for, and the way into it."""
     if node.config.outer is None:
-        return SingleNode(node, report.events)
-    run = Replica(node, on_event=report.events.emit)
-    stack.push(run.leave)
-    batch_size, patience_s = node.config.train.batch_size, node.config.elastic.start_timeout_s
-    return Joiner(run, node.local, report.events, batch_size=batch_size, patience_s=patience_s)
+        single = SingleNode(node, report.events)
+        return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
+    return open_replica(node, report.events, stack)
 
 
-def open_checkpoints(node: TrainerParts, joiner: Joining, report: Report, stack: ExitStack) -> Checkpointing:
+def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: ExitStack) -> Checkpointing:
     """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
     if node.config.ckpt.path is None:
         return NoCheckpoints()
-    is_sequel = joiner.hooks.progress.follows is not None
-    checkpoints = Checkpoints(node, joiner.run, joiner.hooks, report.events, takes_over=is_sequel)
+    is_sequel = world.outer.progress.follows is not None
+    checkpoints = Checkpoints(node, world, report.events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
@@ -132,22 +136,20 @@ def open_checkpoints(node: TrainerParts, joiner: Joining, report: Report, stack:
     return checkpoints
 
 
-def enter(joiner: Joining, report: Report, why: Fenced | RolledBack | None = None) -> RoundReport | None:
-    """Become a member. Returns the report of the round that it became a member with."""
-    joined = join_until_member(joiner, why)
-    report.belongs_to(joiner.hooks.record["session"])
-    if joined is not None:
-        report.entered(joined)
-    return joined
+def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> None:
+    """Report in which run this node is, and with which round it became a member."""
+    report.belongs_to(world.outer.record["session"])
+    for round in joined:
+        report.entered(round)
 
 
 def come_back(training: Training, why: Fenced | RolledBack) -> None:
     """Become a member again: the run went on without this node, or went back to a checkpoint."""
-    node, joiner, report = training.node, training.joiner, training.report
     if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
-        leave_if_asked(Training(node, joiner, NoCheckpoints(), report))
-    node.inner.zero_grad()
-    joined = enter(joiner, report, why)
+        leave_if_asked(replace(training, checkpoints=NoCheckpoints()))
+    training.node.inner.zero_grad()
+    joined = training.joiner.come_back(why)
+    note_entry(training.world, training.report, joined)
     if isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 
@@ -165,40 +167,51 @@ def finish(node: TrainerParts, report: Report) -> None:
 
 def train_round(training: Training) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
-    node, hooks, checkpoints = training.node, training.joiner.hooks, training.checkpoints
-    inner, first = node.inner, hooks.inner_step
-    node.loader.assign(hooks.upcoming())
-    step, ends_round = first, False
-    while not (ends_round or hooks.progress.is_complete):  # a round that travelled may complete the run before
-        lr, began_at_s, before = inner.lr, time.monotonic(), hooks.progress
-        with node.departure.in_step():
-            passed = forward_backward(node, lambda: hooks.is_time_over(step + 1 - first))  # noqa: B023
-        checkpoints.settle()  # what a checkpoint copies has not changed so far
-        node.step_loss.nats = passed.loss
-        with node.departure.in_step():
-            node.faults.at("inner", hooks.round + 1)
-            time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
-        blocked = Stopwatch()
+    node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
+    inner, first, ends_round = node.inner, outer.inner_step, False
+    node.loader.assign(outer.upcoming())
+    for step in itertools.count(first):
+        if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
+            break
+        lr, before, blocked = inner.lr, outer.progress, Stopwatch()
+        passed = make_gradients(training, lambda: outer.is_time_over(step + 1 - first))  # noqa: B023
         with blocked:
-            norm = hooks.sync_gradients(step, passed.tokens)
-        learned_tokens = passed.tokens
-        if norm is None:
-            with node.departure.in_step():
-                norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
-            if not (math.isfinite(norm) or isinstance(hooks, EveryStep)):  # all nodes make the same step of theirs
-                leave_out_gradient(node, step, norm)
-                learned_tokens = 0
+            norm = outer.sync_gradients(step, passed.tokens)
+        norm, learned_tokens = (norm, passed.tokens) if norm is not None else clip_own_gradient(training, step, passed)
         inner.step()
         inner.zero_grad()
         ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
         with blocked:
-            synced = hooks.sync_parameters(step, learned_tokens, ends_round=ends_round)
-        step += 1
-        committed = RunProgress(hooks.progress, is_now=hooks.progress is not before)
+            synced = outer.sync_parameters(step, learned_tokens, ends_round=ends_round)
+        committed = RunProgress(outer.progress, is_now=outer.progress is not before)
         if committed.is_now:
-            checkpoints.take_if_due(synced[-1] if synced else None)
+            checkpoints.take_if_due(synced)
         learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
-        training.report.stepped(step, learned, synced, committed, checkpoints.measured())
+        training.report.stepped(step + 1, learned, synced, committed, checkpoints.measured())
+
+
+def make_gradients(training: Training, is_time_over: Callable[[], bool]) -> PassResult:
+    """The passes of one inner step. After them nothing of the state has changed, and a copy of it must be whole."""
+    node, began_at_s = training.node, time.monotonic()
+    with node.departure.in_step():
+        passed = forward_backward(node, is_time_over)
+    training.checkpoints.settle()
+    node.step_loss.nats = passed.loss
+    with node.departure.in_step():
+        node.faults.at("inner", training.world.outer.round + 1)
+        time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
+    return passed
+
+
+def clip_own_gradient(training: Training, step: int, passed: PassResult) -> tuple[float, int]:
+    """Clip this node's gradient, or drop one that is not finite; its norm, and from how many tokens it learns."""
+    node = training.node
+    with node.departure.in_step():
+        norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
+    if math.isfinite(norm) or isinstance(training.world.outer, EveryStep):  # all nodes make the same step of theirs
+        return norm, passed.tokens
+    leave_out_gradient(node, step, norm)
+    return norm, 0
 
 
 def leave_out_gradient(node: TrainerParts, step: int, norm: float) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
+from zeroband.checkpoint.writer_process import Fellows, StoreFellows
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import View, view_to_record
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.recovery.fetcher import Fetcher
+from zeroband.elastic.recovery.client import RecoveryClient
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts
@@ -46,6 +48,7 @@ from zeroband.runtime.auto_rollback import AutoRollback
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.transport_setup import TransportSetup, codec_of
 from zeroband.runtime.vacancy import Vacancy
+from zeroband.runtime.world import StateParts, Staying
 from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
@@ -126,7 +129,7 @@ class Replica:
             self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
-            self.fetcher = Fetcher(
+            self.recovery = RecoveryClient(
                 self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults
             )
             self._restorer: Restorer | None = None
@@ -260,7 +263,7 @@ class Replica:
         updates: list[Tensor] = []
 
         def fetch() -> dict[str, Any]:
-            entry = self.fetcher.fetch_entry(round, room)
+            entry = self.recovery.fetch_entry(round, room)
             updates.append(entry.update)
             return {"record": entry.record, "state_digest": entry.state_digest}
 
@@ -362,6 +365,33 @@ class Replica:
             connection.close()
         else:
             self._server.take(connection, what.keys)
+
+    # -- as the training loop sees it ---------------------------------------------------------------------------
+
+    @property
+    def state_digest(self) -> str:
+        return self.outer.state_digest
+
+    @property
+    def state_parts(self) -> StateParts:
+        common, own = self.outer.sections, self.outer.local_sections
+        held = {name: self.buffers[name] for name in (*common, *own)}
+        return StateParts(common, own, held, {}, has_moments=isinstance(self.outer, Ddp))
+
+    @property
+    def fellows(self) -> Fellows:
+        return StoreFellows(self.store, self._node.node_id)
+
+    def open_folder(self, stack: ExitStack) -> Path:
+        return self._folder
+
+    def announce_leaving(self) -> Staying:
+        """Say that this node leaves; who goes on then. Called once, by all local ranks."""
+        assigned = set(self.outer.progress.assigned)
+        staying = on_first_rank(self._node.local, lambda: sorted(self.store.say_leaving(self.mesh.member_id)))
+        if not assigned:
+            return "none of us"
+        return "others" if assigned & set(staying) else "nobody"
 
     def come_back(self) -> None:
         """Become another member after a fence. Called by all local ranks."""

@@ -17,7 +17,7 @@ from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
-from zeroband.checkpoint.writer_process import WriterProcess
+from zeroband.checkpoint.writer_process import NoFellows, WriterProcess
 from zeroband.elastic.recovery.state_chunks import bytes_of
 
 AT = {"round": 1, "step": 10}
@@ -74,7 +74,11 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
     )
     held: list[Trainer] = []
     writer = WriterProcess(
-        spec, tuple(descriptors.values()), tmp_path / "log", lambda kind, fields: held[0].hear(kind, fields)
+        spec,
+        tuple(descriptors.values()),
+        tmp_path / "log",
+        lambda kind, fields: held[0].hear(kind, fields),
+        NoFellows(),
     )
     held.append(Trainer(writer, storage, descriptors))
     yield held[0]

@@ -82,6 +82,22 @@ def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
     assert states == ["starting", "training", "training", "finished", "finished"]
 
 
+def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
+    reader, node, shown = RunReader(run_dir), Node(run_dir, "n0"), list[str]()
+    node.start()
+    for state in ("looking", "fetching"):
+        node.events.emit("join_state", state=state, why="join", since="12:00:00Z")
+        shown.append(render(reader.read()))
+    node.events.emit("recovering", round=-1)
+    shown.append(render(reader.read()))
+    node.join(round=7)
+    node.events.emit("join_state", state="member", why="admitted", since="12:00:00Z")
+    last = render(reader.read())
+    for text, state in zip(shown, ("starting: looking", "starting: fetching", "recovering: fetching"), strict=True):
+        assert state in text
+    assert "training" in last and ": member" not in last and "join_state" not in last
+
+
 def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
     [node] = founded(run_dir, "n0")
     node.step(1, 5.5)

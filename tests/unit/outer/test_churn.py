@@ -110,7 +110,7 @@ class Churn:
         there = self.there if names is None else names
         works: dict[str, Callable[[], Any]] = {name: partial(self.steps, name, steps, joiner) for name in there}
         if joiner:
-            works[joiner] = self.run[joiner].outer.join
+            works[joiner] = self.run[joiner].join
         self.run.together(**works)
 
     def steps(self, name: str, steps: int, joiner: str) -> None:

@@ -91,7 +91,7 @@ def test_node_joins_between_steps_of_the_others(start_run: StartRun, noise: Nois
         run.store.await_ready(4, "c")
         make_steps(run[name], noise, name, 3, 1)
 
-    run.together(c=joiner.outer.join, a=partial(step_beside, "a"), b=partial(step_beside, "b"))
+    run.together(c=joiner.join, a=partial(step_beside, "a"), b=partial(step_beside, "b"))
     assert (joiner.outer.round, run["a"].outer.round) == (4, 3) and not memory_of(joiner).any()
     go_on(run, noise, 1, first=4)
     run.together(**{name: partial(finish, run[name], noise, name) for name in run.nodes})

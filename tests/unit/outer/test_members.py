@@ -117,7 +117,7 @@ def test_round_of_joiners_alone_moves_nothing(start_run: StartRun, noise: Noise,
     run.add("b").receive(run["a"])
     run["a"].member.close()  # lost, before it handed on anything new
     before = run["b"].outer.progress
-    report = run.together(b=run["b"].outer.join)["b"]
+    report = run.together(b=run["b"].join)["b"]
     assert (report.members, report.weights, report.samples) == (("b",), (0,), (0,))
     assert (report.progress.inner_step, report.progress.tokens) == (before.inner_step, before.tokens)
     assert report.state_digest == run["a"].outer.state_digest
@@ -136,7 +136,7 @@ def test_nodes_that_come_after_a_round_of_joiners_alone_stay(
     run.add("b").receive(run["a"])
     run.add("c").receive(run["a"])
     run["a"].member.close()
-    run.together(b=run["b"].outer.join)
+    run.together(b=run["b"].join)
     run.round(b=noise(2))
     if not replays:
         run["c"].receive(run["b"])
@@ -268,7 +268,7 @@ def test_joiner_whose_round_was_committed_without_it_tries_the_next(
         return run["a"].take_step(noise(2), 10)
 
     joiner.member.vote = vote_too_late
-    reports = run.together(a=make_rounds, b=joiner.outer.join)
+    reports = run.together(a=make_rounds, b=joiner.join)
     assert [v.members for v in run.store.verdicts] == [("a",), ("a",), ("a", "b")]
     assert reports["b"].round == 2 and reports["a"].state_digest == reports["b"].state_digest
 
@@ -281,7 +281,7 @@ def test_joiner_whose_missed_rounds_nobody_keeps_has_to_fetch_the_state_again(
     run.round(a=noise(1))
     run.round(a=noise(2))
     with pytest.raises(RecoveryFailed, match="round 1"):
-        run["b"].outer.join()
+        run["b"].join()
     run["b"].receive(run["a"])
     reports = run.round_with_joiner("b", a=noise(3))
     assert reports["a"].state_digest == reports["b"].state_digest
@@ -296,7 +296,7 @@ def test_joiner_that_comes_when_the_run_ends_is_told_that_it_is_over(
     run.add("b").receive(run["a"])
     run.round(a=noise(2))
     with pytest.raises(RunOver, match="round 2"):
-        run["b"].outer.join()
+        run["b"].join()
     assert run["b"].outer.state_digest == run["a"].outer.state_digest
 
 

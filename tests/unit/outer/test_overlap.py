@@ -292,7 +292,7 @@ def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
     run["a"].outer.flush()
     joiner = run.add("b")
     joiner.receive(run["a"])
-    run.together(a=partial(_train_beside, run, "a", "b"), b=joiner.outer.join)
+    run.together(a=partial(_train_beside, run, "a", "b"), b=joiner.join)
     assert_one_outer_state(run)
     assert run.store.verdicts[-1].members == ("a", "b")
     for node in run.nodes.values():
@@ -338,7 +338,7 @@ def test_joiner_holds_the_outer_state_of_the_others(
     run.together(a=run["a"].outer.flush, b=run["b"].outer.flush)
     joiner = run.add("c")
     joiner.receive(run["a"])
-    works: dict[str, Callable[[], Any]] = {"c": joiner.outer.join}
+    works: dict[str, Callable[[], Any]] = {"c": joiner.join}
     for name in ("a", "b"):
         works[name] = partial(_train_beside, run, name, "c")
     run.together(**works)

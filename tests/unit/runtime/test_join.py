@@ -1,167 +1,182 @@
-"""How long a joiner goes on trying, on fake time; the fetcher that it asks is real, what it fetches is not."""
+"""The loop that gets a node into its run: what becomes of each outcome, what is said, when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.recovery.donors import Donor
-from zeroband.elastic.recovery.fetcher import Fetcher
-from zeroband.elastic.recovery.recovery import FetchedState
-from zeroband.errors import ConfigError, RecoveryFailed
-from zeroband.node.faults import FaultPoints
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.errors import (
+    ConfigError,
+    Fenced,
+    Leaving,
+    RecoveryFailed,
+    RoundsMissed,
+    RunOver,
+    StoreLost,
+    ZerobandError,
+)
 from zeroband.node.mesh import LocalMesh
-from zeroband.node.shared_flags import SharedFlags
-from zeroband.observe.events import NoEvents
-from zeroband.runtime.join import Joiner
+from zeroband.runtime.join import Joiner, Outcome
 
-PATIENCE_S = 300.0
-WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
-
-Act = Callable[["Attempts"], int | None]
-"""What an attempt comes to: the rounds that it replays after the whole state, the member's own included, or None."""
+S, E = JoinState, JoinEvent
+REPORT: Any = SimpleNamespace(round=7)
+ADMITTED = Outcome(E.ADMITTED, rounds=(REPORT,))
+ENTERS = [(S.OUTLASTING, Outcome(E.FREE)), (S.RECALLING, Outcome(E.NOTHING)), (S.LOOKING, Outcome(E.JOIN))]
+FETCHES = [(S.FETCHING, Outcome(E.FETCHED)), (S.ANNOUNCING, ADMITTED)]
 
 
-class Attempts:
-    """Stands for donors and members: plays one act for each attempt to join."""
+class Script:
+    """Steps that come to what was written down, in this order."""
 
-    def __init__(self, *acts: Act) -> None:
-        self.now_s = 0.0
-        self.acts = list(acts)
-        self.sections = ("params",)
-        self.round = -1
-        self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
-        self.digest = WHOLE.state_digest
-        self._replays = 0
+    def __init__(self, *acts: tuple[JoinState, Outcome | ZerobandError], is_fenced: bool = False) -> None:
+        self._acts = list(acts)
+        self._is_fenced = is_fenced
+        self.causes: list[str] = []
 
-    def fetch(self, donors: Sequence[Donor], count: Callable[[int, int], None]) -> FetchedState:
-        self.count = count
-        act = self.acts.pop(0)
-        replays = act(self)
-        if replays is None:
-            raise RecoveryFailed("no donor is left")
-        self._replays = replays
-        return WHOLE
+    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        expected, came = self._acts.pop(0)
+        assert state is expected
+        self.causes.append(str(cause) if cause else "")
+        if isinstance(came, ZerobandError):
+            raise came
+        return came
 
-    def distrust(self) -> None:
-        """Others are asked next."""
-
-    def adopt(self, round: int, payload: object) -> str:
-        self.round = round
-        return self.digest
-
-    def join(self) -> SimpleNamespace:
-        self.round += self._replays
-        if self.acts:
-            raise RecoveryFailed("the journal is out of reach")
-        return SimpleNamespace(round=self.round)
+    def is_fenced(self) -> bool:
+        return self._is_fenced
 
 
-def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = WHOLE.state_digest) -> Act:
-    def act(attempts: Attempts) -> int | None:
-        for _ in range(chunks):
-            attempts.count(1, 100)
-        attempts.now_s += took_s
-        attempts.digest = digest
-        return then
+class Way:
+    """A joiner with such steps, on fake time."""
 
-    return act
+    def __init__(self, local: LocalMesh, steps: Script) -> None:
+        self.departure = Departure(1.0)
+        self.told: list[dict[str, Any]] = []
+        events: Any = SimpleNamespace(emit=lambda kind, **fields: self.told.append({"kind": kind, **fields}))
+        self.joiner = Joiner(steps, local, self.departure, events)
 
-
-@pytest.fixture
-def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """join(act, act): the round with which a joiner became a member, whose attempts came to this."""
-
-    def run(*acts: Act) -> int:
-        attempts = Attempts(*acts)
-        clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
-        monkeypatch.setattr("zeroband.runtime.join.time", clock)
-        monkeypatch.setattr("zeroband.elastic.recovery.fetcher.StateFetch", lambda dialler, sections: attempts)
-        monkeypatch.setattr(Fetcher, "_donors", lambda self: [])
-        monkeypatch.setattr(Joiner, "_way_in", lambda self: "join")
-        monkeypatch.setattr(Joiner, "_say_wait", lambda self, why, since_s: None)
-        anything: Any = {"params": None}
-        flags = SharedFlags(tmp_path / "flags", create=True)
-        fetcher = Fetcher(anything, anything, anything, flags, FaultPoints(()))
-        mesh = SimpleNamespace(member_id="a#1")
-        parts: Any = SimpleNamespace(outer=attempts, fetcher=fetcher, mesh=mesh)
-        try:
-            return Joiner(parts, local, NoEvents(), batch_size=4, patience_s=PATIENCE_S).join().round
-        finally:
-            flags.close()
-
-    return run
+    @property
+    def states(self) -> list[str]:
+        return [event["state"] for event in self.told]
 
 
-NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+    monkeypatch.setattr("zeroband.runtime.join.time", SimpleNamespace(sleep=slept.append))
+    return slept
 
 
-def test_fetch_that_is_longer_than_the_patience_goes_on_after_being_cut_off(join: Callable[..., int]) -> None:
-    assert join(CUT_OFF, NOTHING, CUT_OFF, NOTHING, IN) == 8
+def test_node_that_joins_goes_from_state_to_state_and_says_each(local: LocalMesh, pauses: list[float]) -> None:
+    way = Way(local, Script(*ENTERS, *FETCHES))
+    assert way.joiner.enter() == (REPORT,)
+    assert way.states == ["outlasting", "recalling", "looking", "fetching", "announcing", "member"]
+    assert [event["why"] for event in way.told][3:] == ["join", "fetched", "admitted"]
+    assert len({event["since"] for event in way.told}) == 1 and pauses == []
 
 
-def test_joiner_gives_up_when_nothing_comes_any_more(join: Callable[..., int]) -> None:
-    with pytest.raises(RecoveryFailed, match="no donor is left; came no further for 300 s"):
-        join(CUT_OFF, NOTHING, NOTHING, NOTHING, IN)
+def test_node_waits_where_there_is_nothing_to_do_yet_and_says_so_once(local: LocalMesh, pauses: list[float]) -> None:
+    waits = [(S.LOOKING, Outcome(E.WAIT))] * 3
+    founds = [(S.LOOKING, Outcome(E.FOUND)), (S.FOUNDING, Outcome(E.FOUNDED))]
+    way = Way(local, Script(*ENTERS[:2], *waits, *founds))
+    assert way.joiner.enter() == ()
+    assert pauses == [0.5] * 3
+    assert way.states == ["outlasting", "recalling", "looking", "looking", "founding", "member"]
 
 
-def test_joiner_that_is_cut_off_from_the_journals_fetches_the_state_again(join: Callable[..., int]) -> None:
-    missed_all = fetches(9, 1000.0, then=0)
-    assert join(missed_all, CUT_OFF, missed_all, IN) == 8
+def test_rounds_that_were_missed_are_caught_up_with_and_the_node_announces_itself_again(local: LocalMesh) -> None:
+    missed = [(S.ANNOUNCING, RoundsMissed(9)), (S.CATCHING_UP, Outcome(E.CAUGHT_UP)), (S.ANNOUNCING, ADMITTED)]
+    steps = Script(*ENTERS, FETCHES[0], *missed)
+    assert Way(local, steps).joiner.enter() == (REPORT,)
+    assert steps.causes[-2:] == ["round 9 was committed without this node", ""]
 
 
-def test_joiner_whose_states_lead_nowhere_gives_up(join: Callable[..., int]) -> None:
-    """The rounds since then are in no journal any more, or the first of them does not verify here."""
-    for replayed in (0, 1):
-        with pytest.raises(RecoveryFailed, match="the journal is out of reach; came no further"):
-            join(*2 * [fetches(9, 1000.0, then=replayed)], IN)
+def test_state_is_fetched_again_where_nobody_keeps_the_missed_rounds(local: LocalMesh, pauses: list[float]) -> None:
+    missed = [(S.ANNOUNCING, RoundsMissed(9)), (S.CATCHING_UP, RecoveryFailed("nobody keeps round 8"))]
+    steps = Script(*ENTERS, FETCHES[0], *missed, ENTERS[2], *FETCHES)
+    assert Way(local, steps).joiner.enter() == (REPORT,)
+    assert steps.causes[6] == "nobody keeps round 8" and pauses == [0.5]
 
 
-def test_joiner_that_replays_rounds_goes_on(join: Callable[..., int]) -> None:
-    assert join(*3 * [fetches(9, 1000.0, then=2)], IN) == 8
+def test_failure_that_comes_again_and_again_is_said_once(local: LocalMesh) -> None:
+    fails = [ENTERS[2], (S.FETCHING, RecoveryFailed("no member is alive"))]
+    way = Way(local, Script(*ENTERS[:2], *fails, *fails, *fails, ENTERS[2], *FETCHES))
+    way.joiner.enter()
+    assert way.states[2:] == ["looking", "fetching", "looking", "announcing", "member"]
+    assert way.told[4]["why"] == "failed: no member is alive"
 
 
-def test_joiner_whose_states_are_all_wrong_gives_up(join: Callable[..., int]) -> None:
-    with pytest.raises(RecoveryFailed, match="has digest other here"):
-        join(*2 * [fetches(9, 1000.0, then=0, digest="other")], IN)
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_founder_without_whom_the_run_began_joins_it_or_comes_back(local: LocalMesh, is_fenced: bool) -> None:
+    founds = [(S.LOOKING, Outcome(E.FOUND)), (S.FOUNDING, Fenced("2 others founded the run"))]
+    back = [(S.RETURNING, Outcome(E.RETURNED)), *ENTERS] if is_fenced else []
+    way = Way(local, Script(*ENTERS[:2], *founds, *back, *FETCHES, is_fenced=is_fenced))
+    assert way.joiner.enter() == (REPORT,)
+    assert ("returning" in way.states) == is_fenced
 
 
-def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) -> None:
-    def refuse() -> None:
-        raise ConfigError("node.id='a' is in this run already")
-
-    member = SimpleNamespace(outlast_duplicates=refuse)
-    parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
-    with pytest.raises(ConfigError, match="in this run already"):
-        Joiner(parts, local, NoEvents(), batch_size=4, patience_s=PATIENCE_S).enter()
+def test_joiner_that_is_left_behind_in_the_rounds_it_closes_with_comes_back(local: LocalMesh) -> None:
+    """It was admitted, and late for a closing round that nobody keeps; its lease is still its own."""
+    late = (S.ANNOUNCING, Fenced("this node was late and cannot catch up"))
+    steps = Script(*ENTERS, FETCHES[0], late, (S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    assert Way(local, steps).joiner.enter() == (REPORT,)
 
 
-@pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])
-def test_round_in_memory_is_told_of_again_unless_others_went_on(
-    local: LocalMesh, committed: int | None, is_told: bool
+def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
+    steps = Script((S.RETURNING, Outcome(E.RETURNED)), *ENTERS, *FETCHES)
+    assert Way(local, steps).joiner.come_back(Fenced("its lease ran out")) == (REPORT,)
+    assert steps.causes[0] == "its lease ran out"
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_member_goes_back_with_the_run_and_joins_a_round_where_it_has_no_samples(
+    local: LocalMesh, is_idle: bool
 ) -> None:
-    """The trainer that crashed stamped the round before it wrote its event."""
-    opening = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
-    progress = {"inner_step": 10}
-    told: list[tuple[str, dict[str, Any]]] = []
-    verdict = None if committed is None else SimpleNamespace(round=committed, opening=opening)
-    outer = SimpleNamespace(adopt=lambda *state: "digest", join=lambda: SimpleNamespace(round=6, member_id="a#2"))
-    held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
-    memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
-    store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
-    mesh, buffers = SimpleNamespace(member_id="a#2"), SimpleNamespace(numel=8)
-    run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, mesh=mesh, buffers=buffers)
-    events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
-    report = Joiner(run, local, events, batch_size=4, patience_s=PATIENCE_S)._go_on_from_memory()
-    assert report is not None and report.round == 6
-    kinds = [kind for kind, _ in told]
-    assert kinds == [*(["round_committed"] if is_told else []), "recovered", "joined"]
-    if is_told:
-        fields = told[0][1]
-        assert (fields["round"], fields["digest"], fields["members"]) == (5, "digest", ["a#1", "b#1"])
-        assert (fields["weights"], fields["samples"], fields["progress"]) == ([10, 0], [8, 0], progress)
+    announces = [(S.GOING_BACK, Outcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
+    trains_on = [(S.GOING_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    steps = Script(*(announces if is_idle else trains_on))
+    assert Way(local, steps).joiner.come_back(RolledBack(4, REPORT, {})) == (REPORT,)
+
+
+def test_joiner_goes_back_with_the_run_that_it_is_about_to_enter(local: LocalMesh) -> None:
+    goes_back = [(S.ANNOUNCING, RolledBack(4, REPORT, {})), (S.GOING_BACK, Outcome(E.GONE_BACK, rounds=(REPORT,)))]
+    assert Way(local, Script(*ENTERS, FETCHES[0], *goes_back)).joiner.enter() == (REPORT,)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("another machine has this name"), RunOver("over"), StoreLost("silent"), Leaving("asked to leave")],
+)
+def test_way_ends_with_the_error_that_nobody_can_do_anything_about(local: LocalMesh, error: ZerobandError) -> None:
+    way = Way(local, Script((S.OUTLASTING, error)))
+    with pytest.raises(type(error), match=str(error)):
+        way.joiner.enter()
+    assert way.states == ["outlasting", "ended"]
+
+
+def test_way_ends_where_looking_for_another_one_fails(local: LocalMesh) -> None:
+    with pytest.raises(RecoveryFailed, match="came no further"):
+        Way(local, Script(*ENTERS[:2], (S.LOOKING, RecoveryFailed("came no further")))).joiner.enter()
+
+
+def test_joiner_that_is_asked_to_leave_does_so_before_it_fetches(local: LocalMesh) -> None:
+    way = Way(local, Script(*ENTERS))
+    way.departure.drain()
+    with pytest.raises(Leaving, match="before it was a member"):
+        way.joiner.enter()
+    assert way.states == ["outlasting", "recalling", "looking", "ended"]
+
+
+def test_node_that_holds_a_state_enters_with_it_although_it_is_asked_to_leave(local: LocalMesh) -> None:
+    way = Way(local, Script(ENTERS[0], (S.RECALLING, Outcome(E.RECALLED)), (S.ANNOUNCING, ADMITTED)))
+    way.departure.drain()
+    assert way.joiner.enter() == (REPORT,)
+
+
+def test_error_of_our_own_making_is_not_taken_for_an_outcome(local: LocalMesh) -> None:
+    with pytest.raises(KeyError, match="`rounds missed` cannot happen to a node that is outlasting"):
+        Way(local, Script((S.OUTLASTING, RoundsMissed(1)))).joiner.enter()

@@ -45,7 +45,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
 
         monkeypatch.setattr(loop, "forward_backward", pass_backward)
         hooks.inner_step, hooks.progress, hooks.round = 0, SimpleNamespace(is_complete=False), 0
-        loop.train_round(loop.Training(node, MagicMock(hooks=hooks), NoCheckpoints(), SilentReport()))
+        loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), NoCheckpoints(), SilentReport()))
         return inner
 
     return train_on
@@ -67,7 +67,7 @@ def test_inner_steps_end_where_a_round_that_travelled_completes_the_run(monkeypa
 
     hooks.inner_step, hooks.sync_parameters = 0, MagicMock(side_effect=sync)
     monkeypatch.setattr(loop, "forward_backward", lambda *_: loop.PassResult(1.0, 10, 0.0, ends_round=False))
-    loop.train_round(loop.Training(node, MagicMock(hooks=hooks), NoCheckpoints(), SilentReport()))
+    loop.train_round(loop.Training(node, MagicMock(outer=hooks), MagicMock(), NoCheckpoints(), SilentReport()))
     assert hooks.sync_parameters.call_count == 3
 
 

@@ -7,8 +7,7 @@ dead run that turns out to live is preferred by the rules of the opening: its st
 
 from __future__ import annotations
 
-from typing import Literal
-
+from zeroband.elastic.membership.join_states import JoinEvent
 from zeroband.elastic.membership.records import RestartPoint, View
 
 
@@ -35,25 +34,21 @@ def is_abandoned(view: View) -> bool:
     return not members_of(view) & view.alive
 
 
-Way = Literal["found", "join", "begin", "wait"]
-"""Found a new run, join the running one, begin again on a checkpoint, or look again in a moment."""
+def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
+    """How a node that holds no state comes into the run: FOUND, JOIN, BEGIN or WAIT.
 
-
-def way_in(view: View, *, resumes: bool) -> Way | RestartPoint:
-    """How a node that holds no state comes into the run; a RestartPoint is one to take part in.
-
-    `resumes`: it may begin again on a checkpoint.
+    A RestartPoint is one to take part in. `resumes`: the node may begin again on a checkpoint.
     """
     if view.is_settling:
-        return "wait"
+        return JoinEvent.WAIT
     agreed = pending(view)
     if agreed is not None and (agreed.member in view.alive or not resumes):
-        return agreed if resumes else "join"
+        return agreed if resumes else JoinEvent.JOIN
     if view.committed is None and view.opening is not None and view.opening.round > 0 and not is_abandoned(view):
-        return "wait"  # the store lost the newest verdict, and who holds it is there
+        return JoinEvent.WAIT  # the store lost the newest verdict, and who holds it is there
     if view.committed is None:
-        return "begin" if resumes else "found"
-    return "begin" if resumes and is_abandoned(view) else "join"
+        return JoinEvent.BEGIN if resumes else JoinEvent.FOUND
+    return JoinEvent.BEGIN if resumes and is_abandoned(view) else JoinEvent.JOIN
 
 
 def restart_point_after(view: View, *, round: int, step: int, state_digest: str, member: str) -> RestartPoint:

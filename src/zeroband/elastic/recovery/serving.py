@@ -1,24 +1,28 @@
 """A donor's side of live recovery: serves copies of the committed state and the journal over HTTP, to nodes of the run.
 
-Runs in threads of local rank 0; training waits for none of it but the copy in memory. Only raw buffers and JSON cross
-the wire. A manifest names the hash of every chunk, so that what one donor claims can be held against the others.
+Runs in threads of local rank 0. Each copy of the state is made once and dropped when nobody uses it. Training waits for
+the copy in memory alone: hashes are computed in a thread of their own, one state at a time, so that joiners cost a
+donor at most one core. Only raw buffers and JSON cross the wire. A manifest names the hash of every chunk, so that what
+one donor claims can be held against the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.recovery.copies import COPY_LIFE_S, Copies, Entries, Hasher, Promise, ServedEntry, ServedState
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, bytes_of
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, bytes_of, chunk_hash
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import Connection, sealed_by
 from zeroband.errors import RecoveryFailed
@@ -29,7 +33,240 @@ HASHES_AWAITED_S = 0.25
 
 _NUMBER_DIGITS = 18
 
+COPY_LIFE_S = 120.0
+"""A copy that nobody asked for during this time is dropped."""
+
+IDLE_S = 2.0
+"""A copy that nobody asked for during this time makes room for a newer one."""
+
+MAX_COPIES = 2
+
+_AWAITED_S = 2.0
+"""Members apply a verdict at slightly different times: the next round is awaited so long."""
+
+_POLL_S = 0.02
+_MAX_ENTRIES = 256
+
 _log = get_logger(__name__)
+
+
+class ServedState(Protocol):
+    """A copy of the outer state after a committed round."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def sections(self) -> Mapping[str, Tensor]: ...
+    @property
+    def record(self) -> Mapping[str, Any]: ...
+    @property
+    def state_digest(self) -> str: ...
+
+
+class ServedEntry(Protocol):
+    """What one committed round did."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def update(self) -> Tensor: ...
+    @property
+    def record(self) -> Mapping[str, Any]: ...
+    @property
+    def state_digest(self) -> str: ...
+
+
+class Promise:
+    """A manifest whose hashes are being computed."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        self._done = threading.Event()
+        self._manifest = b""
+
+    def keep(self, manifest: bytes) -> None:
+        self._manifest = manifest
+        self._done.set()
+
+    @property
+    def is_kept(self) -> bool:
+        return self._done.is_set()
+
+    def await_json(self, patience_s: float) -> bytes | None:
+        """The manifest; None if it is not there in time."""
+        return self._manifest if self._done.wait(patience_s) else None
+
+
+class Hasher:
+    """Computes manifests, one after the other, each in a thread that ends with it. `close()` ends them early."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._is_closed = threading.Event()
+        self._turn = threading.Lock()
+
+    def start(self, served: ServedState | ServedEntry, sections: Mapping[str, Tensor]) -> Promise:
+        """Begin with the hashes of some sections, which nobody writes to any more."""
+        promise = Promise(served.round)
+        target: Callable[[], None] = lambda: self._hash(promise, served, sections)  # noqa: E731
+        threading.Thread(target=target, name="state-hashes", daemon=True).start()
+        return promise
+
+    def _hash(self, promise: Promise, served: ServedState | ServedEntry, sections: Mapping[str, Tensor]) -> None:
+        views = {name: bytes_of(tensor) for name, tensor in sections.items()}
+        with self._turn:
+            hashes = {name: tuple(self._hashes(view)) for name, view in views.items()}
+        if not self._is_closed.is_set():
+            lengths = {name: len(view) for name, view in views.items()}
+            manifest = StateManifest(
+                served.round, served.state_digest, served.record, self.chunk_bytes, lengths, hashes
+            )
+            promise.keep(manifest.to_json())
+
+    def _hashes(self, view: memoryview) -> Iterator[str]:
+        for start in range(0, len(view), self.chunk_bytes):
+            if self._is_closed.is_set():
+                return
+            yield chunk_hash(view[start : start + self.chunk_bytes])
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+
+@dataclass
+class _Held:
+    copy: ServedState
+    promise: Promise
+    used_at_s: float = 0.0
+    sending: int = 0
+    """Chunks on their way to joiners at this moment."""
+
+    def is_idle(self, now_s: float, idle_s: float) -> bool:
+        return self.promise.is_kept and self.sending == 0 and now_s - self.used_at_s > idle_s
+
+
+class Copies:
+    """At most two copies of the state. Any thread but the main one.
+
+    `current_round` tells the round of the state without copying it; without it, each request for the newest state
+    makes a copy.
+    """
+
+    def __init__(
+        self, copy_state: Callable[[], ServedState], hasher: Hasher, current_round: Callable[[], int] | None = None
+    ) -> None:
+        self._copy_state = copy_state
+        self._hasher = hasher
+        self._current_round = current_round
+        self._making = threading.Lock()
+        """Held while a copy is made. Those who use an older copy do not need it."""
+        self._lock = threading.Lock()
+        """Held for moments; guards the table."""
+        self._held: dict[int, _Held] = {}
+
+    def newest(self) -> Promise:
+        """The state as it is now; where two older copies are in use, the newer one of these."""
+        with self._making:
+            with self._lock:
+                latest = self._held.get(max(self._held, default=-1))
+                is_current = latest is not None and self._is_current(latest.copy.round)
+                if latest is not None and (is_current or not self._make_room()):
+                    latest.used_at_s = time.monotonic()
+                    return latest.promise
+            copy = self._copy_state()
+            with self._lock:
+                held = self._held.get(copy.round)
+                if held is None:
+                    held = self._held[copy.round] = _Held(copy, self._hasher.start(copy, copy.sections))
+                held.used_at_s = time.monotonic()
+                return held.promise
+
+    def _is_current(self, round: int) -> bool:
+        return self._current_round is not None and self._current_round() == round
+
+    def _make_room(self) -> bool:
+        """Drop the copy that is unused for longest, if one is; False where all places are in use."""
+        if len(self._held) < MAX_COPIES:
+            return True
+        now_s = time.monotonic()
+        idle = [held for held in self._held.values() if held.is_idle(now_s, IDLE_S)]
+        if not idle:
+            return False
+        del self._held[min(idle, key=lambda held: held.used_at_s).copy.round]
+        return True
+
+    def at(self, round: int) -> Promise | None:
+        """The state after exactly this round; None if it is neither held nor the state of now."""
+        promise = self._promise(round)
+        if promise is not None or not self._await(round):
+            return promise
+        made = self.newest()
+        return made if made.round == round else self._promise(round)
+
+    def _promise(self, round: int) -> Promise | None:
+        with self._lock:
+            held = self._held.get(round)
+            if held is None:
+                return None
+            held.used_at_s = time.monotonic()
+            return held.promise
+
+    def _await(self, round: int) -> bool:
+        """Whether the state may be that of the round, after a short wait where it is about to be."""
+        if self._current_round is None:
+            return True
+        deadline_s = time.monotonic() + _AWAITED_S
+        while (now := self._current_round()) + 1 == round and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        return now == round
+
+    @contextmanager
+    def sending(self, round: int) -> Generator[ServedState | None]:
+        """The copy of a round while a part of it is sent; None if it is not held. No lock is held inside."""
+        with self._lock:
+            held = self._held.get(round)
+            if held is not None:
+                held.sending += 1
+        try:
+            yield held and held.copy
+        finally:
+            if held is not None:
+                with self._lock:
+                    held.sending -= 1
+                    held.used_at_s = time.monotonic()
+
+    def drop_unused(self) -> None:
+        """Drop the copies that nobody asked for lately."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._held = {r: held for r, held in self._held.items() if not held.is_idle(now_s, COPY_LIFE_S)}
+
+
+class Entries:
+    """The rounds of the journal with their hashes. Keeps the hashes only: how long an entry lives is the journal's."""
+
+    def __init__(self, journal_entry: Callable[[int], ServedEntry | None], hasher: Hasher) -> None:
+        self._journal_entry = journal_entry
+        self._hasher = hasher
+        self._lock = threading.Lock()
+        self._promises: OrderedDict[int, Promise] = OrderedDict()
+
+    def at(self, round: int) -> Promise | None:
+        """The entry of a round, hashed once; None where the journal does not hold it."""
+        entry = self._journal_entry(round)
+        if entry is None:
+            return None
+        with self._lock:
+            if round not in self._promises:
+                self._promises[round] = self._hasher.start(entry, {"update": entry.update})
+            while len(self._promises) > _MAX_ENTRIES:
+                self._promises.popitem(last=False)
+            return self._promises.get(round)
+
+    def sections(self, round: int) -> Mapping[str, Tensor]:
+        """The sections of an entry; none where the journal does not hold it."""
+        entry = self._journal_entry(round)
+        return {} if entry is None else {"update": entry.update}
 
 
 class StateServer:
@@ -117,7 +354,7 @@ class _Server(ThreadingHTTPServer):
         """End the connections that are open; their threads end with them."""
         with self._lock:
             for connection in self._connections:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:

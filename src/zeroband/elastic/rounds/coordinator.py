@@ -30,7 +30,7 @@ from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState, describe_return
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.base import Transfer
-from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RunOver
+from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.scan import all_finite
 from zeroband.node.mesh import all_ok, barrier
 from zeroband.observe.log import get_logger
@@ -258,7 +258,10 @@ class RoundCoordinator(ABC):
         return min(self._parts.phase_length.wanted_steps() * phases, max(left, 0))
 
     def _commit(self, offer: Offer) -> Committed:
-        """Run the next round's transaction with what is contributed; catch up with rounds that it misses."""
+        """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
+
+        Raises RoundsMissed for a joiner, who catches up by itself.
+        """
         return self._finish(offer, partial(self._attempt, offer))
 
     def _start(self, offer: Offer) -> None:
@@ -292,18 +295,17 @@ class RoundCoordinator(ABC):
 
     def _attempt(self, offer: Offer) -> Committed | Verdict:
         """The next round, or the verdict of the others where they committed it without this node."""
-        parts = self._parts
-        while True:
-            if parts.auto_rollback is not None and not offer.is_joining:
-                parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
-            parts.journal.settle()  # the result's memory is the next one's
-            self._announce(self.round + 1, offer)
-            try:
-                return self._bring_to_verdict(self.round + 1, is_member=not offer.is_joining)
-            except Fenced as fence:
-                if not offer.is_joining or parts.mesh.is_fenced:
-                    raise
-                _log.info("missed a round while joining", extra={"fields": {"why": str(fence)}})
+        parts, round = self._parts, self.round + 1
+        if parts.auto_rollback is not None and not offer.is_joining:
+            parts.auto_rollback.answer(self.round, LossRecord.of(self.record))
+        parts.journal.settle()  # the result's memory is the next one's
+        self._announce(round, offer)
+        try:
+            return self._bring_to_verdict(round, is_member=not offer.is_joining)
+        except Fenced as fence:
+            if not offer.is_joining or parts.mesh.is_fenced:
+                raise
+            raise RoundsMissed(round) from fence
 
     def _announce(self, round: int, offer: Offer) -> None:
         faults, passes = self._parts.faults, not offer.is_joining
@@ -385,7 +387,9 @@ class RoundCoordinator(ABC):
         try:
             outcome = bring()
             while not isinstance(outcome, Committed):
-                self._catch_up(outcome.round, is_joining=offer.is_joining)
+                if offer.is_joining:
+                    raise RoundsMissed(outcome.round)
+                self._catch_up_as_member(outcome.round)
                 outcome = self._attempt(offer)
             self._is_left_out = offer.is_left_out
             if outcome.verdict.opening.rollback is not None:
@@ -396,22 +400,24 @@ class RoundCoordinator(ABC):
         self.exchange.conclude(counts=offer.weight > 0)
         return outcome
 
-    def _catch_up(self, round: int, *, is_joining: bool) -> None:
+    def _catch_up_as_member(self, round: int) -> None:
+        """Catch up after this node was late. Raises Fenced where it cannot."""
+        try:
+            self.catch_up(round)
+        except RecoveryFailed as error:
+            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+
+    def catch_up(self, round: int) -> None:
         """Replay the rounds up to this one from the others' journals.
 
-        Raises RunOver when that was the last, and where nobody keeps them RecoveryFailed, or Fenced for a member.
+        Raises RunOver when that was the last, RecoveryFailed where nobody keeps them.
         """
-        try:
-            for number in range(self.round + 1, round + 1):
-                turn = self._turn
-                fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
-                self.exchange.unpack(turn, fetched.update)
-                missed = MissedRound(number, self.exchange.result_of(turn), fetched.record, fetched.state_digest)
-                verify(self.replay(missed), fetched.state_digest, f"the state after round {number}", self._local)
-        except RecoveryFailed as error:
-            if is_joining:
-                raise
-            raise Fenced(f"this node was late and cannot catch up: {error}") from error
+        for number in range(self.round + 1, round + 1):
+            turn = self._turn
+            fetched = self._parts.fetch_entry(number, partial(self.exchange.room, turn))
+            self.exchange.unpack(turn, fetched.update)
+            missed = MissedRound(number, self.exchange.result_of(turn), fetched.record, fetched.state_digest)
+            verify(self.replay(missed), fetched.state_digest, f"the state after round {number}", self._local)
         if self.progress.is_complete:
             raise RunOver(f"the run ended with round {self.round}, without this node")
 

@@ -223,7 +223,14 @@ class OuterAlgorithm(SyncHooks, Protocol):
     def join(self) -> RoundReport:
         """Take part in the next round with weight 0, which makes this node a member.
 
-        Raises RunOver where the run ended before, RecoveryFailed where nobody keeps the rounds that were missed.
+        Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
+        """
+        ...
+
+    def catch_up(self, round: int) -> None:
+        """Replay the rounds up to this one from the members' journals.
+
+        Raises RunOver where the run ended with the last of them, RecoveryFailed where nobody keeps them.
         """
         ...
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery import copies as copies_module
-from zeroband.elastic.recovery.copies import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
+from zeroband.elastic.recovery import serving
+from zeroband.elastic.recovery.serving import COPY_LIFE_S, IDLE_S, Copies, Entries, Hasher, Promise
 from zeroband.elastic.recovery.state_chunks import parse_manifest
 
 PATIENCE_S = 10.0
@@ -47,7 +47,7 @@ class Trainer:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(copies_module, "time", clock)
+    monkeypatch.setattr(serving, "time", clock)
     return clock
 
 

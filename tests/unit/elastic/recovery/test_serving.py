@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery import serving
-from zeroband.elastic.recovery.recovery import StateFetch, fetch_entry
+from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.state_chunks import chunk_hash, parse_manifest
 from zeroband.elastic.transport.handshake import HELLO_BYTES, OPEN, Callee
 from zeroband.errors import HandshakeFailed, RecoveryFailed

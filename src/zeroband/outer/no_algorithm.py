@@ -1,4 +1,4 @@
-"""No outer algorithm: one node trains by itself, and the hooks only count."""
+"""The outer algorithm of a single node: nothing is synchronised, and the hooks only count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroband.elastic.rounds.round_report import RoundReport
 MEMBER_ID = "alone"
 
 
-class Alone:
+class NoAlgorithm:
     """A round is one inner step, as with DDP.
 
     `session`: of the run, where the trainer before this one had it already; empty: another one.

@@ -20,8 +20,8 @@ from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, sh
 from torch import Tensor
 
 from zeroband.elastic.recovery import transfer
+from zeroband.elastic.recovery.client import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
-from zeroband.elastic.recovery.recovery import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
 from zeroband.elastic.recovery.state_chunks import chunk_hash
 from zeroband.elastic.transport.sealed import sealed_by
 from zeroband.errors import HandshakeFailed, RecoveryFailed
@@ -402,7 +402,10 @@ def test_fetch_starts_anew_where_nobody_serves_what_was_begun(interpose: Interpo
     state = StateFetch(DIALLER, sections, limits=ONE_BY_ONE)
     with pytest.raises(RecoveryFailed):
         state.fetch([weak.donor])
-    fetched = state.fetch([serve("newer", Copy(9, {"params": values(3), "momentum": values(4)}, {}, "digest of 9"))])
+    newer = serve("newer", Copy(9, {"params": values(3), "momentum": values(4)}, {}, "digest of 9"))
+    with pytest.raises(RecoveryFailed, match=r"newer at .* answered 404"):
+        state.fetch([newer])
+    fetched = state.fetch([newer])
     assert (fetched.round, fetched.received_bytes) == (9, {"newer": STATE_BYTES})
     assert torch.equal(sections["params"], values(3))
     assert torch.equal(sections["momentum"], values(4))

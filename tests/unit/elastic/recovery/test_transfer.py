@@ -1,10 +1,10 @@
-"""Time is an argument here: no test waits."""
+"""Which chunk is given to which donor. Time is an argument here: no test waits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.recovery.chunk_queue import ChunkQueue
 from zeroband.elastic.recovery.state_chunks import Chunk
+from zeroband.elastic.recovery.transfer import ChunkQueue
 
 CHUNKS = [Chunk("params", index) for index in range(3)]
 

@@ -1,21 +1,21 @@
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.outer.alone import MEMBER_ID, Alone
+from zeroband.outer.no_algorithm import MEMBER_ID, NoAlgorithm
 
 
-def step(hooks: Alone, number: int) -> None:
+def step(hooks: NoAlgorithm, number: int) -> None:
     assert hooks.sync_gradients(number, 10) is None
     assert hooks.sync_parameters(number, 10, ends_round=True) == ()
 
 
 def test_alone_is_dealt_the_samples_of_one_step_at_a_time() -> None:
-    hooks = Alone(RunShape(total_steps=5, batch_size=4))
+    hooks = NoAlgorithm(RunShape(total_steps=5, batch_size=4))
     assert (hooks.progress.assigned, hooks.progress.inner_step) == ({MEMBER_ID: ((0, 4),)}, 0)
     step(hooks, 0)
     assert (hooks.progress.assigned, hooks.progress.inner_step) == ({MEMBER_ID: ((4, 8),)}, 1)
 
 
 def test_alone_counts_its_tokens_and_is_complete_after_its_last_step() -> None:
-    hooks = Alone(RunShape(total_steps=3, batch_size=4))
+    hooks = NoAlgorithm(RunShape(total_steps=3, batch_size=4))
     for number in range(3):
         assert not hooks.progress.is_complete
         step(hooks, number)
@@ -24,7 +24,7 @@ def test_alone_counts_its_tokens_and_is_complete_after_its_last_step() -> None:
 
 
 def test_alone_that_stops_early_is_not_complete_and_has_used_what_it_was_dealt() -> None:
-    hooks = Alone(RunShape(total_steps=3, batch_size=4))
+    hooks = NoAlgorithm(RunShape(total_steps=3, batch_size=4))
     step(hooks, 0)
     assert (hooks.progress.inner_step, hooks.progress.tokens) == (1, 10)
     assert not hooks.progress.is_complete and not hooks.is_time_over(2)
@@ -32,7 +32,7 @@ def test_alone_that_stops_early_is_not_complete_and_has_used_what_it_was_dealt()
 
 
 def test_payload_of_alone_records_its_progress_and_one_session() -> None:
-    hooks = Alone(RunShape(total_steps=3, batch_size=4))
+    hooks = NoAlgorithm(RunShape(total_steps=3, batch_size=4))
     session = hooks.record["session"]
     step(hooks, 0)
     assert hooks.record == {"progress": hooks.progress.to_record(), "session": session}

@@ -1,0 +1,183 @@
+"""How a node gets into a run, as a table: in which state it is, what can happen there, and in which state it is then.
+
+Pure. What a node does in a state is the caller's (`runtime/join.py`), which looks up the next one here.
+`python -m zeroband.elastic.membership.join_states` prints the figure of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class JoinState(StrEnum):
+    """Where a node stands on its way in."""
+
+    OUTSIDE = "outside"
+    OUTLASTING = "outlasting"
+    RECALLING = "recalling"
+    LOOKING = "looking"
+    AGREEING = "agreeing"
+    FOUNDING = "founding"
+    FETCHING = "fetching"
+    ANNOUNCING = "announcing"
+    CATCHING_UP = "catching_up"
+    RETURNING = "returning"
+    GOING_BACK = "going_back"
+    MEMBER = "member"
+    ENDED = "ended"
+
+
+DEEDS: Mapping[JoinState, str] = {
+    JoinState.OUTSIDE: "has not begun",
+    JoinState.OUTLASTING: "waits until the lease of an earlier life of this node has run out",
+    JoinState.RECALLING: "takes over what the trainer before it had in memory when it crashed",
+    JoinState.LOOKING: "looks at the store for the way in",
+    JoinState.AGREEING: "agrees with the others who resume on one checkpoint, and takes it over",
+    JoinState.FOUNDING: "agrees with the other founders on the state that all of them hold",
+    JoinState.FETCHING: "fetches a committed state from several members",
+    JoinState.ANNOUNCING: "stands at the boundary of the next round, with weight 0",
+    JoinState.CATCHING_UP: "replays the rounds that were committed meanwhile from the members' journals",
+    JoinState.RETURNING: "gives its membership back and takes another one",
+    JoinState.GOING_BACK: "takes over the checkpoint that the members voted for",
+    JoinState.MEMBER: "trains",
+    JoinState.ENDED: "leaves the run, with the reason",
+}
+"""What a node does in each state."""
+
+
+class JoinEvent(StrEnum):
+    """What came of it."""
+
+    STARTED = "started"
+    FREE = "no other lease"
+    NOTHING = "there is none"
+    RECALLED = "recalled"
+    WAIT = "wait"
+    AGAIN = "look again"
+    FOUND = "found"
+    JOIN = "join"
+    FOLLOW = "follow"
+    BEGIN = "begin"
+    AGREED = "agreed"
+    FOUNDED = "founded"
+    PASSED_OVER = "others founded it"
+    FETCHED = "fetched"
+    ADMITTED = "admitted"
+    MISSED = "rounds missed"
+    CAUGHT_UP = "caught up"
+    FENCED = "fenced"
+    RETURNED = "another member"
+    ROLLED_BACK = "the run goes back"
+    GONE_BACK = "gone back"
+    IDLE = "gone back, without samples"
+    FAILED = "failed"
+    RUN_OVER = "run over"
+    LEAVING = "asked to leave"
+    REFUSED = "refused"
+    STORE_LOST = "store lost"
+
+
+_S, _E = JoinState, JoinEvent
+
+ENDINGS = frozenset({_E.RUN_OVER, _E.LEAVING, _E.REFUSED, _E.STORE_LOST})
+"""What ends the way in from any state on it."""
+
+_TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
+    _S.OUTSIDE: {_E.STARTED: _S.OUTLASTING},
+    _S.OUTLASTING: {_E.FREE: _S.RECALLING},
+    _S.RECALLING: {_E.NOTHING: _S.LOOKING, _E.RECALLED: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
+    _S.LOOKING: {
+        _E.WAIT: _S.LOOKING,
+        _E.FOUND: _S.FOUNDING,
+        _E.BEGIN: _S.AGREEING,
+        _E.JOIN: _S.FETCHING,
+        _E.FOLLOW: _S.FETCHING,
+        _E.FAILED: _S.ENDED,
+    },
+    _S.AGREEING: {
+        _E.WAIT: _S.AGREEING,
+        _E.AGAIN: _S.AGREEING,
+        _E.AGREED: _S.FOUNDING,
+        _E.NOTHING: _S.FOUNDING,
+        _E.JOIN: _S.FETCHING,
+        _E.FAILED: _S.ENDED,
+    },
+    _S.FOUNDING: {_E.FOUNDED: _S.MEMBER, _E.PASSED_OVER: _S.FETCHING, _E.FENCED: _S.RETURNING},
+    _S.FETCHING: {_E.FETCHED: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
+    _S.ANNOUNCING: {
+        _E.ADMITTED: _S.MEMBER,
+        _E.MISSED: _S.CATCHING_UP,
+        _E.FENCED: _S.RETURNING,
+        _E.ROLLED_BACK: _S.GOING_BACK,
+    },
+    _S.CATCHING_UP: {_E.CAUGHT_UP: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
+    _S.RETURNING: {_E.RETURNED: _S.OUTLASTING},
+    _S.GOING_BACK: {_E.GONE_BACK: _S.MEMBER, _E.IDLE: _S.ANNOUNCING, _E.FAILED: _S.LOOKING},
+    _S.MEMBER: {_E.FENCED: _S.RETURNING, _E.ROLLED_BACK: _S.GOING_BACK},
+    _S.ENDED: {},
+}
+
+_NOT_ON_THE_WAY = frozenset({_S.OUTSIDE, _S.MEMBER, _S.ENDED})
+
+TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
+    state: dict(row) if state in _NOT_ON_THE_WAY else row | dict.fromkeys(sorted(ENDINGS), _S.ENDED)
+    for state, row in _TABLE.items()
+}
+"""The next state for every state and everything that can happen in it. A pair that is not here cannot happen."""
+
+PAUSES = frozenset({_E.WAIT, _E.FAILED})
+"""Events after which a node waits a moment, since nothing else has happened yet."""
+
+HOLDS_NOTHING = frozenset({_S.LOOKING, _S.FETCHING})
+"""States in which a node has no state that the run could lack: asked to leave, it leaves at once."""
+
+
+def next_state(state: JoinState, event: JoinEvent) -> JoinState:
+    """Look up the table. Raises KeyError for an event that cannot happen in this state."""
+    row = TABLE[state]
+    if event not in row:
+        raise KeyError(f"`{event}` cannot happen to a node that is {state}")
+    return row[event]
+
+
+class JoinPatience:
+    """How long a node goes on that fails and comes no nearer to a state. Times are monotonic seconds."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._failing_since_s = math.inf
+
+    def came_nearer(self) -> None:
+        """Begin anew: what was tried last was of use."""
+        self._failing_since_s = math.inf
+
+    def failed(self, now_s: float) -> None:
+        """Note that it was of none."""
+        self._failing_since_s = min(self._failing_since_s, now_s)
+
+    def left_s(self, now_s: float) -> float:
+        """The time for which it goes on; 0 or less: it gives up."""
+        return min(self._failing_since_s + self.patience_s - now_s, self.patience_s)
+
+
+def figure() -> str:
+    """The states as a Mermaid diagram, and what a node does in each."""
+    inside, outside = list[str](), [f"way --> {_S.ENDED}: {', '.join(sorted(ENDINGS))}"]
+    for state, row in _TABLE.items():
+        for follower in dict.fromkeys(row.values()):
+            events = ", ".join(event for event, after in row.items() if after is follower)
+            arrow = f"{'[*]' if state is _S.OUTSIDE else state} --> {follower}: {events}"
+            is_inside = follower not in _NOT_ON_THE_WAY and state is not _S.MEMBER
+            inside += [arrow] if is_inside else []
+            outside += [] if is_inside else [arrow]
+    chart = ['state "on its way in" as way {', *(f"  {line}" for line in inside), "}", *outside]
+    table = [f"| {state} | {deed} |" for state, deed in DEEDS.items() if state is not _S.OUTSIDE]
+    head = ["", "| state | what the node does |", "|---|---|"]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *(f"  {line}" for line in chart), "```", *head, *table]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(figure())

@@ -1,0 +1,275 @@
+"""A joiner's side of live recovery: fetches a committed state, and the rounds committed meanwhile, from the members.
+
+Several donors are asked what they hold, and what most of them claim is believed; chunks come from all of these at once
+and are verified one by one. Raises RecoveryFailed when no donor is left. Local rank 0 only.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
+from zeroband.elastic.recovery.election import believe_newest, believe_round
+from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of
+from zeroband.elastic.recovery.transfer import STRAGGLER_S, ChunkQueue, StateTransfer, Tally
+from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.transport.sealed import Dialler
+from zeroband.errors import RecoveryFailed, RunOver
+from zeroband.node.faults import FaultPoints
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.log import get_logger
+from zeroband.state.flat import SharedBuffers
+
+_SAY_S = 1.0
+_UPDATE = "update"
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """How wide and how patient a fetch is."""
+
+    donors_at_once: int = 3
+    connections: int = 3
+    """To each donor."""
+    patience: DonorTimeouts = field(default_factory=DonorTimeouts)
+    straggler_s: float = STRAGGLER_S
+    """A chunk that is longer on its way than this, and than two usual chunks, is fetched from another donor too."""
+
+
+_LIMITS = FetchLimits()
+
+
+@dataclass(frozen=True)
+class FetchedState:
+    """What a fetch brought, besides the sections."""
+
+    round: int
+    record: Mapping[str, Any]
+    state_digest: str
+    """The digest that the donors claim; the caller computes its own and compares."""
+    received_bytes: Mapping[str, int]
+    """Verified bytes by member, also of calls that failed before. More in sum than the state only where two donors
+    sent a late chunk."""
+    dropped: Mapping[str, str]
+    """Members that were dropped, and why."""
+    took_s: float
+    """In all calls that this state needed."""
+
+
+@dataclass(frozen=True)
+class FetchedEntry:
+    """One round of the journal."""
+
+    round: int
+    update: Tensor
+    """(nbytes,) uint8, as the donors packed it."""
+    record: Mapping[str, Any]
+    state_digest: str
+
+
+def _ignore(chunk_bytes: int, total_bytes: int) -> None:
+    """Nobody wants to know."""
+
+
+class _Download:
+    """The chunks that a manifest names, on their way into `targets`; what was verified is not fetched again."""
+
+    def __init__(
+        self, manifest: StateManifest, inquiry: Inquiry, targets: Mapping[str, memoryview], limits: FetchLimits
+    ) -> None:
+        self.manifest = manifest
+        self.missing = tuple(manifest.chunks())
+        self.tally = Tally()
+        self._inquiry = inquiry
+        self._targets = targets
+        self._limits = limits
+
+    def run(self, supporters: Sequence[Donor], spare: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
+        """Fetch what is missing. Raises RecoveryFailed when no donor is left."""
+        chunks = ChunkQueue(self.missing, straggler_s=self._limits.straggler_s)
+        transfer = StateTransfer(self.manifest, self._inquiry, self._targets, chunks, self.tally)
+        try:
+            transfer.run(supporters, spare, on_chunk, donors_at_once=self._limits.donors_at_once)
+        finally:
+            self.missing = transfer.missing
+
+
+class StateFetch:
+    """A joiner's fetch of the outer state, kept over failures.
+
+    `sections`: (n,) float32 on CPU each, written chunk by chunk.
+    """
+
+    def __init__(self, dialler: Dialler, sections: Mapping[str, Tensor], *, limits: FetchLimits = _LIMITS) -> None:
+        self._targets = {name: bytes_of(tensor) for name, tensor in sections.items()}
+        self._limits = limits
+        lengths = {name: len(target) for name, target in self._targets.items()}
+        self._inquiry = Inquiry("state", dialler, lengths, limits.patience, limits.connections)
+        self._distrusted: set[str] = set()
+        self._begun: _Download | None = None
+        self._goes_on = False
+        """With what was begun, rather than ask for the newest state."""
+        self._took_s = 0.0
+
+    def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = _ignore) -> FetchedState:
+        """Fetch the newest committed state into the sections, or go on with the one that was begun.
+
+        Donors are used in their order, a few at a time. `on_chunk` gets (bytes of a verified chunk, bytes that this
+        call has to fetch) in this thread. Raises RecoveryFailed when no donor is left; another call then goes on where
+        this one ended. After one that got nothing, the donors are asked anew for their newest state.
+        """
+        started_at_s = time.monotonic()
+        try:
+            download = self._fetch(self._trusted(donors), on_chunk)
+        finally:
+            self._took_s += time.monotonic() - started_at_s
+        return FetchedState(
+            round=download.manifest.round,
+            record=download.manifest.record,
+            state_digest=download.manifest.state_digest,
+            received_bytes={member: sent for member, sent in download.tally.received_bytes.items() if sent},
+            dropped=dict(download.tally.dropped),
+            took_s=self._took_s,
+        )
+
+    def distrust(self) -> None:
+        """The state that came has not the digest that its donors claim: forget it, and ask others from now on."""
+        if self._begun is not None:
+            self._distrusted |= set(self._begun.tally.received_bytes)
+        self._begun, self._goes_on, self._took_s = None, False, 0.0
+
+    def _trusted(self, donors: Sequence[Donor]) -> Sequence[Donor]:
+        """All but the distrusted; all where nobody else is left."""
+        return [donor for donor in donors if donor.member_id not in self._distrusted] or donors
+
+    def _fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> _Download:
+        supporters: Sequence[Donor] = ()
+        spare, download = donors, self._begun
+        if download is None or not self._goes_on:
+            believed = believe_newest(donors, self._limits.donors_at_once, self._inquiry)
+            supporters, spare = believed.supporters, believed.spare(donors)
+            if download is None or not download.missing or download.manifest.claim != believed.manifest.claim:
+                self._took_s = 0.0
+                download = self._begun = _Download(believed.manifest, self._inquiry, self._targets, self._limits)
+            download.tally.dropped |= believed.dropped
+        missing = len(download.missing)
+        try:
+            download.run(supporters, spare, on_chunk)
+        finally:
+            self._goes_on = 0 < len(download.missing) < missing
+        return download
+
+
+def fetch_entry(
+    donors: Sequence[Donor],
+    dialler: Dialler,
+    round: int,
+    room: Callable[[int], Tensor],
+    *,
+    on_chunk: Callable[[int, int], None] = _ignore,
+    limits: FetchLimits = _LIMITS,
+) -> FetchedEntry:
+    """Fetch what a committed round did, as most of its donors claim.
+
+    `room`: gives (nbytes,) uint8 on CPU for an update of so many bytes, half written where this fails, or raises
+    RecoveryFailed where no update has so many. Raises RecoveryFailed when no donor is left.
+    """
+    inquiry = Inquiry("journal", dialler, None, limits.patience, limits.connections)
+    believed = believe_round(donors, limits.donors_at_once, inquiry, round)
+    manifest = believed.manifest
+    if set(manifest.lengths) != {_UPDATE}:
+        raise RecoveryFailed(f"the journal of round {round} has sections {dict(manifest.lengths)!r:.100}")
+    update = room(manifest.lengths[_UPDATE])
+    download = _Download(manifest, inquiry, {_UPDATE: bytes_of(update)}, limits)
+    download.run(believed.supporters, believed.spare(donors), on_chunk)
+    return FetchedEntry(round, update, manifest.record, manifest.state_digest)
+
+
+class RecoveryClient:
+    """Fetches from the members that the store shows at that moment: a state, and the rounds that came after it."""
+
+    def __init__(
+        self, store: Store, dialler: Dialler, buffers: SharedBuffers, flags: SharedFlags, faults: FaultPoints
+    ) -> None:
+        self._store = store
+        self._dialler = dialler
+        self._buffers = buffers
+        self._flags = flags
+        self._faults = faults
+        self._state: StateFetch | None = None
+        self.verified_bytes = 0
+        """Of the states that were begun, all in all; 0 again after one that was not what its donors said."""
+
+    def begin(self, sections: tuple[str, ...]) -> None:
+        """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""
+        self._state = StateFetch(self._dialler, {name: self._buffers[name] for name in sections})
+
+    def fetch_state(self) -> FetchedState:
+        """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
+        meter = _Meter(self._flags, self._faults)
+
+        def count(chunk_bytes: int, total_bytes: int) -> None:
+            self.verified_bytes += chunk_bytes
+            meter.count(chunk_bytes, total_bytes)
+
+        return self._begun.fetch(self._donors(), count)
+
+    def distrust_state(self) -> None:
+        """The state that came is not what its donors said: ask others first."""
+        self._begun.distrust()
+        self.verified_bytes = 0
+
+    @property
+    def _begun(self) -> StateFetch:
+        assert self._state is not None, "begin comes first"
+        return self._state
+
+    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> FetchedEntry:
+        """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
+        meter = _Meter(self._flags, self._faults)
+        return fetch_entry(self._donors(), self._dialler, round, room, on_chunk=meter.count)
+
+    def _donors(self) -> list[Donor]:
+        """The members that serve their state, in random order, so that joiners spread over them. Raises RunOver."""
+        view = self._store.view(FOUNDING_ROUND)
+        if view.committed is None:
+            return []
+        alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
+        if not alive and Progress.from_record(view.committed.record["progress"]).is_complete:
+            raise RunOver(f"the run is complete since round {view.committed.round}; start another with a new run.id")
+        donors = [Donor(m, view.peers[m].host, view.peers[m].port) for m in alive if view.peers[m].serves_state]
+        random.shuffle(donors)
+        return donors
+
+
+class _Meter:
+    """Logs how far a fetch is, and shows the guardian that the trainer moves."""
+
+    def __init__(self, flags: SharedFlags, faults: FaultPoints) -> None:
+        self._flags = flags
+        self._faults = faults
+        self._started_at_s = self._said_at_s = time.monotonic()
+        self._done_bytes = 0
+
+    def count(self, chunk_bytes: int, total_bytes: int) -> None:
+        self._done_bytes += chunk_bytes
+        self._flags.advance()
+        if 2 * self._done_bytes >= total_bytes:
+            self._faults.at("joining", 0)
+        now_s = time.monotonic()
+        if now_s - self._said_at_s > _SAY_S:
+            self._said_at_s = now_s
+            rate = self._done_bytes / (now_s - self._started_at_s)
+            eta_s = (total_bytes - self._done_bytes) / rate
+            fields = {"done": self._done_bytes / total_bytes, "bytes_per_s": rate, "eta_s": eta_s}
+            _log.info("fetching from the others", extra={"fields": fields})

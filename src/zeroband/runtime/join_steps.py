@@ -1,0 +1,323 @@
+"""What a node does in each state of its way into a run of several (`runtime/join.py` says when)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from zeroband.checkpoint.restorer import SavedState
+from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
+from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
+from zeroband.elastic.membership.resume_rules import members_of, pending, restart_point_after, way_in
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import verify
+from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.errors import RecoveryFailed, RoundsMissed, ZerobandError
+from zeroband.observe.events import Events
+from zeroband.observe.log import get_logger
+from zeroband.runtime.join import Joiner, Outcome
+from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.replica import Replica
+from zeroband.state.crash_memory import HeldState
+
+_log = get_logger(__name__)
+
+
+def open_replica(node: NodeParts, events: Events, stack: ExitStack) -> tuple[Replica, Joiner]:
+    """A node's place in a run of several, and its way into it; `stack` gives it back."""
+    run = Replica(node, on_event=events.emit)
+    stack.push(run.leave)
+    return run, Joiner(ReplicaSteps(node, run, events), node.local, node.departure, events)
+
+
+class ReplicaSteps:
+    """The steps of a node that trains with others."""
+
+    def __init__(self, node: NodeParts, run: Replica, events: Events) -> None:
+        self._run = run
+        self._local = node.local
+        self._events = events
+        self._batch_size = node.config.train.batch_size
+        self._patience = JoinPatience(node.config.elastic.start_timeout_s)
+        self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
+            JoinState.OUTLASTING: self._outlast,
+            JoinState.RECALLING: self._recall,
+            JoinState.LOOKING: self._look,
+            JoinState.AGREEING: self._agree,
+            JoinState.FOUNDING: self._found,
+            JoinState.FETCHING: self._fetch,
+            JoinState.ANNOUNCING: self._announce,
+            JoinState.CATCHING_UP: self._catch_up,
+            JoinState.RETURNING: self._return,
+            JoinState.GOING_BACK: self._go_back,
+        }
+        self._founding_round = FOUNDING_ROUND
+        self._saved: SavedState | None = None
+        """The checkpoint that lies in the section buffers; local rank 0 only."""
+        self._has_looked_for_saved = False
+        self._agrees_from_s = 0.0
+        self._is_fetching = False
+        """A fetch was begun, and what it got so far lies in the section buffers."""
+        self._failure: ZerobandError | None = None
+        """Why the newest attempt to get a state failed; None where the next one is under way."""
+        self._had_bytes = 0
+        """Verified when the newest attempt began."""
+        self._taken: int | None = None
+        """The round of the state that this attempt took over."""
+        self._said = ""
+
+    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        return self._steps[state](cause)
+
+    def is_fenced(self) -> bool:
+        return self._run.mesh.is_fenced
+
+    # -- with what this node has --------------------------------------------------------------------------------
+
+    def _outlast(self, _cause: ZerobandError | None) -> Outcome:
+        on_first_rank(self._local, lambda: self._run.mesh.member.outlast_duplicates())
+        return Outcome(JoinEvent.FREE)
+
+    def _recall(self, _cause: ZerobandError | None) -> Outcome:
+        from_s, held = time.monotonic(), list[HeldState]()
+
+        def recall() -> dict[str, Any] | None:
+            found = self._run.memory.recall(self._run.buffers.numel)
+            if found is None:
+                return None
+            held.append(found)
+            return {"round": found.round, "record": found.record, "state_digest": found.state_digest}
+
+        found = on_first_rank(self._local, recall)
+        if found is None:
+            return Outcome(JoinEvent.NOTHING)
+        digest = self._run.outer.adopt(found["round"], found["record"], held.pop().sections if held else None)
+        on_first_rank(self._local, self._run.memory.drop_held)
+        verify(digest, found["state_digest"], "what this node had in memory", self._local)
+        self._taken = found["round"]
+        took_s = round(time.monotonic() - from_s, 3)
+        on_first_rank(self._local, lambda: self._tell_of(found))
+        self._events.emit("recovered", round=found["round"], digest=digest, took_s=took_s, source="memory")
+        return Outcome(JoinEvent.RECALLED)
+
+    def _tell_of(self, found: Mapping[str, Any]) -> None:
+        """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
+        verdict = self._run.store.view(FOUNDING_ROUND).committed
+        if verdict is None or verdict.round != found["round"]:
+            return  # the others have said so
+        opening = verdict.opening
+        self._events.emit(
+            "round_committed",
+            round=verdict.round,
+            epoch=opening.epoch,
+            members=list(opening.members),
+            digest=found["state_digest"],
+            weights=list(opening.weights),
+            samples=[steps * self._batch_size for steps in opening.steps],
+            late=list(opening.late),
+            progress=found["record"]["progress"],
+        )
+
+    def _go_back(self, cause: ZerobandError | None) -> Outcome:
+        assert isinstance(cause, RolledBack)
+        report = cause.report
+        digest = self._run.outer.adopt(report.round, cause.record, self._run.take_staged())
+        verify(digest, report.state_digest, f"the checkpoint of step {cause.step}", self._local)
+        has_inner = self._run.load_inner(cause.step)
+        skipped = [list(span) for span in cause.record.get("skipped", ())]
+        place = {"round": report.round, "step": cause.step, "digest": digest}
+        self._events.emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
+        on_first_rank(self._local, lambda: self._run.point_latest(cause.step))
+        if report.progress.is_complete or self._run.outer.upcoming():
+            return Outcome(JoinEvent.GONE_BACK, rounds=(report,))
+        return Outcome(JoinEvent.IDLE)  # it asked for no samples, since the run was about to end
+
+    # -- which way ----------------------------------------------------------------------------------------------
+
+    def _look(self, cause: ZerobandError | None) -> Outcome:
+        event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
+        if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
+            self._founding_round = FOUNDING_ROUND
+            self._saved, self._has_looked_for_saved = None, False
+            self._is_fetching = False  # a checkpoint will be read into the same buffers
+            self._agrees_from_s = time.monotonic()
+        return Outcome(event)
+
+    def _choose(self, cause: ZerobandError | None) -> JoinEvent:
+        """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state."""
+        if cause is not None:
+            self._note_failure(cause)
+        view = self._run.store.view(FOUNDING_ROUND)
+        way = way_in(view, resumes=self._run.may_begin_again(view))
+        if isinstance(way, RestartPoint):
+            return JoinEvent.BEGIN
+        if way in (JoinEvent.BEGIN, JoinEvent.WAIT) or (way is JoinEvent.FOUND and not self._knows_run):
+            return way
+        agreed = pending(view)
+        is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
+        if is_following:
+            self._patience.came_nearer()
+        if self._failure is not None:
+            self._require_patience(self._failure, view)
+            self._failure = None
+        return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
+
+    @property
+    def _knows_run(self) -> bool:
+        """Whether there is one already: if the store shows none, it lost the record, and others will bring it back."""
+        return self._is_fetching or self._run.outer.round >= FOUNDING_ROUND
+
+    def _note_failure(self, failure: ZerobandError) -> None:
+        """Take note of an attempt that failed.
+
+        It was of use if it verified more of a state, or led on from the round that was taken. The last round that it
+        replayed may be the one that does not verify.
+        """
+        if self._taken is None:
+            is_nearer = self._run.recovery.verified_bytes > self._had_bytes
+        else:
+            is_nearer = self._run.outer.round > self._taken + 1
+        self._failure = failure
+        if is_nearer:
+            self._patience.came_nearer()
+        else:
+            self._patience.failed(time.monotonic())
+
+    def _require_patience(self, failure: ZerobandError, view: View) -> None:
+        left_s = self._patience.left_s(time.monotonic())
+        if left_s <= 0:
+            raise RecoveryFailed(
+                f"{failure}; came no further for {self._patience.patience_s:g} s. If the run's nodes are gone, go on "
+                "from a checkpoint of it with --resume, or start one with a new run.id"
+            ) from failure
+        if str(failure) != self._said:
+            self._said = str(failure)
+            until = datetime.now(UTC) + timedelta(seconds=left_s)
+            waits_for = sorted(members_of(view) & view.alive)
+            fields = {"why": self._said, "waits_for": waits_for, "until": f"{until:%H:%M:%SZ}"}
+            way_out = "if these nodes are gone: --resume goes on from a checkpoint as soon as their leases have run out"
+            _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
+
+    # -- with the founders --------------------------------------------------------------------------------------
+
+    def _agree(self, _cause: ZerobandError | None) -> Outcome:
+        agreed = on_first_rank(self._local, self._agree_on_checkpoint)
+        event = JoinEvent(agreed["event"])
+        if event is JoinEvent.AGREED:
+            self._resume_from(agreed)
+        return Outcome(event)
+
+    def _resume_from(self, agreed: Mapping[str, Any]) -> None:
+        digest = self._run.outer.adopt(agreed["after_round"], agreed["record"])
+        verify(digest, agreed["state_digest"], f"the checkpoint of step {agreed['step']}", self._local)
+        has_inner = self._run.load_inner(agreed["step"])
+        self._founding_round = agreed["round"]
+        took_s = round(time.monotonic() - self._agrees_from_s, 3)
+        place = {"round": agreed["round"], "step": agreed["step"], "rejected": agreed["rejected"]}
+        self._events.emit("resumed_from", **place, digest=digest, took_s=took_s, has_inner=has_inner)
+
+    def _agree_on_checkpoint(self) -> dict[str, Any]:
+        """Look once, with a checkpoint in the section buffers if there is one. Local rank 0."""
+        view = self._run.store.view(FOUNDING_ROUND)
+        way = way_in(view, resumes=True)
+        if way in (JoinEvent.WAIT, JoinEvent.JOIN):
+            return {"event": way}
+        step, saved = way.step if isinstance(way, RestartPoint) else None, self._saved
+        if not self._has_looked_for_saved or (step is not None and (saved is None or saved.step != step)):
+            self._saved, self._has_looked_for_saved = self._run.read_checkpoint(step), True
+            return {"event": JoinEvent.AGAIN}  # reading took a while
+        if saved is None:
+            return {"event": self._without_checkpoint(view)}
+        point = self._restart_point(view, way if isinstance(way, RestartPoint) else None, saved)
+        if point is None:
+            return {"event": JoinEvent.AGAIN}
+        return {"event": JoinEvent.AGREED, **asdict(saved), "round": point.round, "after_round": saved.round}
+
+    def _restart_point(self, view: View, agreed: RestartPoint | None, saved: SavedState) -> RestartPoint | None:
+        """What is agreed on; None: look again. Raises RecoveryFailed where others have another checkpoint of a step."""
+        if agreed is not None:
+            if agreed.state_digest != saved.state_digest:
+                raise RecoveryFailed(
+                    f"the checkpoint of step {saved.step} is {saved.state_digest} here, and {agreed.state_digest} on "
+                    f"{agreed.member}: ckpt.path is not the same folder on both"
+                )
+            return agreed
+        member_id = self._run.mesh.member_id
+        proposal = restart_point_after(
+            view, round=saved.round, step=saved.step, state_digest=saved.state_digest, member=member_id
+        )
+        return proposal if self._run.store.propose_restart_point(proposal, view) else None
+
+    def _without_checkpoint(self, view: View) -> JoinEvent:
+        if view.committed is not None:
+            raise RecoveryFailed(
+                f"the nodes of this run are gone since round {view.committed.round}, and it has no checkpoint; "
+                "start it anew with another run.id"
+            )
+        say_new(self._run.restorer.url)
+        return JoinEvent.NOTHING
+
+    def _found(self, _cause: ZerobandError | None) -> Outcome:
+        return self._became_member(JoinEvent.FOUNDED, self._run.outer.found(self._founding_round))
+
+    # -- with the members ---------------------------------------------------------------------------------------
+
+    def _fetch(self, _cause: ZerobandError | None) -> Outcome:
+        outer, recovery = self._run.outer, self._run.recovery
+        if not self._is_fetching:
+            self._is_fetching = True
+            self._patience.came_nearer()
+            self._events.emit("recovering", round=outer.round)
+            on_first_rank(self._local, lambda: recovery.begin(outer.sections))
+        self._had_bytes, self._taken = recovery.verified_bytes, None
+        fetched = on_first_rank(self._local, self._fetch_state)
+        digest = outer.adopt(fetched["round"], fetched["record"])
+        try:
+            verify(digest, fetched["state_digest"], f"the state of round {fetched['round']}", self._local)
+        except RecoveryFailed:
+            on_first_rank(self._local, recovery.distrust_state)
+            raise
+        self._taken = fetched["round"]
+        place = {"round": fetched["round"], "digest": digest}
+        self._events.emit("recovered", **place, took_s=fetched["took_s"], source="members")
+        return Outcome(JoinEvent.FETCHED)
+
+    def _fetch_state(self) -> dict[str, Any]:
+        """Local rank 0."""
+        fetched = self._run.recovery.fetch_state()
+        state = {"round": fetched.round, "record": fetched.record, "state_digest": fetched.state_digest}
+        return {**state, "took_s": fetched.took_s}
+
+    def _announce(self, _cause: ZerobandError | None) -> Outcome:
+        return self._became_member(JoinEvent.ADMITTED, self._run.outer.join())
+
+    def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
+        self._forget_attempts()
+        self._events.emit("joined", member_id=report.member_id, round=report.round)
+        return Outcome(event, rounds=(report,))
+
+    def _catch_up(self, cause: ZerobandError | None) -> Outcome:
+        assert isinstance(cause, RoundsMissed)
+        self._run.outer.catch_up(cause.round)
+        return Outcome(JoinEvent.CAUGHT_UP)
+
+    def _return(self, cause: ZerobandError | None) -> Outcome:
+        self._events.emit("fenced", reason=str(cause))
+        self._forget_attempts()
+        self._run.come_back()
+        return Outcome(JoinEvent.RETURNED)
+
+    def _forget_attempts(self) -> None:
+        """Whatever failed on the way so far is no reason to give up on the next."""
+        self._is_fetching, self._failure = False, None
+        self._patience.came_nearer()
+
+
+def say_new(url: str) -> None:
+    """Warn that there is nothing to resume."""
+    _log.warning("nothing to resume: a new run begins", extra={"fields": {"no_checkpoint_in": url}})

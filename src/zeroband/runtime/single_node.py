@@ -1,0 +1,135 @@
+"""A run of one node: no store, no shared memory of its own; it is in its run as soon as it has found its state."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroband.checkpoint.owner import read_owner
+from zeroband.checkpoint.restorer import Restorer, source_for
+from zeroband.checkpoint.storage import open_storage, reason_of
+from zeroband.checkpoint.writer_process import Fellows, NoFellows
+from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.errors import RecoveryFailed, RunOver, ZerobandError
+from zeroband.node.mesh import all_ok
+from zeroband.node.shm import NodeFolder, is_restart, launch_of
+from zeroband.observe.events import Events
+from zeroband.outer.no_algorithm import NoAlgorithm
+from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.join import Outcome
+from zeroband.runtime.join_steps import say_new
+from zeroband.runtime.replica import shape_of
+from zeroband.runtime.world import StateParts, Staying
+from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
+
+PARAMS = "params"
+"""The one section of the state of a node that trains alone."""
+
+
+class SingleNode:
+    """The world of a node that trains alone, and its steps into it."""
+
+    def __init__(self, node: TrainerParts, events: Events) -> None:
+        self._node = node
+        self.outer = NoAlgorithm(shape_of(node.config), launch_of(os.environ))
+        self._events = events
+
+    # -- the world ----------------------------------------------------------------------------------------------
+
+    @property
+    def state_digest(self) -> str:
+        return ""
+
+    @property
+    def state_parts(self) -> StateParts:
+        return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.model)}, has_moments=False)
+
+    @property
+    def fellows(self) -> Fellows:
+        return NoFellows()
+
+    def open_folder(self, stack: ExitStack) -> Path:
+        config, node_id = self._node.config, self._node.node_id
+
+        def claim() -> None:
+            stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
+
+        on_first_rank(self._node.local, claim)
+        return NodeFolder.path_of(config.node.shm_dir, config.run.id, node_id)
+
+    def announce_leaving(self) -> Staying:
+        return "nobody"
+
+    # -- its steps ----------------------------------------------------------------------------------------------
+
+    def take(self, state: JoinState, cause: ZerobandError | None) -> Outcome:
+        match state:
+            case JoinState.OUTLASTING:
+                return Outcome(JoinEvent.FREE)
+            case JoinState.RECALLING:
+                return Outcome(JoinEvent.NOTHING)
+            case JoinState.LOOKING:
+                resumes = self._node.config.resume is not None
+                goes_on = resumes or on_first_rank(self._node.local, self._goes_on_after_crash)
+                return Outcome(JoinEvent.BEGIN if goes_on else JoinEvent.FOUND)
+            case JoinState.AGREEING:
+                return Outcome(JoinEvent.AGREED if self._begin_again() else JoinEvent.NOTHING)
+            case JoinState.FOUNDING:
+                return Outcome(JoinEvent.FOUNDED)
+            case _:
+                raise AssertionError(f"a node that trains alone is never {state}") from cause
+
+    def is_fenced(self) -> bool:
+        return False
+
+    def _goes_on_after_crash(self) -> bool:
+        """Whether the trainer before this one has crashed, and saved of this very run. Local rank 0."""
+        path, run_id = self._node.config.ckpt.path, self._node.config.run.id
+        if path is None or not is_restart(os.environ):
+            return False
+        storage = open_storage(path, run_id, self._node.node_id)
+        try:
+            owner = read_owner(storage)
+        except OSError as error:
+            raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
+        return owner is not None and owner.session == self.outer.record["session"]
+
+    def _begin_again(self) -> bool:
+        """Go on from a checkpoint; False where there is none. Every local rank reads it, and takes its shards.
+
+        Raises RecoveryFailed, ConfigError, RunOver.
+        """
+        node, config, local, from_s = self._node, self._node.config, self._node.local, time.monotonic()
+        layout = FlatLayout.of(node.model)
+        source = source_for(config, node.node_id)
+        targets = {PARAMS: torch.empty(layout.numel)}
+        restorer = Restorer(source, node.node_id, layout, targets, node.faults)
+
+        def read() -> dict[str, Any] | None:
+            saved = restorer.restore()
+            if saved is not None and saved.step >= config.train.total_steps:
+                raise RunOver(f"the checkpoint of step {saved.step} is that of the end of the run (train.total_steps)")
+            return None if saved is None else asdict(saved)
+
+        saved = on_first_rank(local, read)
+        if saved is None:
+            if local.rank == 0:
+                say_new(source.own.url)
+            return False
+        if local.rank != 0:
+            restorer.restore(saved["step"])
+        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.model), targets[PARAMS])
+        self.outer.adopt(saved["round"], saved["record"])
+        node.inner.seek(saved["step"])
+        has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)
+        place = {"round": saved["round"], "step": saved["step"], "digest": saved["state_digest"]}
+        took_s = round(time.monotonic() - from_s, 3)
+        self._events.emit("resumed_from", **place, took_s=took_s, has_inner=has_inner, rejected=saved["rejected"])
+        return True

@@ -1,0 +1,334 @@
+"""The steps of a joiner: how long it tries, on fake time, and which way it takes. No store, and nobody sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroband.checkpoint.restorer import SavedState
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
+from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
+from zeroband.elastic.recovery.donors import Donor
+from zeroband.errors import ConfigError, RecoveryFailed, RoundsMissed
+from zeroband.node.faults import FaultPoints
+from zeroband.node.mesh import LocalMesh
+from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import NoEvents
+from zeroband.runtime.join import Joiner
+from zeroband.runtime.join_steps import ReplicaSteps
+
+PATIENCE_S = 300.0
+WHOLE = FetchedState(7, {}, "digest", {}, {}, 0.0)
+OPENING = Opening(3, 1, 5, ("a#1", "b#1"), (10, 0), (2, 0))
+
+Act = Callable[["Attempts"], int | None]
+"""What an attempt comes to: the rounds that it replays after the whole state, the member's own included, or None."""
+
+
+class Attempts:
+    """Stands for donors and members: plays one act for each attempt to join."""
+
+    def __init__(self, *acts: Act) -> None:
+        self.now_s = 0.0
+        self.acts = list(acts)
+        self.sections = ("params",)
+        self.round = -1
+        self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
+        self.digest = WHOLE.state_digest
+        self._replays = 0
+
+    def fetch(self, donors: Sequence[Donor], count: Callable[[int, int], None]) -> FetchedState:
+        self.count = count
+        act = self.acts.pop(0)
+        replays = act(self)
+        if replays is None:
+            raise RecoveryFailed("no donor is left")
+        self._replays = replays
+        return WHOLE
+
+    def distrust(self) -> None:
+        """Others are asked next."""
+
+    def adopt(self, round: int, payload: object) -> str:
+        self.round = round
+        return self.digest
+
+    def join(self) -> SimpleNamespace:
+        if self.acts:
+            raise RoundsMissed(99)
+        return SimpleNamespace(round=self.round + self._replays, member_id="a#1")
+
+    def catch_up(self, round: int) -> None:
+        self.round += self._replays
+        raise RecoveryFailed("the journal is out of reach")
+
+
+def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = WHOLE.state_digest) -> Act:
+    def act(attempts: Attempts) -> int | None:
+        for _ in range(chunks):
+            attempts.count(1, 100)
+        attempts.now_s += took_s
+        attempts.digest = digest
+        return then
+
+    return act
+
+
+def node_of(local: LocalMesh) -> Any:
+    train, elastic = SimpleNamespace(batch_size=4), SimpleNamespace(start_timeout_s=PATIENCE_S)
+    return SimpleNamespace(local=local, config=SimpleNamespace(train=train, elastic=elastic))
+
+
+@pytest.fixture
+def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """join(act, act): the round with which a joiner became a member, whose attempts came to this."""
+
+    def run(*acts: Act) -> int:
+        attempts = Attempts(*acts)
+        clock = SimpleNamespace(monotonic=lambda: attempts.now_s, sleep=lambda seconds: None)
+        monkeypatch.setattr("zeroband.runtime.join.time", clock)
+        monkeypatch.setattr("zeroband.runtime.join_steps.time", clock)
+        monkeypatch.setattr("zeroband.elastic.recovery.client.StateFetch", lambda dialler, sections: attempts)
+        monkeypatch.setattr(RecoveryClient, "_donors", lambda self: [])
+        committed = SimpleNamespace(round=7, opening=OPENING)
+        view = SimpleNamespace(
+            committed=committed, opening=OPENING, alive={"b#1"}, restart_point=None, is_settling=False
+        )
+        anything: Any = {"params": None}
+        flags = SharedFlags(tmp_path / "flags", create=True)
+        parts: Any = SimpleNamespace(
+            outer=attempts,
+            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(())),
+            mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
+            memory=SimpleNamespace(recall=lambda numel: None),
+            buffers=SimpleNamespace(numel=8),
+            store=SimpleNamespace(view=lambda round: view),
+            may_begin_again=lambda view: False,
+        )
+        steps = ReplicaSteps(node_of(local), parts, NoEvents())
+        try:
+            return Joiner(steps, local, Departure(1.0), NoEvents()).enter()[0].round
+        finally:
+            flags.close()
+
+    return run
+
+
+NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
+
+
+def test_fetch_that_is_longer_than_the_patience_goes_on_after_being_cut_off(join: Callable[..., int]) -> None:
+    assert join(CUT_OFF, NOTHING, CUT_OFF, NOTHING, IN) == 8
+
+
+def test_joiner_gives_up_when_nothing_comes_any_more(join: Callable[..., int]) -> None:
+    with pytest.raises(RecoveryFailed, match="no donor is left; came no further for 300 s"):
+        join(CUT_OFF, NOTHING, NOTHING, NOTHING, IN)
+
+
+def test_joiner_that_is_cut_off_from_the_journals_fetches_the_state_again(join: Callable[..., int]) -> None:
+    missed_all = fetches(9, 1000.0, then=0)
+    assert join(missed_all, CUT_OFF, missed_all, IN) == 8
+
+
+def test_joiner_whose_states_lead_nowhere_gives_up(join: Callable[..., int]) -> None:
+    """The rounds since then are in no journal any more, or the first of them does not verify here."""
+    for replayed in (0, 1):
+        with pytest.raises(RecoveryFailed, match="the journal is out of reach; came no further"):
+            join(*2 * [fetches(9, 1000.0, then=replayed)], IN)
+
+
+def test_joiner_that_replays_rounds_goes_on(join: Callable[..., int]) -> None:
+    assert join(*3 * [fetches(9, 1000.0, then=2)], IN) == 8
+
+
+def test_joiner_whose_states_are_all_wrong_gives_up(join: Callable[..., int]) -> None:
+    with pytest.raises(RecoveryFailed, match="has digest other here"):
+        join(*2 * [fetches(9, 1000.0, then=0, digest="other")], IN)
+
+
+def test_node_with_the_name_of_another_machine_does_not_enter(local: LocalMesh) -> None:
+    def refuse() -> None:
+        raise ConfigError("node.id='a' is in this run already")
+
+    member = SimpleNamespace(outlast_duplicates=refuse)
+    parts: Any = SimpleNamespace(outer=None, mesh=SimpleNamespace(member=member))
+    with pytest.raises(ConfigError, match="in this run already"):
+        ReplicaSteps(node_of(local), parts, NoEvents()).take(JoinState.OUTLASTING, None)
+
+
+@pytest.mark.parametrize(("committed", "is_told"), [(5, True), (6, False), (None, False)])
+def test_round_in_memory_is_told_of_again_unless_others_went_on(
+    local: LocalMesh, committed: int | None, is_told: bool
+) -> None:
+    """The trainer that crashed stamped the round before it wrote its event."""
+    progress = {"inner_step": 10}
+    told: list[tuple[str, dict[str, Any]]] = []
+    verdict = None if committed is None else SimpleNamespace(round=committed, opening=OPENING)
+    outer = SimpleNamespace(adopt=lambda *state: "digest")
+    held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
+    memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
+    store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
+    run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, buffers=SimpleNamespace(numel=8))
+    events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
+    outcome = ReplicaSteps(node_of(local), run, events).take(JoinState.RECALLING, None)
+    assert outcome.event is JoinEvent.RECALLED
+    assert [kind for kind, _ in told] == [*(["round_committed"] if is_told else []), "recovered"]
+    if is_told:
+        fields = told[0][1]
+        assert (fields["round"], fields["digest"], fields["members"]) == (5, "digest", ["a#1", "b#1"])
+        assert (fields["weights"], fields["samples"], fields["progress"]) == ([10, 0], [8, 0], progress)
+
+
+# -- which way, and with which checkpoint ---------------------------------------------------------------------------
+
+
+def view_of(
+    *, committed: bool = True, alive: str = "", agreed: RestartPoint | None = None, settles: bool = False
+) -> View:
+    verdict = Verdict(OPENING, "d", {"progress": {}}) if committed else None
+    opening = OPENING if committed else None
+    return View(opening, verdict, frozenset(alive.split()), {}, {}, None, restart_point=agreed, is_settling=settles)
+
+
+class Place:
+    """A run as its store shows it, one view after the other, and the checkpoints that this node can read."""
+
+    def __init__(self, local: LocalMesh, *views: View, resumes: bool = False, checkpoints: Sequence[int] = ()) -> None:
+        self._views = list(views)
+        self._checkpoints = checkpoints
+        self.proposed: list[RestartPoint] = []
+        self.refuses_first = False
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.founded: list[int] = []
+        events: Any = SimpleNamespace(emit=lambda kind, **fields: self.events.append((kind, fields)))
+        store = SimpleNamespace(view=self._view, propose_restart_point=self._propose)
+        self.outer = SimpleNamespace(adopt=lambda round, record: "digest", found=self._found, round=-1)
+        run: Any = SimpleNamespace(
+            store=store,
+            mesh=SimpleNamespace(member_id="a#1"),
+            outer=self.outer,
+            may_begin_again=lambda view: resumes,
+            read_checkpoint=self._read,
+            load_inner=lambda step: True,
+            restorer=SimpleNamespace(url="file:///checkpoints"),
+            recovery=SimpleNamespace(verified_bytes=0),
+            come_back=lambda: None,
+        )
+        self.steps = ReplicaSteps(node_of(local), run, events)
+
+    def _view(self, _round: int) -> View:
+        return self._views.pop(0) if len(self._views) > 1 else self._views[0]
+
+    def _read(self, step: int | None) -> SavedState | None:
+        found = [number for number in self._checkpoints if step in (None, number)]
+        return SavedState(found[0], 3, {}, "digest", ()) if found else None
+
+    def _propose(self, point: RestartPoint, _view: View) -> bool:
+        is_refused, self.refuses_first = self.refuses_first, False
+        self.proposed += [] if is_refused else [point]
+        return not is_refused
+
+    def _found(self, round: int) -> SimpleNamespace:
+        self.founded.append(round)
+        return SimpleNamespace(round=round, member_id="a#1")
+
+    def look(self) -> JoinEvent:
+        return self.steps.take(JoinState.LOOKING, None).event
+
+    def agree(self, looks: int) -> list[JoinEvent]:
+        assert self.look() is JoinEvent.BEGIN
+        return [self.steps.take(JoinState.AGREEING, None).event for _ in range(looks)]
+
+
+THEIRS = RestartPoint(6, 40, "digest", "b#1")
+
+
+@pytest.mark.parametrize(
+    ("view", "resumes", "event"),
+    [
+        (view_of(committed=False), False, JoinEvent.FOUND),
+        (view_of(committed=False, settles=True), False, JoinEvent.WAIT),
+        (view_of(alive="b#1"), False, JoinEvent.JOIN),
+        (view_of(alive="b#1"), True, JoinEvent.JOIN),
+        (view_of(), True, JoinEvent.BEGIN),
+        (view_of(alive="b#1", agreed=THEIRS), False, JoinEvent.FOLLOW),
+        (view_of(alive="b#1", agreed=THEIRS), True, JoinEvent.BEGIN),
+    ],
+)
+def test_way_in_is_what_the_store_shows(local: LocalMesh, view: View, resumes: bool, event: JoinEvent) -> None:
+    assert Place(local, view, resumes=resumes).look() is event
+
+
+def test_node_that_was_a_member_founds_nothing_where_the_store_lost_its_record(local: LocalMesh) -> None:
+    """The others will bring it back."""
+    place = Place(local, view_of(committed=False))
+    place.outer.round = 5
+    assert place.look() is JoinEvent.JOIN
+
+
+def test_first_to_resume_names_its_newest_checkpoint_and_founds_the_round_after_it(local: LocalMesh) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50, 40])
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert place.proposed == [RestartPoint(6, 50, "digest", "a#1")]
+    assert place.steps.take(JoinState.FOUNDING, None).event is JoinEvent.FOUNDED
+    assert place.founded == [6]
+    assert [kind for kind, _ in place.events] == ["resumed_from", "joined"]
+
+
+def test_later_ones_read_the_checkpoint_that_was_named(local: LocalMesh) -> None:
+    agreed = view_of(alive="b#1", agreed=THEIRS)
+    place = Place(local, view_of(), view_of(), agreed, resumes=True, checkpoints=[50, 40])
+    assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
+    assert place.proposed == [] and place.events[0][1]["step"] == 40
+
+
+def test_proposal_that_another_one_was_before_is_made_anew(local: LocalMesh) -> None:
+    place = Place(local, view_of(), resumes=True, checkpoints=[50])
+    place.refuses_first = True
+    assert place.agree(3) == [JoinEvent.AGAIN, JoinEvent.AGAIN, JoinEvent.AGREED]
+
+
+def test_node_whose_checkpoint_is_another_one_of_that_step_ends(local: LocalMesh) -> None:
+    place = Place(
+        local, view_of(alive="b#1", agreed=RestartPoint(6, 40, "other", "b#1")), resumes=True, checkpoints=[40]
+    )
+    with pytest.raises(RecoveryFailed, match=r"ckpt.path is not the same folder on both"):
+        place.agree(2)
+
+
+def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: LocalMesh) -> None:
+    place = Place(local, view_of(committed=False), resumes=True)
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.NOTHING]
+    place.steps.take(JoinState.FOUNDING, None)
+    assert place.founded == [FOUNDING_ROUND]
+    with pytest.raises(RecoveryFailed, match="it has no checkpoint"):
+        Place(local, view_of(), resumes=True).agree(2)
+
+
+def test_node_that_agrees_joins_where_a_member_turns_out_to_live(local: LocalMesh) -> None:
+    place = Place(local, view_of(), view_of(), view_of(alive="b#1"), resumes=True, checkpoints=[50])
+    assert place.agree(2) == [JoinEvent.AGAIN, JoinEvent.JOIN]
+
+
+def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
+    local: LocalMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("zeroband.runtime.join_steps.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    joins = view_of(alive="b#1")
+    place = Place(local, view_of(), view_of(), view_of(), joins, resumes=True, checkpoints=[50])
+    assert place.steps.take(JoinState.LOOKING, RecoveryFailed("no donor is left")).event is JoinEvent.BEGIN
+    for _ in range(2):
+        agreed = place.steps.take(JoinState.AGREEING, None).event
+    assert agreed is JoinEvent.AGREED
+    place.steps.take(JoinState.FOUNDING, None)
+    now_s[0] = 10 * PATIENCE_S
+    place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
+    assert place.look() is JoinEvent.JOIN
