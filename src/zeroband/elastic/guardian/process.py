@@ -92,7 +92,7 @@ class Guardian:
     `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
     """
 
-    def __init__(self, order: GuardianOrder, inbox: Inbox | None) -> None:
+    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
         theirs, ours = channel()
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, "-m", "zeroband.elastic.guardian.process", str(theirs.fileno())],
