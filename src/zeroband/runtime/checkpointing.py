@@ -27,7 +27,7 @@ from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import SyncHooks
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
@@ -131,7 +131,7 @@ def _node_of(member_id: str) -> str:
 class StoreFellows:
     """What the writers of one checkpoint tell each other, through the run's store. Any thread; never raises."""
 
-    def __init__(self, store: Store, node_id: str) -> None:
+    def __init__(self, store: RedisStore, node_id: str) -> None:
         self._store = store
         self._node_id = node_id
 

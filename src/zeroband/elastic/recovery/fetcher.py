@@ -12,7 +12,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.recovery import FetchedEntry, FetchedState, StateFetch, fetch_entry
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RunOver
 from zeroband.node.faults import FaultPoints

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Rates
 from zeroband.elastic.transport.engine import Encoded
@@ -108,7 +108,7 @@ class LaneGroups:
 
     def __init__(
         self,
-        store: Store,
+        store: RedisStore,
         flags: SharedFlags,
         ownership: LaneOwnership,
         *,

@@ -10,7 +10,7 @@ import redis
 
 from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 
 OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
@@ -20,7 +20,7 @@ Outlive = Callable[..., None]
 
 
 @pytest.fixture
-def renew(store: Store) -> Callable[..., None]:
+def renew(store: RedisStore) -> Callable[..., None]:
     def renew_all(*members: str, first: bool = False) -> None:
         for member in members:
             peer = Peer(member.partition("#")[0], f"host of {member}", 7070, True)
@@ -30,7 +30,7 @@ def renew(store: Store) -> Callable[..., None]:
 
 
 @pytest.fixture
-def let_pass(store: Store, redis_client: redis.Redis) -> Pass:
+def let_pass(store: RedisStore, redis_client: redis.Redis) -> Pass:
     """Have the store's clock go on without waiting for it."""
 
     def pass_by(ms: int) -> None:
@@ -42,7 +42,7 @@ def let_pass(store: Store, redis_client: redis.Redis) -> Pass:
 
 
 @pytest.fixture
-def outlive(store: Store, monkeypatch: pytest.MonkeyPatch) -> Outlive:
+def outlive(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> Outlive:
     """outlive(act, act): what happens between the looks; one look more is an error."""
 
     def run(*acts: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ def test_of_two_new_machines_of_one_name_the_first_by_its_id_waits_until_the_oth
 
 
 def test_machine_that_is_in_the_run_stays_whatever_the_ids(
-    store: Store, renew: Callable[..., None], outlive: Outlive
+    store: RedisStore, renew: Callable[..., None], outlive: Outlive
 ) -> None:
     renew(OURS, LATER, first=True)
     assert store.propose_opening(Opening(1, 1, 1, (LATER,), (1,)), current=None)

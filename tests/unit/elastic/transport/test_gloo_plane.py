@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering
 from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership, lane_bounds, ring_bytes
@@ -57,7 +57,9 @@ def test_ring_sends_almost_two_buffers(nodes: int, sent: int) -> None:
 # -- rendezvous -------------------------------------------------------------------------------------------------------
 
 
-def a_rendezvous(store: Store, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool) -> RedisRendezvous:
+def a_rendezvous(
+    store: RedisStore, *, timeout_s: float = 10.0, is_abandoned: Callable[[], bool] = bool
+) -> RedisRendezvous:
     prefix = store.keys.group(an_opening(*NAMES), 0)
     return RedisRendezvous(store, prefix, timeout_s=timeout_s, is_abandoned=is_abandoned)
 
@@ -81,7 +83,7 @@ def in_threads(work: Callable[[int], object], count: int) -> list[object]:
     return results
 
 
-def test_rendezvous_is_a_store_of_torch(store: Store) -> None:
+def test_rendezvous_is_a_store_of_torch(store: RedisStore) -> None:
     rendezvous = a_rendezvous(store)
     rendezvous.set("text", "value")
     rendezvous.multi_set(["one", "two"], ["1", "2"])
@@ -94,24 +96,24 @@ def test_rendezvous_is_a_store_of_torch(store: Store) -> None:
     assert rendezvous.timeout == timedelta(seconds=3)
 
 
-def test_rendezvous_waits_for_what_another_process_writes(store: Store) -> None:
+def test_rendezvous_waits_for_what_another_process_writes(store: RedisStore) -> None:
     writer = threading.Timer(0.02, lambda: a_rendezvous(store).set("late", b"\x00\xff"))
     writer.start()
     assert a_rendezvous(store).get("late") == b"\x00\xff"
     writer.join()
 
 
-def test_rendezvous_gives_up_at_its_time_out_and_names_the_key(store: Store) -> None:
+def test_rendezvous_gives_up_at_its_time_out_and_names_the_key(store: RedisStore) -> None:
     with pytest.raises(PeerLost, match="no process wrote missing for the group"):
         a_rendezvous(store, timeout_s=0.01).get("missing")
 
 
-def test_rendezvous_gives_up_at_once_when_abandoned(store: Store) -> None:
+def test_rendezvous_gives_up_at_once_when_abandoned(store: RedisStore) -> None:
     with pytest.raises(PeerLost):
         a_rendezvous(store, timeout_s=1e6, is_abandoned=lambda: True).wait(["missing"])
 
 
-def test_rendezvous_of_another_epoch_sees_nothing(store: Store) -> None:
+def test_rendezvous_of_another_epoch_sees_nothing(store: RedisStore) -> None:
     """Nor does that of other members: a store that came back with old data gives an epoch's number twice."""
     a_rendezvous(store).set("key", "old")
     for opening in (an_opening(*NAMES, epoch=2), an_opening(*NAMES[:2])):
@@ -119,7 +121,7 @@ def test_rendezvous_of_another_epoch_sees_nothing(store: Store) -> None:
         assert not other.check(["key"])
 
 
-def test_three_gloo_processes_meet_over_redis(store: Store) -> None:
+def test_three_gloo_processes_meet_over_redis(store: RedisStore) -> None:
     def reduce(rank: int) -> float:
         group = dist.ProcessGroupGloo(a_rendezvous(store), rank, 3, timedelta(seconds=10))
         part = torch.tensor([10.0**rank])
@@ -141,7 +143,7 @@ def ignore(share: float) -> None:
 
 
 @pytest.fixture
-def make_groups(tmp_path: Path, store: Store) -> Callable[[int], tuple[LaneGroups, SharedFlags]]:
+def make_groups(tmp_path: Path, store: RedisStore) -> Callable[[int], tuple[LaneGroups, SharedFlags]]:
     """The groups of a node that has one local rank and two lanes."""
 
     def make(rank: int) -> tuple[LaneGroups, SharedFlags]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from zeroband.elastic.membership.records import Opening, Peer, Verdict, View
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
@@ -42,7 +42,7 @@ class Scene:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
         files = NodeFiles(run_dir, ["node0", "node1", "node2"], began_at_s=1000.0)
-        self.watch = Watch(cast(Store, self.store), files, run_dir, Violations(self.said.append))
+        self.watch = Watch(cast(RedisStore, self.store), files, run_dir, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         (self.run_dir / node).mkdir(exist_ok=True)
