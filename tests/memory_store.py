@@ -6,6 +6,7 @@ It keeps the contract of `tests/contract/test_store.py`, as `RedisStore` does, a
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -18,7 +19,6 @@ from zeroband.elastic.store.interface import Store, record_of, require_equal
 
 DEADLINE_S = 20.0
 
-_K = TypeVar("_K")
 _T = TypeVar("_T")
 _V = TypeVar("_V")
 
@@ -53,12 +53,11 @@ class MemoryRecord:
     """All that there have been, the oldest first."""
     committed: Verdict | None = None
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
-    ready: dict[tuple[int, str], Said[Ready]] = field(default_factory=dict[tuple[int, str], Said[Ready]])
+    ready: dict[int, dict[str, Said[Ready]]] = field(default_factory=lambda: defaultdict(dict))
     """By round and member."""
-    votes: dict[tuple[str, str], Said[str]] = field(default_factory=dict[tuple[str, str], Said[str]])
+    votes: dict[Opening, dict[str, Said[str]]] = field(default_factory=lambda: defaultdict(dict))
     """By opening and member."""
-    failed: dict[str, Said[str]] = field(default_factory=dict[str, Said[str]])
-    """By opening."""
+    failed: dict[Opening, Said[str]] = field(default_factory=dict[Opening, Said[str]])
 
     def lose_everything(self) -> None:
         """Forget all of the run, as a Redis without a disk does when it starts again."""
@@ -89,14 +88,6 @@ class MemoryRecord:
             assert not isinstance(answer, Wait)
             return answer
 
-    def await_ready(self, round: int, member: str) -> None:
-        """Wait until a member stands at the boundary of a round."""
-        self.wait_for(lambda: (round, member) in self.ready or Wait(f"{member} to reach round {round}"))
-
-    def await_committed(self, round: int) -> None:
-        """Wait until a round has its verdict."""
-        self.wait_for(lambda: any(v.round == round for v in self.verdicts) or Wait(f"round {round} to be committed"))
-
 
 class MemoryStore(Store):
     """The record as one node reads and writes it."""
@@ -123,6 +114,9 @@ class MemoryStore(Store):
 
     def _read(self, said: Said[_V] | None) -> _V | None:
         return said.value if said is not None and self._is_ours(said.sessions) else None
+
+    def _read_all(self, said: Mapping[str, Said[_V]]) -> dict[str, _V]:
+        return {member: word.value for member, word in said.items() if self._is_ours(word.sessions)}
 
     def _say(self, value: _V) -> Said[_V]:
         return Said(value, self._lineage)
@@ -207,17 +201,17 @@ class MemoryStore(Store):
             if self._shared() is None:
                 record.shared = self._say(dict(known.run))
             if known.ready is not None:
-                self._say_again(record.ready, (known.ready.round, known.member_id), known.ready)
+                self._say_again(record.ready[known.ready.round], known.member_id, known.ready)
             if known.vote is not None:
-                self._say_again(record.votes, (known.vote[0].id, known.member_id), known.vote[1])
+                self._say_again(record.votes[known.vote[0]], known.member_id, known.vote[1])
             if has_lost:
                 record.settled_ms = record.now_ms + self._lease_ms
             record.changed.notify_all()
             return has_lost
 
-    def _say_again(self, told: dict[_K, Said[_V]], key: _K, word: _V) -> None:
-        if self._read(told.get(key)) is None:
-            told[key] = self._say(word)
+    def _say_again(self, told: dict[str, Said[_V]], member: str, word: _V) -> None:
+        if self._read(told.get(member)) is None:
+            told[member] = self._say(word)
 
     def history(self) -> list[Verdict]:
         with self.record.changed:
@@ -294,15 +288,14 @@ class MemoryStore(Store):
         record = self.record
         with record.changed:
             committed, opening = self._committed(), self._opening()
-            ready = {m: self._read(said) for (at, m), said in record.ready.items() if at == round}
-            votes = {m: self._read(said) for (of, m), said in record.votes.items() if opening and of == opening.id}
+            votes = {} if opening is None else record.votes[opening]
             return View(
                 opening=opening,
                 committed=committed,
                 alive=self._alive(),
-                ready={m: word for m, word in ready.items() if word is not None},
-                votes={m: digest for m, digest in votes.items() if digest is not None},
-                failed=None if opening is None else self._read(record.failed.get(opening.id)),
+                ready=self._read_all(record.ready[round]),
+                votes=self._read_all(votes),
+                failed=None if opening is None else self._read(record.failed.get(opening)),
                 peers=dict(record.peers),
                 is_known=self._shared() is not None,
                 is_settling=self._is_settling(),
@@ -316,7 +309,7 @@ class MemoryStore(Store):
 
     def announce_ready(self, member_id: str, ready: Ready) -> View:
         with self.record.changed:
-            self.record.ready.setdefault((ready.round, member_id), self._say(ready))
+            self.record.ready[ready.round].setdefault(member_id, self._say(ready))
             self.record.changed.notify_all()
             return self.view(ready.round)
 
@@ -339,13 +332,13 @@ class MemoryStore(Store):
             committed = self._committed()
             if committed is not None and committed.opening.version >= opening.version:
                 return False
-            self.record.failed.setdefault(opening.id, self._say(reason))
+            self.record.failed.setdefault(opening, self._say(reason))
             self.record.changed.notify_all()
             return True
 
     def vote(self, opening: Opening, member_id: str, digest: str) -> View:
         with self.record.changed:
-            self.record.votes.setdefault((opening.id, member_id), self._say(digest))
+            self.record.votes[opening].setdefault(member_id, self._say(digest))
             self.record.changed.notify_all()
             return self.view(opening.round)
 
@@ -354,7 +347,7 @@ class MemoryStore(Store):
         with record.changed:
             committed, orders = self._committed(), self._orders()
             is_committed = committed is not None and committed.round >= verdict.round
-            if record.opening != opening or is_committed or self._is_settling() or opening.id in record.failed:
+            if record.opening != opening or is_committed or self._is_settling() or opening in record.failed:
                 return False
             if opening.rollback is not None and orders.rollback == opening.rollback:
                 record.orders = self._say(replace(orders, rollback=None, version=orders.version + 1))
