@@ -142,7 +142,7 @@ class LaneGroups:
         encoded: Encoded | None = None,
     ) -> tuple[int, int]:
         assert errors is None and encoded is None, "nothing is encoded here"
-        self._connect(opening, opening.members.index(member_id))
+        self.connect(opening, opening.members.index(member_id))
         share = opening.share(member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         parts: list[tuple[int, torch.Tensor]] = []
@@ -154,7 +154,7 @@ class LaneGroups:
             else:
                 part.zero_()
             parts.append((lane, part))
-        self._all_reduce(parts, opening, on_progress)
+        self.all_reduce(parts, opening, on_progress)
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 
@@ -171,7 +171,7 @@ class LaneGroups:
         """As `DataPlane.gather`, by broadcasts of every member; to all of them only."""
         assert gathering.receiver is None, "the configuration refuses it"
         own = opening.members.index(member_id)
-        self._connect(opening, own)
+        self.connect(opening, own)
         broadcasts: list[_Broadcast] = []
         for lane in self.ownership.owned():
             for sender, length in enumerate(gathering.lengths):
@@ -186,7 +186,7 @@ class LaneGroups:
         own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
         return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
 
-    def _connect(self, opening: Opening, node_rank: int) -> None:
+    def connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
         self._left_behind.release()
         if self._connected == (opening.epoch, opening.members):
@@ -220,7 +220,7 @@ class LaneGroups:
         self._building.succeeded(time.monotonic() - began_at_s)
         return group
 
-    def _all_reduce(
+    def all_reduce(
         self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening, on_progress: Callable[[float], None]
     ) -> None:
         """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
@@ -258,6 +258,11 @@ class LaneGroups:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    @property
+    def stall_limit_s(self) -> float:
+        """For so long no piece of the next transfer may end before it is given up."""
+        return self._moving.limit_s
 
     def measured(self) -> Rates:
         return Rates()
