@@ -20,6 +20,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -347,11 +348,17 @@ def test_new_connection_takes_a_round_trip_for_the_login_only(relay: Callable[..
     assert way.requests == 2
 
 
-def test_connection_is_kept_alive(port: int, opened: Open) -> None:
-    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
-    line = client.connection_pool.get_connection()
-    assert line._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    client.connection_pool.release(line)
+def test_connection_is_kept_alive(port: int, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[object, ...]] = []
+    choose = socket.socket.setsockopt
+
+    def note(connection: socket.socket, *option: Any) -> None:
+        chosen.append(option)
+        choose(connection, *option)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", note)
+    opened(f"redis://:{QUOTED}@127.0.0.1:{port}").ping()
+    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1) in chosen
 
 
 def test_call_after_a_cut_goes_over_a_new_connection(relay: Callable[..., Relay], opened: Open) -> None:

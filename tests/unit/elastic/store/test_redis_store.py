@@ -19,8 +19,12 @@ from tests.servers import SERVERS
 from tests.stores import SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next
 
 from zeroband.elastic.membership.records import Ready, View
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
+from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, RedisStore
+from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
 
@@ -146,16 +150,16 @@ def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, red
 
 def test_addition_whose_answer_was_lost_is_made_once(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of a group count themselves: one too many and they wait for a node that is not there."""
-    add: Any = store._add_once
-    answers: list[Any] = []
+    execute, answers = StoreClient.execute_command, list[Any]()
+    assert store.group_add("zeroband:{run}:other", 1) == 1  # the server has the script
 
-    def lose_the_first_answer(**call: Any) -> Any:
-        answers.append(add(**call))
+    def lose_the_first_answer(*command: Any, **options: Any) -> Any:
+        answers.append(execute(*command, **options))
         if len(answers) == 1:
             raise redis.ConnectionError("the answer was lost")
         return answers[-1]
 
-    monkeypatch.setattr(store, "_add_once", lose_the_first_answer)
+    monkeypatch.setattr(StoreClient, "execute_command", lose_the_first_answer)
     assert store.group_add("zeroband:{run}:n", 2) == 2 and answers == [[[], 2], [[], 2]]
     assert store.group_add("zeroband:{run}:n", 3) == 5
 
@@ -242,24 +246,24 @@ def test_call_waits_where_the_store_answers_with_an_error_that_nobody_knows(
 ) -> None:
     monkeypatch.setattr("zeroband.elastic.store.redis_store._REMIND_S", 0.0)
     hold(store, A)
-    errors, view = [error, error], store._view
+    errors, execute = [error, error], StoreClient.execute_command
 
-    def fail_twice(**call: Any) -> Any:
+    def fail_twice(*command: Any, **options: Any) -> Any:
         if errors:
             raise errors.pop()
-        return view(**call)
+        return execute(*command, **options)
 
-    monkeypatch.setattr(store, "_view", fail_twice)
+    monkeypatch.setattr(StoreClient, "execute_command", fail_twice)
     assert store.view(0).alive == {A} and not errors
     assert "trying again" in caplog.text
 
 
 @pytest.mark.parametrize("mistake", [TypeError("ours"), redis.DataError("no value of Redis")])
 def test_mistake_of_ours_is_raised(store: RedisStore, monkeypatch: pytest.MonkeyPatch, mistake: Exception) -> None:
-    def fail(**_call: Any) -> Any:
+    def fail(*_command: Any, **_options: Any) -> Any:
         raise mistake
 
-    monkeypatch.setattr(store, "_view", fail)
+    monkeypatch.setattr(StoreClient, "execute_command", fail)
     with pytest.raises(type(mistake), match=str(mistake)):
         store.view(0)
 
@@ -278,10 +282,11 @@ def test_what_does_not_count_is_said_once(store: RedisStore, redis_client: redis
 def test_record_that_names_another_token_refuses_nobody_once_members_bring_theirs_back(
     open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
-    member, joiner, stranger = (open_store(token=token) for token in ("t", "t", "x"))
+    member, joiner = open_store(token="t"), open_store(token="t")
+    stranger = Judge(Seals(RunKey.of("x", "run"), "run", member.keys.prefix))
     shared = member.found_or_match(SHARED)
     hold(member, A)
-    redis_client.set(member.keys.run, stranger._judge.seal_run(SHARED))
+    redis_client.set(member.keys.run, stranger.seal_run(SHARED))
     member.view(0)
     bringing = threading.Timer(0.1, member.restore, args=(StoreBackup(A, shared),))
     bringing.start()
