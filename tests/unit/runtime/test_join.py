@@ -154,11 +154,12 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
     memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
     store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
-    mesh, buffers = SimpleNamespace(member_id="a#2"), SimpleNamespace(numel=8)
+    member, buffers = SimpleNamespace(outlast_duplicates=lambda: None), SimpleNamespace(numel=8)
+    mesh = SimpleNamespace(member_id="a#2", member=member)
     run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, mesh=mesh, buffers=buffers)
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
-    report = Joiner(run, local, events, batch_size=4, patience_s=PATIENCE_S)._go_on_from_memory()
-    assert report is not None and report.round == 6
+    report = Joiner(run, local, events, batch_size=4, patience_s=PATIENCE_S).enter()
+    assert report.round == 6
     kinds = [kind for kind, _ in told]
     assert kinds == [*(["round_committed"] if is_told else []), "recovered", "joined"]
     if is_told:
