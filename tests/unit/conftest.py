@@ -5,8 +5,9 @@ The members, the mesh (`ElasticDeviceMesh`), the shared buffers and the algorith
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -430,6 +431,7 @@ class FakeRun:
     is_hurried: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
     now_s: float = 0.0
+    until_s: float = field(default_factory=lambda: time.monotonic() + 10 * DEADLINE_S)
     fenced_after: dict[str, int] = field(default_factory=dict[str, int])
     """Nodes that find themselves fenced once they fetched this round."""
 
@@ -495,6 +497,8 @@ class FakeRun:
         return a_member(store, name, flags, shared=store.found_or_match({}), departure=departure, clock=self._clock)
 
     def _clock(self) -> float:
+        """Read by whoever waits, before each look."""
+        assert time.monotonic() < self.until_s, "a member waits for what never comes"
         self.now_s += STRAGGLERS_S if self.is_hurried else 0.0
         return self.now_s
 
@@ -561,15 +565,16 @@ class FakeRun:
         """Run a piece of work for each named node at the same time. What one raises is its outcome."""
         with ThreadPoolExecutor(len(works)) as pool:
             running = {name: pool.submit(work) for name, work in works.items()}
-            errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
-            unexpected = [
-                e
-                for e in errors.values()
-                if e is not None and not isinstance(e, NodeDied | Fenced | RunOver | RolledBack)
-            ]
-            if unexpected:
-                raise unexpected[0]
-            return {name: error or running[name].result() for name, error in errors.items()}
+            try:
+                for job in as_completed(running.values(), timeout=DEADLINE_S):
+                    error = job.exception()
+                    if error is not None and not isinstance(error, NodeDied | Fenced | RunOver | RolledBack):
+                        raise error
+            except BaseException:
+                for node in self.nodes.values():  # whoever waits at a boundary need not wait any longer
+                    node.mesh.flags.set_fenced(True)
+                raise
+            return {name: job.exception() or job.result() for name, job in running.items()}
 
     def round(self, tokens: int = 10, **updates: Tensor) -> dict[str, RoundReport]:
         """A round of the named nodes, each with its update (DiLoCo) or gradient (DDP); the reports of who survived."""
