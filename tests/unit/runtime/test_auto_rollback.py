@@ -1,4 +1,4 @@
-"""The order that a round's loss calls for: given once for all members, by a compare-and-set in a real Redis."""
+"""The order that a round's loss calls for: given once for all members, by a compare-and-set in the store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.orders import Orders, go_on, roll_back
 from zeroband.elastic.rounds.loss_record import LossRecord
-from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime.auto_rollback import AutoRollback
@@ -22,7 +23,12 @@ Asks = Callable[..., tuple[AutoRollback, list[tuple[str, dict[str, Any]]]]]
 
 
 @pytest.fixture
-def member(store: RedisStore, local: LocalMesh) -> Asks:
+def store() -> Store:
+    return MemoryStore(MemoryRecord())
+
+
+@pytest.fixture
+def member(store: Store, local: LocalMesh) -> Asks:
     """member([50, 40, 30], damaged=[40]): one with these checkpoints, and the events that it says."""
 
     def make(steps: list[int], damaged: tuple[int, ...] = (), most: int = 2) -> Any:
@@ -35,11 +41,11 @@ def member(store: RedisStore, local: LocalMesh) -> Asks:
     return make
 
 
-def orders(store: RedisStore) -> Orders:
+def orders(store: Store) -> Orders:
     return store.view(0).orders
 
 
-def test_run_goes_back_to_the_newest_whole_checkpoint_from_before_the_round(member: Asks, store: RedisStore) -> None:
+def test_run_goes_back_to_the_newest_whole_checkpoint_from_before_the_round(member: Asks, store: Store) -> None:
     auto_rollback, said = member([50, 40, 30, 20], damaged=(40,))
     auto_rollback.answer(9, SPIKE)
     assert orders(store) == Orders(1, rollback=30, skips_data=True, answered=9, returned_to=30, returns=1)
@@ -47,14 +53,14 @@ def test_run_goes_back_to_the_newest_whole_checkpoint_from_before_the_round(memb
     assert said == [("rollback_ordered", {"round": 9, "step": 30, "reason": reason, "times": 1})]
 
 
-def test_round_whose_loss_is_fine_changes_nothing(member: Asks, store: RedisStore) -> None:
+def test_round_whose_loss_is_fine_changes_nothing(member: Asks, store: Store) -> None:
     auto_rollback, said = member([40])
     auto_rollback.answer(9, LossRecord(loss=3.1, mean=3.0, rounds=8, from_step=40))
     assert orders(store) == Orders() and said == []
 
 
 def test_second_member_finds_the_round_answered_also_when_the_run_went_back_meanwhile(
-    member: Asks, store: RedisStore
+    member: Asks, store: Store
 ) -> None:
     first, second = member([40]), member([30])
     first[0].answer(9, SPIKE)
@@ -66,7 +72,7 @@ def test_second_member_finds_the_round_answered_also_when_the_run_went_back_mean
 
 
 def test_run_stands_still_after_most_returns_in_a_row_until_an_operator_lets_it_go_on(
-    member: Asks, store: RedisStore
+    member: Asks, store: Store
 ) -> None:
     auto_rollback, said = member([40], most=2)
     for round in (9, 19, 29):
@@ -80,7 +86,7 @@ def test_run_stands_still_after_most_returns_in_a_row_until_an_operator_lets_it_
     assert (orders(store).is_paused, orders(store).rollback, orders(store).returns) == (False, 40, 1)
 
 
-def test_returns_to_a_newer_checkpoint_are_counted_anew(member: Asks, store: RedisStore) -> None:
+def test_returns_to_a_newer_checkpoint_are_counted_anew(member: Asks, store: Store) -> None:
     for round, step in ((9, 10), (19, 20), (29, 30)):
         member([step], most=1)[0].answer(round, SPIKE)
         store.give_orders(lambda given: replace(given, version=given.version + 1, rollback=None))  # it has gone back
@@ -88,14 +94,14 @@ def test_returns_to_a_newer_checkpoint_are_counted_anew(member: Asks, store: Red
 
 
 @pytest.mark.parametrize("steps", [[], [50]])
-def test_run_without_a_checkpoint_from_before_stands_still(member: Asks, store: RedisStore, steps: list[int]) -> None:
+def test_run_without_a_checkpoint_from_before_stands_still(member: Asks, store: Store, steps: list[int]) -> None:
     auto_rollback, said = member(steps)
     auto_rollback.answer(9, SPIKE)
     assert orders(store) == Orders(1, is_paused=True, answered=9)
     assert [kind for kind, _ in said] == ["rollback_given_up"] and said[0][1]["step"] is None
 
 
-def test_storage_out_of_reach_counts_as_no_checkpoint(member: Asks, store: RedisStore) -> None:
+def test_storage_out_of_reach_counts_as_no_checkpoint(member: Asks, store: Store) -> None:
     auto_rollback, said = member([40])
 
     def fails() -> list[int]:
@@ -106,7 +112,7 @@ def test_storage_out_of_reach_counts_as_no_checkpoint(member: Asks, store: Redis
     assert orders(store).is_paused and len(said) == 1
 
 
-def test_order_of_an_operator_stays(member: Asks, store: RedisStore) -> None:
+def test_order_of_an_operator_stays(member: Asks, store: Store) -> None:
     store.give_orders(lambda given: roll_back(given, 10, [10]))
     auto_rollback, said = member([40])
     auto_rollback.answer(9, SPIKE)
