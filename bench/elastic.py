@@ -28,7 +28,7 @@ from pathlib import Path
 from evidence import require, require_known
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess
 
@@ -64,7 +64,7 @@ class Moment:
 class Run:
     """A cluster and the view of its store."""
 
-    def __init__(self, cluster: LocalCluster, store: Store) -> None:
+    def __init__(self, cluster: LocalCluster, store: RedisStore) -> None:
         self.cluster = cluster
         self.store = store
 
@@ -105,7 +105,7 @@ def running(step_times_s: Sequence[float], *arguments: str, network: Network | N
         for step_s in step_times_s:
             cluster.start(arguments=takes(step_s))
         assert cluster.redis is not None
-        store = Store(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
+        store = RedisStore(cluster.redis.local_url, cluster.run_id, patience_s=30.0)
         stack.callback(store.close)
         run = Run(cluster, store)
         run.until(lambda: run.newest() >= 0)

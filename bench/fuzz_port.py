@@ -34,7 +34,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from zeroband.elastic.membership.records import Opening, View
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     DATA_CALL,
@@ -574,7 +574,9 @@ def fuzz(folder: Path, minutes: float, seed: int, per_s: float) -> list[str]:
         key = RunKey.of(TOKEN, cluster.run_id)
         before = {pid: opened_by(pid) for node in cluster.nodes.values() for pid in node.pids}
         guardians = frozenset(filter(is_guardian, before))
-        with closing(Store(cluster.store_url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)) as store:
+        with closing(
+            RedisStore(cluster.store_url, cluster.run_id, key=key, lease_s=DETECT_S, patience_s=30.0)
+        ) as store:
             said, rounds = Fuzz(lambda: targets_of(store.view(0), key, cluster.run_id), seed, per_s), Rounds()
             first, end_s = store.view(0).committed, time.monotonic() + 60 * minutes
             said.start()

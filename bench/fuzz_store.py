@@ -27,7 +27,7 @@ from typing import Any
 import redis
 
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Keys, Store
+from zeroband.elastic.store.redis_store import Keys, RedisStore
 from zeroband.elastic.store.seals import id_of
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
@@ -141,7 +141,7 @@ class Damager:
 class Fuzz:
     """The run and its damager. Raises AssertionError where something does not hold."""
 
-    def __init__(self, cluster: LocalCluster, store: Store, damager: Damager, chance: random.Random) -> None:
+    def __init__(self, cluster: LocalCluster, store: RedisStore, damager: Damager, chance: random.Random) -> None:
         self._cluster = cluster
         self._store = store
         self._damager = damager
@@ -235,7 +235,7 @@ def fuzz(options: argparse.Namespace, folder: Path) -> str:
             cluster.start()
         assert cluster.store_url is not None
         key = RunKey.of(TOKEN, cluster.run_id)
-        store = stack.enter_context(closing(Store(cluster.store_url, cluster.run_id, key=key, patience_s=30.0)))
+        store = stack.enter_context(closing(RedisStore(cluster.store_url, cluster.run_id, key=key, patience_s=30.0)))
         client = stack.enter_context(redis.Redis.from_url(cluster.store_url))
         damager = Damager(client, cluster.run_id, chance)
         run = Fuzz(cluster, store, damager, chance)

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.tools.cluster import RedisServer
 
@@ -58,15 +58,15 @@ def redis_url(redis_server: RedisServer, redis_client: redis.Redis) -> str:
 
 
 @pytest.fixture
-def open_store(redis_url: str) -> Iterator[Callable[..., Store]]:
+def open_store(redis_url: str) -> Iterator[Callable[..., RedisStore]]:
     """Open stores of one run on the empty server; closed at the end."""
-    stores: list[Store] = []
+    stores: list[RedisStore] = []
 
     def open_one(
         run_id: str = "run", *, token: str | None = None, lease_s: float = 5.0, patience_s: float = 5.0
-    ) -> Store:
+    ) -> RedisStore:
         key = None if token is None else RunKey.of(token, run_id)
-        stores.append(Store(redis_url, run_id, key=key, lease_s=lease_s, patience_s=patience_s))
+        stores.append(RedisStore(redis_url, run_id, key=key, lease_s=lease_s, patience_s=patience_s))
         return stores[-1]
 
     yield open_one
@@ -75,5 +75,5 @@ def open_store(redis_url: str) -> Iterator[Callable[..., Store]]:
 
 
 @pytest.fixture
-def store(open_store: Callable[..., Store]) -> Store:
+def store(open_store: Callable[..., RedisStore]) -> RedisStore:
     return open_store()

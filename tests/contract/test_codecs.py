@@ -221,9 +221,9 @@ def test_wrong_number_of_bytes_is_refused(codec: Codec, extra: int) -> None:
 def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine without a compiler."""
     monkeypatch.setattr(native, "problem", lambda: "the native library was not built")
-    codecs._is_native.cache_clear()
+    codecs.is_native.cache_clear()
     yield
-    codecs._is_native.cache_clear()
+    codecs.is_native.cache_clear()
 
 
 @EACH_CODEC
@@ -231,12 +231,12 @@ def test_plain_torch_serves_where_there_is_no_library(
     codec: Codec, monkeypatch: pytest.MonkeyPatch, without_library: None
 ) -> None:
     x = noise(1009)
-    codecs._is_native.cache_clear()
+    codecs.is_native.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(native, "problem", lambda: None)
         data = codec.encode(x)
         decoded = codec.decode(data, 1009)
-    codecs._is_native.cache_clear()
+    codecs.is_native.cache_clear()
     monkeypatch.setattr(native, "load", lambda: pytest.fail("the library is not there"))
     assert torch.equal(codec.encode(x), data)
     assert is_same(codec.decode(data, 1009), decoded)

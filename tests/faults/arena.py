@@ -15,7 +15,7 @@ from tests.faults.conftest import left_behind
 
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess, RedisServer
@@ -60,7 +60,7 @@ class Arena:
     more: Sequence[str] = ()
     """Arguments of all nodes."""
     cluster: LocalCluster = field(init=False)
-    store: Store = field(init=False)
+    store: RedisStore = field(init=False)
     history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -73,7 +73,7 @@ class Arena:
         )
         for node_id in STEADY:
             self.cluster.start(node_id)
-        self.store = Store(redis.local_url, self.cluster.run_id, patience_s=30.0)
+        self.store = RedisStore(redis.local_url, self.cluster.run_id, patience_s=30.0)
         self._stack.callback(self.store.close)
         self.until_contributing(*STEADY)
         return self

@@ -18,7 +18,7 @@ from zeroband.data.ledger import take
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
@@ -28,7 +28,7 @@ DEADLINE_S = 180.0
 INTRUDER = """
 import sys
 from pathlib import Path
-from zeroband.elastic.store import redis_store as store
+from zeroband.elastic.store import interface as store
 {patch}
 from zeroband.train import main
 code = main()
@@ -100,7 +100,7 @@ class Story:
     """A run in progress: what happens to it, and what it recorded so far."""
 
     cluster: LocalCluster
-    store: Store
+    store: RedisStore
     arguments: Sequence[str]
     history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
     strangers: dict[str, subprocess.Popen[str]] = field(default_factory=dict[str, "subprocess.Popen[str]"])
@@ -241,7 +241,7 @@ def record(folder: Path, setup: Setup, tell: Callable[[Story], None]) -> Recorde
         for number, ranks in enumerate(setup.ranks):
             cluster.start(ranks=ranks, arguments=setup.faults.get(f"node{number}", []))
         key = RunKey.of(setup.token, cluster.run_id)
-        with closing(Store(cluster.store_url, cluster.run_id, key=key, patience_s=10.0)) as store:
+        with closing(RedisStore(cluster.store_url, cluster.run_id, key=key, patience_s=10.0)) as store:
             story = Story(cluster, store, arguments)
             tell(story)
             story.end()

@@ -16,7 +16,7 @@ import pytest
 
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.records import Opening, Peer
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 
@@ -61,7 +61,7 @@ class Trainer:
     process: subprocess.Popen[str]
     guardian_pid: int
     shm_dir: Path
-    store: Store
+    store: RedisStore
 
     def send(self, command: str) -> None:
         assert self.process.stdin is not None
@@ -89,7 +89,7 @@ def until(condition: Callable[[], bool], *, within_s: float) -> float:
 @pytest.fixture
 def start_trainer(tmp_path: Path, redis_url: str) -> Iterator[Callable[..., Trainer]]:
     trainers: list[Trainer] = []
-    store = Store(redis_url, "run", lease_s=DETECT_S, patience_s=5.0)
+    store = RedisStore(redis_url, "run", lease_s=DETECT_S, patience_s=5.0)
 
     def start(*, hung_s: float = 1000.0) -> Trainer:
         shm_dir = NodeFolder.path_of(tmp_path, "run", "a")

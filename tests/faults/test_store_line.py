@@ -22,7 +22,7 @@ from tests.servers import SERVERS, Servers, until
 
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.connection import ACL_RULES
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
@@ -46,7 +46,7 @@ class Run:
     """Nodes that train, and how to look at them from outside."""
 
     cluster: LocalCluster
-    look: Store
+    look: RedisStore
     members: dict[str, str] = field(default_factory=dict)
     """Member ids by node, as they were when all took part for the first time."""
 
@@ -129,7 +129,7 @@ def _start(stack: ExitStack, folder: Path, urls: Sequence[str], look_url: str) -
     for url in urls:
         cluster.start(env={"ZERO_BAND_STORE__URL": url})
     key = RunKey.of("sesame", cluster.run_id)
-    look = stack.enter_context(closing(Store(look_url, cluster.run_id, key=key, lease_s=4.0, patience_s=60.0)))
+    look = stack.enter_context(closing(RedisStore(look_url, cluster.run_id, key=key, lease_s=4.0, patience_s=60.0)))
     return Run(cluster, look)
 
 

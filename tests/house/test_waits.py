@@ -20,7 +20,7 @@ TOOLS = {"cli", "tools"}
 """Somebody looks at them while they run, and no node waits for them."""
 
 BLOCKING = {
-    *("sleep", "wait", "wait_for", "timeout", "select", "poll", "communicate", "result"),
+    *("sleep", "wait", "wait_for", "timeout", "select", "poll", "communicate", "result", "await_change"),
     *("recv", "recv_into", "recv_fds", "sock_recv", "sock_accept", "create_connection", "getresponse"),
 }
 """Methods and functions that give the processor away until something happens."""

@@ -16,6 +16,7 @@ import torch
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import open_storage
+from zeroband.checkpoint.writer_process import WriterProcess
 from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
@@ -96,6 +97,18 @@ def copies_by(copier: type[LateCopier], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(checkpoints, "copier_for", lambda device, targets, stack: copier())
 
 
+def writers_of(monkeypatch: pytest.MonkeyPatch) -> list[WriterProcess]:
+    """The processes that are started for checkpoints."""
+    started: list[WriterProcess] = []
+
+    def start(*arguments: Any) -> WriterProcess:
+        started.append(WriterProcess(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(checkpoints, "WriterProcess", start)
+    return started
+
+
 def step(node: TrainerParts, hooks: NoAlgorithm, checkpoints: Checkpoints) -> None:
     checkpoints.settle()
     for shard in parameter_shards(node.model).values():
@@ -109,12 +122,12 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     node: TrainerParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies_by(LateCopier, monkeypatch)
+    writers = writers_of(monkeypatch)
     world, events = SingleNode(node, NoEvents()), EventLog(node.node_dir)
     with ExitStack() as stack:
         stack.callback(events.close)
         hooks, checkpoints = world.outer, Checkpoints(node, world, events)
-        writer = checkpoints._writer
-        assert writer is not None
+        (writer,) = writers
         step(node, hooks, checkpoints)
         assert not writer.is_busy  # due every second round
         torch.manual_seed(7)

@@ -9,7 +9,7 @@ import pytest
 
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 from zeroband.tools.doctor import outside, pairs
 from zeroband.tools.doctor.command import main
@@ -31,7 +31,7 @@ def examine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Examine:
         monkeypatch.setattr(pairs, name, value)
 
     def one(node_id: str, token: str) -> list[PairFinding]:
-        store = Store(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
+        store = RedisStore(redis_url, "run.doctor", lease_s=5.0, patience_s=5.0)
         try:
             key = RunKey.of(token, "run")
             with Meeting(store, node_id, ListenAddress("127.0.0.1"), key, is_sealed=True) as meeting:

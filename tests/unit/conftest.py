@@ -1,13 +1,14 @@
 """A run of several nodes in one process, a thread for each; the store and the lanes between them are in memory.
 
-The rules (`elastic.epoch`), the mesh (`ElasticDeviceMesh`), the shared buffers and the algorithms are the real ones.
+The members, the mesh (`ElasticDeviceMesh`), the shared buffers and the algorithms are the real ones.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +18,26 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from tests.memberships import a_member
+from tests.memory_store import MemoryRecord, MemoryStore
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor, nn
 
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import AdamWConfig, OptimConfig, RollbackConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
-from zeroband.elastic.membership.orders import Orders, give_up_rollback
+from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
-from zeroband.elastic.rounds.exchange import Exchange
-from zeroband.elastic.rounds.interfaces import FetchedRound, MissedRound, OuterAlgorithm, OuterParts, StateCopy
+from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalEntry
 from zeroband.elastic.rounds.loss_record import StepLoss
+from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
@@ -51,6 +54,8 @@ from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 
 DEADLINE_S = 20.0
+STRAGGLERS_S = 1.0
+"""By the members' own clock, which stands still but for `FakeRun.hurry`."""
 BATCH = 4
 CLIP_NORM = 1.0
 OPTIM = OptimConfig(adamw=AdamWConfig(lr=0.1), warmup_steps=0, clip_norm=CLIP_NORM)
@@ -64,62 +69,32 @@ class NodeDied(Exception):
     """Stands for SIGKILL: ends a node's thread."""
 
 
-class MemoryStore:
-    """The run's record; every change wakes all who wait."""
+class RunInMemory(MemoryStore):
+    """The run's record as somebody sees it who looks on, and what travels between its lanes."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.openings: list[Opening] = []
-        self.verdicts: list[Verdict] = []
-        self.alive: set[str] = set()
-        self.given_up: set[str] = set()
-        """Members for whom those at the boundary wait no longer: their deadline for stragglers is over."""
-        self.ready: dict[int, dict[str, Ready]] = {}
-        self.votes: dict[str, dict[str, str]] = {}
-        self.failed: dict[str, str] = {}
-        self.orders = Orders()
-        self.restart_point: RestartPoint | None = None
+        super().__init__(MemoryRecord())
         self.sent: dict[tuple[str, int], dict[str, Tensor]] = {}
         """(id of an opening, lane) -> what each member put into the all-reduce."""
         self.connected: set[tuple[str, str]] = set()
         """(id of an opening, member) that began the transfer."""
 
-    def view(self, round: int) -> View:
-        opening = self.openings[-1] if self.openings else None
-        current = opening.id if opening else ""
-        return View(
-            opening=opening,
-            committed=self.verdicts[-1] if self.verdicts else None,
-            alive=frozenset(self.alive),
-            ready=dict(self.ready.get(round, {})),
-            votes=dict(self.votes.get(current, {})),
-            failed=self.failed.get(current),
-            orders=self.orders,
-            restart_point=self.restart_point,
-        )
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return self.record.verdicts
+
+    @property
+    def openings(self) -> list[Opening]:
+        return self.record.openings
 
     def change(self, change: Callable[[], object]) -> None:
-        with self.changed:
+        with self.record.changed:
             change()
-            self.changed.notify_all()
+            self.record.changed.notify_all()
 
     def wait_for(self, decide: Callable[[], _T | Wait]) -> _T:
         """The first answer of `decide` that is no Wait; it is called with the record held."""
-        with self.changed:
-            answers: list[_T | Wait] = []
-
-            def is_decided() -> bool:
-                answers[:] = [decide()]
-                return not isinstance(answers[0], Wait)
-
-            assert self.changed.wait_for(is_decided, timeout=DEADLINE_S), answers
-            answer = answers[0]
-            assert not isinstance(answer, Wait)
-            return answer
-
-    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
-        self.change(lambda: setattr(self, "orders", change(self.orders)))
-        return self.orders
+        return self.record.wait_for(decide)
 
     def await_connected(self, dying: str) -> None:
         """Wait until the others are in the transfer of the current opening, so that all of them notice a loss."""
@@ -133,97 +108,16 @@ class MemoryStore:
 
     def await_ready(self, round: int, member: str) -> None:
         """Wait until a member stands at the boundary of a round."""
-        self.wait_for(lambda: member in self.ready.get(round, {}) or Wait(f"{member} to reach round {round}"))
+        self.wait_for(lambda: member in self.record.ready[round] or Wait(f"{member} to reach round {round}"))
 
     def await_committed(self, round: int) -> None:
         """Wait until a round has its verdict."""
         self.wait_for(lambda: any(v.round == round for v in self.verdicts) or Wait(f"round {round} to be committed"))
 
     def require_sound(self, opening: Opening) -> None:
-        """Raise PeerLost where an opening cannot be finished."""
-        view = self.view(opening.round)
-        if view.opening != opening:
-            raise PeerLost(f"round {opening.round} was opened again")
-        if view.failed is not None:
-            raise PeerLost(view.failed)
-        lost = view.lost(opening)
-        if lost:
-            raise PeerLost(f"{', '.join(lost)} lost during round {opening.round}", lost)
-
-
-class MemoryMember:
-    """`elastic.member.Member` without a lease, a guardian and polling."""
-
-    def __init__(self, store: MemoryStore, member_id: str) -> None:
-        self.member_id = member_id
-        self._store = store
-        store.change(lambda: store.alive.add(member_id))
-
-    def announce_ready(self, ready: Ready) -> None:
-        self._store.change(lambda: self._store.ready.setdefault(ready.round, {}).setdefault(self.member_id, ready))
-
-    def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
-        def decide() -> Opening | Verdict | Wait:
-            view = self._store.view(round)
-            excluded = must_leave(view, self.member_id, round) if is_member else None
-            if excluded is not None:
-                raise Fenced(excluded.reason)
-            if view.committed is not None and view.committed.round >= round:
-                return view.committed
-            return self._open(view, round, rules)
-
-        return self._store.wait_for(decide)
-
-    def _open(self, view: View, round: int, rules: Rules) -> Opening | Wait:
-        expected = view.committed.members if view.committed is not None else ()
-        missing = {m for m in expected if m in view.alive and m not in view.ready}
-        are_late = has_quorum(view) and missing <= self._store.given_up
-        decision = next_opening(view, round, rules, Patience(stragglers_are_late=are_late))
-        if isinstance(decision, Opening) and decision != view.opening:
-            self._store.openings.append(decision)
-            self._store.changed.notify_all()
-        return decision if isinstance(decision, Wait) or self.member_id in decision.members else Wait("not listed")
-
-    def vote(self, opening: Opening, digest: str) -> None:
-        self._store.change(lambda: self._store.votes.setdefault(opening.id, {}).setdefault(self.member_id, digest))
-
-    def await_verdict(self, opening: Opening, payload: Mapping[str, Any]) -> Verdict:
-        def decide() -> Verdict | Wait:
-            view = self._store.view(opening.round)
-            if view.committed is not None and view.committed.round >= opening.round:
-                if view.committed.opening == opening:
-                    return view.committed
-                raise Fenced(f"round {opening.round} was committed without {self.member_id}")
-            self._store.require_sound(opening)
-            decision = next_verdict(view, opening, payload)
-            if decision is None:
-                self._store.failed[opening.id] = "the members hold different results"
-                self._store.changed.notify_all()
-                return Wait("results differ")
-            if isinstance(decision, Verdict):
-                self._store.verdicts.append(decision)
-                if decision.opening.rollback is not None:
-                    self._store.orders = give_up_rollback(self._store.orders, decision.opening.rollback)
-                self._store.changed.notify_all()
-            return decision
-
-        return self._store.wait_for(decide)
-
-    def refuse_rollback(self, opening: Opening, reason: str) -> None:
-        self._store.orders = give_up_rollback(self._store.orders, opening.rollback or 0)
-        self.report_failure(opening, reason)
-
-    def report_failure(self, opening: Opening, reason: str) -> None:
-        self._store.change(lambda: self._store.failed.setdefault(opening.id, reason))
-
-    def record_stall(self, round: int, reason: str) -> None:
-        """Nothing: the run has no folder."""
-
-    def watch(self, opening: Opening | None) -> None:
-        """Nothing: the lanes look at the store themselves."""
-
-    def close(self) -> None:
-        self._store.change(lambda: self._store.alive.discard(self.member_id))
+        """Raise PeerLost where an opening cannot be finished: what a member's watcher does for a real data plane."""
+        if not self.view(opening.round).can_finish(opening):
+            raise PeerLost(f"round {opening.round} cannot be finished")
 
 
 class MemoryLanes:
@@ -231,7 +125,7 @@ class MemoryLanes:
 
     keeps_buffers = False
 
-    def __init__(self, store: MemoryStore, member_id: str, lanes: int, codec: Codec, faults: FaultPoints) -> None:
+    def __init__(self, store: RunInMemory, member_id: str, lanes: int, codec: Codec, faults: FaultPoints) -> None:
         self.ownership = LaneOwnership(lanes, 0, 1)
         self.codec = codec
         self.abandoned: list[Tensor] = []
@@ -382,7 +276,7 @@ class TinyModel(nn.Module):
 class FakeNode:
     """One node and what it is made of."""
 
-    member: MemoryMember
+    member: Member
     lanes: MemoryLanes
     mesh: ElasticDeviceMesh
     model: nn.Module
@@ -489,21 +383,6 @@ class FakeNode:
         self.journal.settle()
         return self.journal.await_entry(round, patience_s=0.0)
 
-    def replay(self, entry: JournalEntry | None) -> str:
-        """Catch up by a round of another node's journal; the digest that this node finds."""
-        assert entry is not None
-        outer: Any = self.outer
-        exchange, turn = self.exchange, outer._turn
-        room = exchange.room(turn, entry.update.numel())
-        room.copy_(entry.update)
-        exchange.unpack(turn, room)
-        return self.outer.replay(MissedRound(entry.round, exchange.result_of(turn), entry.record, entry.state_digest))
-
-    @property
-    def exchange(self) -> Exchange:
-        outer: Any = self.outer
-        return outer.exchange
-
     def join(self) -> RoundReport:
         """Become a member as a joiner does that holds a state: announced, and caught up as often as it takes."""
         while True:
@@ -535,13 +414,19 @@ class FakeRun:
     model: Callable[[], nn.Module] = TinyModel
     codec: Codec = CODECS["fp32"]
     optim: OptimConfig = OPTIM
-    store: MemoryStore = field(default_factory=MemoryStore)
+    store: RunInMemory = field(default_factory=RunInMemory)
     nodes: dict[str, FakeNode] = field(default_factory=dict)
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
     rollback: RollbackConfig | None = None
     said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     """Events of going back, and their rounds."""
+    damage: Callable[[Tensor], Tensor] = lambda update: update
+    """Done to what a node fetches from a journal."""
+    is_hurried: bool = False
+    """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
+    now_s: float = 0.0
+    until_s: float = field(default_factory=lambda: time.monotonic() + 10 * DEADLINE_S)
 
     def __getitem__(self, name: str) -> FakeNode:
         return self.nodes[name]
@@ -551,9 +436,10 @@ class FakeRun:
         local = replace(self.local, control=dist.new_group([0], backend="gloo"))
         folder = self.folder / name
         folder.mkdir()
-        member = MemoryMember(self.store, name)
         flags = SharedFlags(folder / "flags", create=True)
-        rules = Rules(start_nodes=self.founders)
+        departure = Departure(DEADLINE_S)
+        member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
+        rules = Rules(start_nodes=self.founders, straggler_deadline_s=STRAGGLERS_S)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -567,7 +453,7 @@ class FakeRun:
 
         faults = FaultPoints(inject, strike=die)
         lanes = MemoryLanes(self.store, name, self.lanes, self.codec, faults)
-        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
+        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)
         fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
         if isinstance(self.algorithm, RoundsConfig | DemoConfig):
             shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
@@ -589,22 +475,44 @@ class FakeRun:
             journal=Journal(max_rounds=self.journal_rounds, max_bytes=1 << 20),
             shape=shape,
             phase_length=PhaseLength(pace or steps, seconds),
-            departure=Departure(DEADLINE_S),
+            departure=departure,
             faults=faults,
             fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
             stage=lambda step: self._stage(step, name),
             flush_every=self.flush_every,
-            auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, local),
+            auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
         self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
         return self.nodes[name]
 
-    def _auto_rollback(self, config: RollbackConfig, local: LocalMesh) -> AutoRollback:
+    def _a_member(self, store: Store, name: str, flags: SharedFlags, departure: Departure) -> Member:
+        return a_member(store, name, flags, shared=store.found_or_match({}), departure=departure, clock=self._clock)
+
+    def _clock(self) -> float:
+        """Read by whoever waits, before each look."""
+        assert time.monotonic() < self.until_s, "a member waits for what never comes"
+        self.now_s += STRAGGLERS_S if self.is_hurried else 0.0
+        return self.now_s
+
+    @contextmanager
+    def hurry(self) -> Iterator[None]:
+        """Have those at the boundary go without stragglers, as soon as half of the members are there."""
+        self.is_hurried = True
+        yield
+        self.is_hurried = False
+
+    def close(self) -> None:
+        """End all memberships."""
+        for node in self.nodes.values():
+            node.member.close()
+            node.mesh.flags.close()
+
+    def _auto_rollback(self, config: RollbackConfig, store: Store, local: LocalMesh) -> AutoRollback:
         restorer: Any = SimpleNamespace(steps=lambda: sorted(self.checkpoints, reverse=True), is_whole=bool)
         tell: Callable[..., object] = lambda kind, **fields: self.said.append((kind, fields["round"]))  # noqa: E731
-        return AutoRollback(config, self.store, lambda: restorer, local, tell)  # pyright: ignore[reportArgumentType]
+        return AutoRollback(config, store, lambda: restorer, local, tell)
 
     def _stage(self, step: int, name: str) -> StagedState:
         """The state of a round that was kept as the checkpoint of this step, for a node that has it."""
@@ -615,36 +523,44 @@ class FakeRun:
 
     def _fetch_entry(self, round: int, asker: str, room: Callable[[int], Tensor]) -> FetchedRound:
         """What a node asks of the others: an entry of their journals."""
-        for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.alive):
+        for donor in (node for node in self.nodes.values() if node.member.member_id in self.store.view(round).alive):
             entry = donor.journal.await_entry(round) if donor is not self[asker] else None
             if entry is not None:
-                update = room(entry.update.numel())
-                update.copy_(entry.update)
+                given = self.damage(entry.update)
+                update = room(given.numel())
+                update.copy_(given)
                 return FetchedRound(entry.record, entry.state_digest, update)
         raise RecoveryFailed(f"nobody keeps round {round}")
+
+    def catch_up(self, name: str) -> str:
+        """Have a node replay what was committed without it; the digest that it has then."""
+        node = self[name]
+        node.outer.catch_up(self.store.verdicts[-1].round)
+        return node.outer.state_digest
 
     def replace_member(self, name: str) -> None:
         """As after a fence: the node lives on as another member."""
         node = self[name]
         node.member.close()
-        node.member = MemoryMember(self.store, f"{name}-again")
+        node.member = self._a_member(node.member.store, f"{name}-again", node.mesh.flags, node.departure)
         node.lanes.member_id = node.member.member_id
-        node.mesh.replace_member(node.member)  # pyright: ignore[reportArgumentType]
+        node.mesh.replace_member(node.member)
         node.steps = 0
 
     def together(self, **works: Callable[[], _T]) -> dict[str, _T | BaseException]:
         """Run a piece of work for each named node at the same time. What one raises is its outcome."""
         with ThreadPoolExecutor(len(works)) as pool:
             running = {name: pool.submit(work) for name, work in works.items()}
-            errors = {name: job.exception(timeout=DEADLINE_S) for name, job in running.items()}
-            unexpected = [
-                e
-                for e in errors.values()
-                if e is not None and not isinstance(e, NodeDied | Fenced | RunOver | RolledBack)
-            ]
-            if unexpected:
-                raise unexpected[0]
-            return {name: error or running[name].result() for name, error in errors.items()}
+            try:
+                for job in as_completed(running.values(), timeout=DEADLINE_S):
+                    error = job.exception()
+                    if error is not None and not isinstance(error, NodeDied | Fenced | RunOver | RolledBack):
+                        raise error
+            except BaseException:
+                for node in self.nodes.values():  # whoever waits at a boundary need not wait any longer
+                    node.mesh.flags.set_fenced(True)
+                raise
+            return {name: job.exception() or job.result() for name, job in running.items()}
 
     def round(self, tokens: int = 10, **updates: Tensor) -> dict[str, RoundReport]:
         """A round of the named nodes, each with its update (DiLoCo) or gradient (DDP); the reports of who survived."""
@@ -681,8 +597,9 @@ StartRun = Callable[..., FakeRun]
 
 
 @pytest.fixture
-def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
+def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
     """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
+    runs: list[FakeRun] = []
 
     def start(
         algorithm: Algorithm,
@@ -714,10 +631,13 @@ def start_run(local: LocalMesh, tmp_path: Path) -> StartRun:
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))
+        runs.append(run)
         run.together(**{name: run[name].outer.found for name in names})
         return run
 
-    return start
+    yield start
+    for run in runs:
+        run.close()
 
 
 def make_noise(seed: int, scale: float = 0.1) -> Tensor:

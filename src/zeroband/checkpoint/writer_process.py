@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from zeroband.checkpoint.saving import SILENT
 from zeroband.checkpoint.writer import EXCUSE, HEARD, IDLE, LOST, PROGRESS, SaveOrder, Word, WriterSpec
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
@@ -56,7 +56,7 @@ class NoFellows:
 class StoreFellows:
     """The way through the run's store."""
 
-    def __init__(self, store: Store, node_id: str) -> None:
+    def __init__(self, store: RedisStore, node_id: str) -> None:
         self._store = store
         self._node_id = node_id
 

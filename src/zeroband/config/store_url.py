@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-_EXAMPLES = {
+EXAMPLES = {
     "redis": "redis://USER:PASSWORD@HOST:6379/0",
     "rediss": "rediss://USER:PASSWORD@HOST:6379/0?ssl_ca_certs=/PATH/ca.pem",
     "unix": "unix:///PATH/OF/SOCKET",
@@ -77,8 +77,8 @@ def parse_store_url(text: str) -> StoreUrl:
     Raises: ValueError that says what is wrong and shows an example; it shows nothing that may be part of a password.
     """
     scheme, separator, rest = text.partition("://")
-    if not separator or scheme not in _EXAMPLES:
-        raise _wrong("redis", f"it begins with none of {', '.join(f'{known}://' for known in _EXAMPLES)}")
+    if not separator or scheme not in EXAMPLES:
+        raise _wrong("redis", f"it begins with none of {', '.join(f'{known}://' for known in EXAMPLES)}")
     if " " in text or not text.isprintable():
         raise _wrong(scheme, "it holds a blank or a line break")
     location, _, query = rest.partition("?")
@@ -106,7 +106,7 @@ def parse_store_url(text: str) -> StoreUrl:
 
 
 def _wrong(scheme: str, why: str) -> ValueError:
-    return ValueError(f"store.url is no address of a Redis: {why}; it looks like {_EXAMPLES[scheme]}")
+    return ValueError(f"store.url is no address of a Redis: {why}; it looks like {EXAMPLES[scheme]}")
 
 
 def _options(scheme: str, query: str) -> dict[str, str]:

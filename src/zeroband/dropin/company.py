@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Leaving, StoreLost
 from zeroband.node.sharding import local_part
 from zeroband.observe.log import get_logger
@@ -49,7 +49,7 @@ class Company:
     `address`: of the store, without its password; None: nobody was given one, so nobody is missed.
     """
 
-    def __init__(self, store: Store, run_id: str, address: str | None, say: Callable[..., object]) -> None:
+    def __init__(self, store: RedisStore, run_id: str, address: str | None, say: Callable[..., object]) -> None:
         self._store = store
         self._run_id = run_id
         self._address = address

@@ -34,7 +34,7 @@ class Codec(Format):
         `native.variants()`; -1: the best.
         Raises: ValueError naming the first index that is not finite.
         """
-        if not _is_native():
+        if not is_native():
             _require_finite(x)
             return self.encode_reference(x)
         out = torch.empty(self.encoded_size(x.numel()), dtype=torch.uint8)
@@ -50,7 +50,7 @@ class Codec(Format):
         """
         if data.numel() != self.encoded_size(n):
             raise ValueError(f"{n} values take {self.encoded_size(n)} bytes in {self.name}, there are {data.numel()}")
-        if not _is_native():
+        if not is_native():
             return self.decode_reference(data, n)
         out = torch.empty(n, dtype=torch.float32)
         native.load().zb_decode(self.number, variant, data.data_ptr(), n, out.data_ptr())
@@ -84,7 +84,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in _EACH}
 
 
 @cache
-def _is_native() -> bool:
+def is_native() -> bool:
     """Says once, where it is so, that the reference serves."""
     problem = native.problem()
     if problem:

@@ -32,7 +32,7 @@ from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
 from zeroband.model.optim import InnerOptimizer
@@ -139,7 +139,7 @@ class Replica:
             self._serve(stack)
             self._stack = stack.pop_all()
 
-    def _open_store(self, stack: ExitStack) -> Store:
+    def _open_store(self, stack: ExitStack) -> RedisStore:
         """Reach the store: soon, where the address is wrong; later on a node waits for it at its boundary."""
         config = self._node.config
 
@@ -147,7 +147,7 @@ class Replica:
             if self._node.departure.is_overdue(time.monotonic()):
                 raise Leaving("asked to leave while Redis was out of reach")
 
-        store = Store(
+        store = RedisStore(
             self._store_url,
             config.run.id,
             key=RunKey.of(self._token, config.run.id),

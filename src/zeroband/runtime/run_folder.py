@@ -21,7 +21,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.node.shm import is_restart
 from zeroband.observe.events import EVENTS_FILE
@@ -112,7 +112,7 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
     lease_s = config.fault.time_outs.lease_s
     url, until_s = config.store.url.get_secret_value(), time.monotonic() + 2 * lease_s
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
-    with closing(Store(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
+    with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=_FIRST_CONTACT_S)) as store:
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:
             view = store.view(FOUNDING_ROUND)

@@ -12,7 +12,7 @@ from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.elastic.transport.dial import Address
@@ -44,7 +44,7 @@ class TransportSetup:
     def __init__(
         self,
         config: RunConfig,
-        store: Store,
+        store: RedisStore,
         flags: SharedFlags,
         local: LocalMesh,
         faults: FaultPoints,

@@ -21,7 +21,8 @@ from zeroband.elastic.membership import orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError, StoreLost
 
 _EXIT_UNREACHED, _EXIT_CONFIG = 1, 2
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
         token = config.run.token.get_secret_value() if config.run.token else None
         key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
-        with closing(Store(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)) as store:
+        with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)) as store:
             store.require_token()
             print(_obey(options, config, store))
     except ConfigError as error:

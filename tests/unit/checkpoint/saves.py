@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +71,8 @@ def staged_of(step: int, node_id: str, *, max_bytes: int = 1 << 30) -> Staged:
 class Around:
     """The surroundings of a save in a test: a clock that sleeping moves, and what was told."""
 
+    kills_at: ClassVar[str] = ""
+    """The point at which this process ends by SIGKILL; empty: it does not."""
     on_point: Callable[[str], None] = lambda point: None
     clock_s: float = 0.0
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -98,6 +102,8 @@ class Around:
         return PeerWord("lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
 
     def at(self, point: str) -> None:
+        if point == self.kills_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         self.on_point(point)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import fsspec.config
@@ -56,9 +57,10 @@ def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
     pytest.importorskip("gcsfs", reason="needs the extra gcs")
     servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
-    server = servers.create_server("localhost", 0, in_memory=True, default_bucket=BUCKET)
-    with server:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{server._api._httpd.server_port}")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    with servers.create_server("localhost", port, in_memory=True, default_bucket=BUCKET):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
         monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
         yield f"gs://{BUCKET}/of/us"
 

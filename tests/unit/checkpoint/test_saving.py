@@ -4,11 +4,9 @@ import contextlib
 import errno
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -79,14 +77,9 @@ def test_restore_without_any_checkpoint_gives_none(storage: LocalStorage) -> Non
 
 def killed_at(point: str, save: Save) -> None:
     """Run a save in a process that SIGKILLs itself at the named point."""
-
-    def strike(reached: str) -> None:
-        if reached == point:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     child = os.fork()
     if child == 0:
-        cast(Around, save._around).on_point = strike
+        Around.kills_at = point
         save.run()
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,25 @@ from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import SaveOrder, Word, WriterSpec
-from zeroband.checkpoint.writer_process import NoFellows, WriterProcess
+from zeroband.checkpoint.writer_process import WriterProcess
 from zeroband.elastic.recovery.state_chunks import bytes_of
 
 AT = {"round": 1, "step": 10}
 INNER = ("exp_avg", "exp_avg_sq")
+
+
+class Fellow:
+    """Another member's writer, which says what the test has it say."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self.said: list[str] = []
+
+    def say(self, attempt: str, word: str) -> None:
+        self.said.append(word)
+
+    def hear(self, attempt: str) -> Mapping[str, str]:
+        return self.words
 
 
 @dataclass
@@ -31,6 +45,7 @@ class Trainer:
     writer: WriterProcess
     storage: LocalStorage
     descriptors: Mapping[str, int]
+    fellow: Fellow
     events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     told: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -73,14 +88,10 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
         lock=str(tmp_path / "lock"),
     )
     held: list[Trainer] = []
-    writer = WriterProcess(
-        spec,
-        tuple(descriptors.values()),
-        tmp_path / "log",
-        lambda kind, fields: held[0].hear(kind, fields),
-        NoFellows(),
-    )
-    held.append(Trainer(writer, storage, descriptors))
+    hear: Callable[[str, Mapping[str, Any]], None] = lambda kind, fields: held[0].hear(kind, fields)  # noqa: E731
+    fellow = Fellow()
+    writer = WriterProcess(spec, tuple(descriptors.values()), tmp_path / "log", hear, fellow)
+    held.append(Trainer(writer, storage, descriptors, fellow))
     yield held[0]
     writer.close(waits=True)
     for descriptor in descriptors.values():
@@ -152,24 +163,11 @@ def test_members_that_the_run_has_lost_are_not_waited_for(trainer: Trainer) -> N
     assert open_checkpoint(trainer.storage, 10).manifest.nodes == ("a",)
 
 
-class Fellow:
-    """Another member's writer, which has said something."""
-
-    def __init__(self, word: str) -> None:
-        self.words = {"Z": word}
-        self.said: list[str] = []
-
-    def say(self, attempt: str, word: str) -> None:
-        self.said.append(word)
-
-    def hear(self, attempt: str) -> Mapping[str, str]:
-        return self.words
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [SaveRules(2, None, peer_wait_s=600.0, retry_s=0.0)], indirect=True)
 def test_member_that_excuses_itself_is_not_waited_for_and_nonsense_is_not_understood(trainer: Trainer) -> None:
-    fellow = trainer.writer._fellows = Fellow('{"out": 3, "')
+    fellow = trainer.fellow
+    fellow.words["Z"] = '{"out": 3, "'
     trainer.stage(10)
     trainer.give(10, members=("Z", "a"))
     assert trainer.await_event() == "checkpoint_share_written"

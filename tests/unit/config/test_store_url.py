@@ -125,9 +125,9 @@ def test_wrong_address_is_refused_with_the_reason_an_example_and_no_password(tex
     assert "rediss://" in message or not text.startswith("rediss://")
 
 
-@pytest.mark.parametrize("scheme", list(store_url._EXAMPLES))
+@pytest.mark.parametrize("scheme", list(store_url.EXAMPLES))
 def test_example_in_a_refusal_is_itself_right(scheme: str) -> None:
-    assert parse_store_url(store_url._EXAMPLES[scheme]).scheme == scheme
+    assert parse_store_url(store_url.EXAMPLES[scheme]).scheme == scheme
 
 
 @given(

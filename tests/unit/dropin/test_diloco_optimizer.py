@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import zeroband
+from zeroband.dropin.company import Company
 from zeroband.dropin.session import Session
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Fenced, RunOver
 from zeroband.outer.diloco import DiLoCo
 
@@ -254,12 +256,17 @@ def test_node_that_was_given_a_store_and_stays_alone_warns_once(
 
 
 def test_node_that_has_a_peer_does_not_call_itself_alone(
-    join: Callable[..., zeroband.DiLoCoOptimizer], caplog: pytest.LogCaptureFixture
+    join: Callable[..., zeroband.DiLoCoOptimizer], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended = Company.ended
+
+    def ended_with_a_peer(company: Company, rounds: Iterable[RoundReport]) -> None:
+        ended(company, [replace(r, members=(r.member_id, "b#1"), weights=(1, 1)) for r in rounds])
+
     optimizer = join(model := model_of())
-    report = replace(optimizer.last_round, members=("a#1", "b#1"), member_id="a#1", weights=(1, 1))
-    session: Any = optimizer._session  # pyright: ignore[reportPrivateUsage]
-    session._company.ended([report])
+    with monkeypatch.context() as patch:
+        patch.setattr(Company, "ended", ended_with_a_peer)
+        train(model, optimizer, 2)
     train(model, optimizer, 6)
     assert "alone" not in caplog.text
 

@@ -90,7 +90,7 @@ def test_buffer_is_pinned_in_whole_and_given_back(monkeypatch: pytest.MonkeyPatc
 class Stream:
     """A stream of a GPU that is never done before it is asked to be."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self) -> None:
         self.waits_for: list[Stream] = []
         self.is_done = True
 
@@ -123,10 +123,15 @@ class Event:
 def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, room: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver, training = Driver(room), Stream()
+    driver, training, made = Driver(room), Stream(), list[Stream]()
+
+    def make_stream(device: torch.device) -> Stream:
+        made.append(Stream())
+        return made[-1]
+
     for name, fake in {
         "cudart": lambda: driver,
-        "Stream": Stream,
+        "Stream": make_stream,
         "Event": Event,
         "stream": lambda stream: stream,
         "current_stream": lambda device: training,
@@ -139,7 +144,7 @@ def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes
     assert ("not pinned" in caplog.text) == (room < len(targets))
     copier.finish()  # nothing was begun
     copier.begin([(target, torch.ones(4)) for target in targets])
-    stream = copier._stream
+    (stream,) = made
     assert stream.waits_for == [training] and not stream.is_done
     copier.finish()
     assert stream.is_done and all(target.all() for target in targets)

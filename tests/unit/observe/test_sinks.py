@@ -56,9 +56,15 @@ def open_sink(tmp_path: Path) -> WandbSink:
     return WandbSink(project="zeroband", mode="offline", node_dir=tmp_path / "run-1" / "n0", config={"train": 1})
 
 
-def wait_for_thread_of(sink: WandbSink) -> None:
-    sink._thread.join(5)
-    assert not sink._thread.is_alive()
+def sink_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "wandb-sink"}
+
+
+def wait_until_only(others: set[threading.Thread]) -> None:
+    """Wait for the thread that came to these; one that was dropped while it stood still never ends."""
+    for thread in sink_threads() - others:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_wandb_sink_forwards_every_record_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +94,8 @@ def test_wandb_sink_goes_on_without_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     install(monkeypatch, None)  # the import raises ModuleNotFoundError
-    sink = open_sink(tmp_path)
-    wait_for_thread_of(sink)
+    others, sink = sink_threads(), open_sink(tmp_path)
+    wait_until_only(others)
     sink.write({"step": 1})
     sink.close()
     assert len(warnings()) == 1
@@ -103,9 +109,9 @@ def test_wandb_sink_drops_out_when_logging_fails(
         raise RuntimeError("quota")
 
     install(monkeypatch, FakeWandb(refuse))
-    sink = open_sink(tmp_path)
+    others, sink = sink_threads(), open_sink(tmp_path)
     sink.write({"step": 1})
-    wait_for_thread_of(sink)
+    wait_until_only(others)
     for step in range(2, 50):
         sink.write({"step": step})
     sink.close()
@@ -137,11 +143,11 @@ def test_wandb_sink_does_not_wait_for_a_stuck_service_at_the_end(
 
     install(monkeypatch, FakeWandb(hang_and_fail))
     monkeypatch.setattr(sinks, "_CLOSE_DEADLINE_S", 0.02)
-    sink = open_sink(tmp_path)
+    others, sink = sink_threads(), open_sink(tmp_path)
     sink.write({"step": 1})
     sink.close()
     release.set()
-    wait_for_thread_of(sink)
+    wait_until_only(others)
     assert warnings() == ["not finished after 0.02 s"]
 
 

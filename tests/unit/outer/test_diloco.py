@@ -8,9 +8,10 @@ from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.rounds.exchange import CONTRIBUTION
-from zeroband.node.mesh import barrier
+from zeroband.node.mesh import LocalMesh, barrier
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
+from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import digest_of
 
 StartRun = Callable[..., Any]
@@ -129,19 +130,24 @@ def test_no_rank_applies_before_the_first_one_keeps_copies_away(
 ) -> None:
     """Only local rank 0 makes copies, so the other ranks have to wait until it holds the lock."""
     run = start_run(diloco(), "a")
-    outer, order = run["a"].outer, []
-    lock, apply = outer.state_lock, outer._optimizer.apply
+    outer, order, apply, copying = run["a"].outer, list[str](), OuterSGD.apply, list[threading.Thread]()
 
-    def barrier_(local) -> None:
-        order.append("barrier, copies kept away" if lock.locked() else "barrier")
+    def barrier_(local: LocalMesh) -> None:
+        copying.append(threading.Thread(target=outer.copy_state))
+        copying[-1].start()
+        copying[-1].join(0.05)
+        order.append("barrier, copies kept away" if copying[-1].is_alive() else "barrier")
         barrier(local)
 
-    def apply_(*args, **kwargs) -> None:
+    def apply_(*arguments: Any, **more: Any) -> None:
         order.append("apply")
-        apply(*args, **kwargs)
+        apply(*arguments, **more)
 
     monkeypatch.setattr(module, "barrier", barrier_)
     monkeypatch.setattr("zeroband.elastic.rounds.coordinator.barrier", barrier_)
-    monkeypatch.setattr(outer._optimizer, "apply", apply_)
+    monkeypatch.setattr(OuterSGD, "apply", apply_)
     run.round(a=noise(1))
+    for thread in copying:
+        thread.join(10)
+        assert not thread.is_alive()
     assert order[order.index("apply") - 1] == "barrier, copies kept away"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -84,9 +85,9 @@ def audit_of(run: Any) -> Audit:
 def start_without_c(start_run: StartRun, noise: Noise, config: DilocoConfig, missed: int, **more: Any) -> Any:
     """A run of a, b and c whose first rounds c misses."""
     run = start_run(config, "a", "b", "c", **more)
-    run.store.given_up.add("c")
     for round in range(1, missed + 1):
-        reports = run.round(a=noise(10 * round), b=noise(10 * round + 1))
+        with run.hurry() if round == 1 else nullcontext():
+            reports = run.round(a=noise(10 * round), b=noise(10 * round + 1))
         assert (reports["a"].members, reports["a"].late) == (("a", "b"), ("c",))
     return run
 
@@ -120,7 +121,6 @@ def test_late_node_catches_up_and_contributes_what_it_learned_from_its_old_start
 def test_late_node_goes_on_as_a_member_like_the_others(start_run: StartRun, noise: Noise) -> None:
     run = start_without_c(start_run, noise, diloco(), missed=2)
     run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
-    run.store.given_up.clear()
     reports = run.round(a=noise(4), b=noise(5), c=noise(6))
     assert reports["c"].members == ("a", "b", "c") and reports["c"].late == ()
     assert len({report.state_digest for report in reports.values()}) == 1
@@ -139,7 +139,6 @@ def test_samples_of_a_late_node_are_settled_once_and_with_the_round_that_used_th
     assert all(start >= 16 for spans in progress.assigned.values() for start, _ in spans)
     assert progress.ledger.returned == ()  # c's 20..24 came back, and were dealt out again
     assert progress.assigned["a"][0] == (20, 24)
-    run.store.given_up.clear()
     run.round(a=noise(4), b=noise(5), c=noise(6))
     found = audit_of(run)
     assert found.is_exact
@@ -188,16 +187,16 @@ def test_late_node_at_the_end_of_the_run_is_told_that_it_is_over(start_run: Star
 
 def test_last_round_waits_for_late_nodes(start_run: StartRun, noise: Noise) -> None:
     run = start_run(diloco(inner_steps=1), "a", "b", "c", total_steps=1)
-    run.store.given_up.add("c")
 
     def come_late() -> Any:
         run.store.await_ready(1, "a")
         run.store.await_ready(1, "b")
         return run["c"].take_steps([noise(3)], 10)
 
-    reports = run.together(
-        a=lambda: run["a"].take_steps([noise(1)], 10), b=lambda: run["b"].take_steps([noise(2)], 10), c=come_late
-    )
+    with run.hurry():
+        reports = run.together(
+            a=lambda: run["a"].take_steps([noise(1)], 10), b=lambda: run["b"].take_steps([noise(2)], 10), c=come_late
+        )
     assert reports["a"].members == ("a", "b", "c") and reports["a"].progress.is_complete
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
+from zeroband.elastic.membership.records import Peer
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.state.flat import digest_of
 
@@ -91,7 +92,7 @@ def test_nodes_ask_for_no_more_steps_than_the_run_has_left(start_run: StartRun, 
         a=lambda: run["a"].take_steps(sequence(noise, 0, 4), 10),
         b=lambda: run["b"].take_steps(sequence(noise, 10, 2), 10),
     )
-    assert [run.store.ready[1][name].steps_requested for name in ("a", "b")] == [2, 2]
+    assert [run.store.view(1).ready[name].steps_requested for name in ("a", "b")] == [2, 2]
     assert run["a"].dealt_steps == run["b"].dealt_steps == 2
     reports = run.together(
         a=lambda: run["a"].take_steps(sequence(noise, 20, 2), 10),
@@ -159,7 +160,7 @@ def test_node_that_leaves_hands_over_what_it_learned_and_is_dealt_nothing(
     run = start_run(algorithm, "a", "b")
     run["b"].departure.ask(0.0)
     report = run.round(a=noise(1), b=noise(2))["b"]
-    assert [run.store.ready[1][name].steps_requested for name in ("a", "b")] == [1, 0]
+    assert [run.store.view(1).ready[name].steps_requested for name in ("a", "b")] == [1, 0]
     assert report.weights == (10, 10) and not report.progress.is_complete
     assert report.progress.assigned.keys() == {"a"} and report.progress.ledger.returned == ()
     run["b"].member.close()
@@ -256,9 +257,9 @@ def test_joiner_whose_round_was_committed_without_it_tries_the_next(
 
     def vote_too_late(opening: Any, digest: str) -> None:
         joiner.member.vote = vote
-        run.store.change(lambda: run.store.alive.discard("b"))  # its lease runs out between the transfer and the vote
+        run.store.expire_lease("b")  # between the transfer and the vote
         run.store.await_committed(1)
-        run.store.change(lambda: run.store.alive.add("b"))
+        run.store.renew_lease("b", Peer("b", "host", 1, False), first=True)
         vote(opening, digest)
 
     def make_rounds() -> Any:

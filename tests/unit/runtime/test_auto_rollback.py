@@ -1,4 +1,4 @@
-"""The order that a round's loss calls for: given once for all members, by a compare-and-set in a real Redis."""
+"""The order that a round's loss calls for: given once for all members, by a compare-and-set in the store."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.orders import Orders, go_on, roll_back
 from zeroband.elastic.rounds.loss_record import LossRecord
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime.auto_rollback import AutoRollback
 
 SPIKE = LossRecord(loss=9.0, mean=3.0, rounds=8, from_step=40)
 Asks = Callable[..., tuple[AutoRollback, list[tuple[str, dict[str, Any]]]]]
+
+
+@pytest.fixture
+def store() -> Store:
+    return MemoryStore(MemoryRecord())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools import ctl
 
 A, B = "a#1", "b#1"
@@ -21,7 +21,7 @@ def give(redis_url: str, *order: str) -> int:
 
 
 @pytest.fixture
-def run(store: Store) -> Store:
+def run(store: RedisStore) -> RedisStore:
     """A run of two nodes that has committed round 0; one of them stands before round 1."""
     store.found_or_match({})
     for member in (A, B):
@@ -35,14 +35,14 @@ def run(store: Store) -> Store:
     return store
 
 
-def test_pause_and_resume_go_to_the_run_that_the_configuration_names(run: Store, redis_url: str) -> None:
+def test_pause_and_resume_go_to_the_run_that_the_configuration_names(run: RedisStore, redis_url: str) -> None:
     assert give(redis_url, "pause") == 0
     assert run.view(1).orders == Orders(1, is_paused=True)
     assert give(redis_url, "resume") == 0
     assert run.view(1).orders == Orders(2)
 
 
-def test_drain_orders_the_members_of_a_node_to_leave(run: Store, redis_url: str) -> None:
+def test_drain_orders_the_members_of_a_node_to_leave(run: RedisStore, redis_url: str) -> None:
     assert give(redis_url, "drain", "b") == 0
     assert run.view(1).orders.leaving == (B,)
 
@@ -52,7 +52,7 @@ def test_drain_orders_the_members_of_a_node_to_leave(run: Store, redis_url: str)
     [(("drain", "c"), "no living member of this run is on node 'c'; there are a, b"), (("stop",), "invalid choice")],
 )
 def test_order_that_makes_no_sense_gives_2(
-    run: Store, redis_url: str, order: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    run: RedisStore, redis_url: str, order: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = give(redis_url, *order)
@@ -78,7 +78,7 @@ def test_store_that_does_not_answer_gives_1(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_status_shows_who_waits_where_and_for_what(
-    run: Store, redis_url: str, capsys: pytest.CaptureFixture[str]
+    run: RedisStore, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     give(redis_url, "pause")
     give(redis_url, "drain", "b")
@@ -93,7 +93,7 @@ def test_status_shows_who_waits_where_and_for_what(
 
 
 def test_order_without_the_token_of_the_run_says_so(
-    open_store: Callable[..., Store],
+    open_store: Callable[..., RedisStore],
     redis_url: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -78,6 +78,21 @@ class Port:
         self._listener: socket.socket | None = None
         self._complaints = Complaints()
 
+    @property
+    def strangers(self) -> int:
+        """Connections whose other end has not shown yet that it is of this run."""
+        return len(self._strangers)
+
+    @property
+    def callers(self) -> int:
+        """Connections whose other end has shown that, and is in its handshake."""
+        return len(self._callers)
+
+    @property
+    def tasks(self) -> int:
+        """All that runs for the port: one task for each connection that is not closed, and the one that listens."""
+        return len(self._busy)
+
     def open(self, host: str, port: int) -> int:
         """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -87,7 +87,8 @@ class LinkMonitor:
     ) -> None:
         self._identity = identity
         self._detect_s = detect_s
-        self._probe_s = min(0.5, detect_s / 5)
+        self.probe_s = min(0.5, detect_s / 5)
+        """Pause between two probes of a member."""
         self._on_gone = on_gone
         self._links: dict[str, _Link] = {}
         self._measure = measure
@@ -120,6 +121,11 @@ class LinkMonitor:
         if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
             return ()
         return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > self._detect_s))
+
+    def answered_at_s(self, member: str) -> float | None:
+        """When a member answered last, or was first watched, by this process's clock; None: it is not watched."""
+        link = self._links.get(member)
+        return None if link is None else link.answered_at_s
 
     def rates(self) -> dict[str, int]:
         """Mbit/s to the members whose link was measured."""
@@ -171,7 +177,7 @@ class LinkMonitor:
                 for link in self._links.values():
                     link.answered_at_s = now_s
             self._beat_at_s = now_s
-            await asyncio.sleep(self._probe_s / 2)
+            await asyncio.sleep(self.probe_s / 2)
 
     async def _answer(self, connection: socket.socket) -> None:
         own = self._identity
@@ -226,7 +232,7 @@ class LinkMonitor:
                 with connection:
                     has_ended, was_answered = await self._ask(member, connection)
             if not (has_ended and was_answered):
-                await asyncio.sleep(self._probe_s)
+                await asyncio.sleep(self.probe_s)
 
     async def _ask(self, member: str, connection: socket.socket) -> tuple[bool, bool]:
         """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
@@ -243,7 +249,7 @@ class LinkMonitor:
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
                     link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
-                await asyncio.sleep(self._probe_s)
+                await asyncio.sleep(self.probe_s)
         except (ConnectionResetError, BrokenPipeError, EOFError):
             return True, was_answered
         except (OSError, TimeoutError):

@@ -29,7 +29,8 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
@@ -212,7 +213,7 @@ def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls
     """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
     patience_s = max(1.0, order.lease_s / 2)
     key = RunKey(bytes.fromhex(order.listen.run_key)) if order.listen.run_key else None
-    store = Store(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
+    store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, patience_s=patience_s)
     store.trust_address()  # the trainer was answered there
     flags = SharedFlags(Path(order.flags), create=False)
     try:

@@ -20,7 +20,7 @@ from zeroband.elastic.recovery.donors import Donor, DonorTimeouts, Inquiry
 from zeroband.elastic.recovery.election import believe_newest, believe_round
 from zeroband.elastic.recovery.state_chunks import StateManifest, bytes_of
 from zeroband.elastic.recovery.transfer import STRAGGLER_S, ChunkQueue, StateTransfer, Tally
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import RecoveryFailed, RunOver
 from zeroband.node.faults import FaultPoints

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
@@ -19,7 +19,7 @@ from zeroband.elastic.membership.orders import Orders, give_up_rollback
 from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
@@ -48,6 +48,24 @@ class NodeIdentity:
     shm_dir: Path
 
 
+class LeaseKeeper(Protocol):
+    """What keeps a member's lease: in production a guardian, which is a process of its own."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def is_running(self) -> bool: ...
+
+    def close(self) -> None:
+        """Give the lease back and end."""
+        ...
+
+
+def new_member_id(node_id: str) -> str:
+    """An id for one membership of a node: a node that comes back is another member."""
+    return f"{node_id}#{uuid.uuid4().hex[:8]}"
+
+
 @dataclass(frozen=True)
 class RunAccess:
     """The way to a run's record."""
@@ -63,11 +81,12 @@ class RunAccess:
     """Takes connections of other nodes that the trainer answers."""
     on_event: Callable[..., object] = say_nothing
     """Told of events, by kind and fields."""
-
-
-def new_member_id(node_id: str) -> str:
-    """An id for one membership of a node: a node that comes back is another member."""
-    return f"{node_id}#{uuid.uuid4().hex[:8]}"
+    start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
+    """Returns once the lease is held."""
+    name_member: Callable[[str], str] = new_member_id
+    """Gives a membership of a node its id."""
+    clock: Callable[[], float] = time.monotonic
+    """By which a member counts the seconds that it waits."""
 
 
 class Member:
@@ -81,7 +100,7 @@ class Member:
     def __init__(
         self, run: RunAccess, identity: NodeIdentity, flags: SharedFlags, time_outs: TimeOuts, departure: Departure
     ) -> None:
-        self.member_id = new_member_id(identity.node_id)
+        self.member_id = run.name_member(identity.node_id)
         self.identity = identity
         self.store = run.store
         self._flags = flags
@@ -89,6 +108,7 @@ class Member:
         self._time_outs = time_outs
         self._on_stall = run.on_stall
         self._on_event = run.on_event
+        self._clock = run.clock
         self._recording = threading.Lock()
         self._memory = LiveBackup(self.member_id, run.shared)
         self._first_look: tuple[int, View] | None = None
@@ -112,8 +132,8 @@ class Member:
             is_first=True,
             store_s=time_outs.store_s,
         )
-        self._guardian = _KeptGuardian(order, run.inbox)
-        self._watcher = _Watcher(self, flags, departure, time_outs)
+        self._guardian = _KeptGuardian(order, run)
+        self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
 
     def outlast_duplicates(self) -> None:
         """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
@@ -132,23 +152,29 @@ class Member:
         `is_member`: it took part in the last round, so a round without it means that it was voted out, unless it was
         only late. `start_deadline_s`: monotonic time after which founders wait for no further node.
         """
+        return self._poll(round, self.turn_rule(round, rules, is_member=is_member, start_deadline_s=start_deadline_s))
+
+    def turn_rule(
+        self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
+    ) -> Callable[[View], Opening | Verdict | Wait]:
+        """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
         pause = _Pause(round, self._on_event)
 
         def decide(view: View) -> Opening | Verdict | Wait:
-            pause.look(view.orders, time.monotonic())
+            now_s = self._clock()
+            pause.look(view.orders, now_s)
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 return view.committed
-            now_s = time.monotonic()
             patience = Patience(
                 start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
             )
             return self._decide_opening(view, round, rules, patience)
 
-        return self._poll(round, decide)
+        return decide
 
     def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
         decision = next_opening(view, round, rules, patience)
@@ -170,6 +196,10 @@ class Member:
 
         Raises PeerLost if the opening cannot be finished, which says: take part in the next opening of the same round.
         """
+        return self._poll(opening.round, self.verdict_rule(opening, record))
+
+    def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Callable[[View], Verdict | Wait]:
+        """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
 
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= opening.round:
@@ -187,7 +217,7 @@ class Member:
                 self._memory.committed(decision)
             return decision
 
-        return self._poll(opening.round, decide)
+        return decide
 
     def _check_opening(self, view: View, opening: Opening) -> None:
         """Raise PeerLost where an opening is superseded or cannot be finished any more."""
@@ -202,15 +232,16 @@ class Member:
                 raise PeerLost(reason, lost)
 
     def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
-        pause_s, reminded_at_s, said = _POLL_MIN_S, time.monotonic(), ""
+        pause_s, reminded_at_s, said = _POLL_MIN_S, self._clock(), ""
         while True:
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
-            now_s = time.monotonic()
+            now_s = self._clock()
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
             self._flags.advance()
-            decision = decide(self._take_first_look(round) or self.look(round))
+            view = self._take_first_look(round) or self.look(round)
+            decision = decide(view)
             if not isinstance(decision, Wait):
                 return decision
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
@@ -218,7 +249,7 @@ class Member:
                 _log.info(
                     "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
                 )
-            time.sleep(pause_s)
+            self.store.await_change(round, view, within_s=pause_s)
             pause_s = min(1.5 * pause_s, _POLL_MAX_S)
 
     def _take_first_look(self, round: int) -> View | None:
@@ -335,18 +366,19 @@ class _Pause:
 class _KeptGuardian:
     """The guardian and, when it ended by itself, its successors."""
 
-    def __init__(self, order: GuardianOrder, inbox: Inbox | None) -> None:
+    def __init__(self, order: GuardianOrder, run: RunAccess) -> None:
         self._order = order
-        self._inbox = inbox
+        self._run = run
         self._lock = threading.Lock()
         self._is_closed = False
-        self._guardian = Guardian(order, inbox)
+        self._guardian = run.start_guardian(order, run.inbox)
 
     def keep(self) -> None:
         with self._lock:
             if not self._is_closed and not self._guardian.is_running():
                 _log.warning("the guardian ended; starting another", extra={"fields": {"pid": self._guardian.pid}})
-                self._guardian = Guardian(replace(self._order, is_first=False, store_s=0.0), self._inbox)
+                order = replace(self._order, is_first=False, store_s=0.0)
+                self._guardian = self._run.start_guardian(order, self._run.inbox)
 
     def close(self) -> None:
         with self._lock:
@@ -360,13 +392,21 @@ class _Watcher:
     It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
     """
 
-    def __init__(self, member: Member, flags: SharedFlags, departure: Departure, time_outs: TimeOuts) -> None:
+    def __init__(
+        self,
+        member: Member,
+        flags: SharedFlags,
+        departure: Departure,
+        time_outs: TimeOuts,
+        clock: Callable[[], float],
+    ) -> None:
         self._member = member
         self._flags = flags
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
-        self._looked_at_s = time.monotonic()
+        self._clock = clock
+        self._looked_at_s = clock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership-watcher", daemon=True)
         self._thread.start()
@@ -383,7 +423,7 @@ class _Watcher:
                     _log.warning("cannot look after the membership", extra={"fields": {"error": repr(error)}})
 
     def _look(self) -> None:
-        opening, now_s = self._opening, time.monotonic()
+        opening, now_s = self._opening, self._clock()
         if opening is not None:
             if not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
                 self._flags.abort(opening.version)

@@ -1,4 +1,5 @@
-"""The run's Redis: its keys, what runs inside it, the connection, seals on every record, and a server of one's own.
+"""What nodes need of the store between them, and the Redis that keeps it.
 
-What members give back to a store that forgot lies here as well. Decides nothing about members.
+Keys, what runs inside Redis, the connection, seals on every record, a server of one's own; and what members give back
+to a store that forgot. Decides nothing about members.
 """

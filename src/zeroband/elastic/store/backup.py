@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
-from zeroband.elastic.store.redis_store import StoreBackup
+
+
+@dataclass(frozen=True)
+class StoreBackup:
+    """What a member knows of its run, enough to bring it back into a store that lost it."""
+
+    member_id: str
+    run: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What all nodes must share."""
+    opening: Opening | None = None
+    committed: Verdict | None = None
+    ready: Ready | None = None
+    """The last that it announced."""
+    vote: tuple[Opening, str] | None = None
+    """The last that it gave."""
+    orders: Orders = field(default_factory=Orders)
 
 
 class LiveBackup:

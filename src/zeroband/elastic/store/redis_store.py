@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import redis
@@ -21,6 +21,7 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
+from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
     Shape,
     StoreScript,
@@ -29,16 +30,11 @@ from zeroband.elastic.store.connection import (
     is_refusal,
     is_temporary,
 )
+from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.seals import Seals, id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
-
-PROTOCOL = 9
-"""Version of what nodes tell one another: the records below, and what contributions, journals and states mean.
-
-Nodes with another one are refused at join.
-"""
 
 RUN_TTL_S = 30 * 24 * 3600
 """Life of the run's own record after its last write."""
@@ -108,24 +104,8 @@ class Keys:
         return f"{self.prefix}:group:{opening.epoch}:{members}:{lane}"
 
 
-@dataclass(frozen=True)
-class StoreBackup:
-    """What a member knows of its run, enough to bring it back into a store that lost it."""
-
-    member_id: str
-    run: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What all nodes must share."""
-    opening: Opening | None = None
-    committed: Verdict | None = None
-    ready: Ready | None = None
-    """The last that it announced."""
-    vote: tuple[Opening, str] | None = None
-    """The last that it gave."""
-    orders: Orders = field(default_factory=Orders)
-
-
-class Store:
-    """A run's record in Redis.
+class RedisStore(Store):
+    """The store of real runs. It also keeps the words of checkpoint writers, and the keys of process groups.
 
     `key`: of the run, made of its token; None: it has none. `lease_s`: life of a lease. `patience_s`: how long a call
     is retried, with jittered back-off, before it raises StoreLost; one attempt takes no longer than a lease.
@@ -241,12 +221,7 @@ class Store:
     # -- the run ------------------------------------------------------------------------------------------------
 
     def found_or_match(self, shared: Mapping[str, str]) -> dict[str, str]:
-        """Write what the run's nodes must share, or compare with what the first node wrote.
-
-        Where nodes are alive, it is left to them for the time of a lease to bring back a record that was lost.
-        Returns the record, for a `StoreBackup`. Raises JoinRefused.
-        """
-        record = {"protocol": str(PROTOCOL), **shared}
+        record = record_of(shared)
         deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
         while True:
             keys, is_first = [self.keys.run, self.keys.leases, self.keys.clock], time.monotonic() < deadline_s
@@ -257,10 +232,10 @@ class Store:
             raw, other_protocol, is_alive = self._run(self._found, keys, args)
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
-                raise JoinRefused("protocol", _text(other_protocol), str(PROTOCOL))
+                raise JoinRefused("protocol", _text(other_protocol), record["protocol"])
             theirs = self._judge.run(self.keys.run, raw)
             if theirs is not None:
-                _require_equal(theirs, record)
+                require_equal(theirs, record)
                 return record
             has_another_token = self._names_another_token(raw or self._judge.junk(self.keys.run))
             if has_another_token and not waits:
@@ -281,16 +256,10 @@ class Store:
             )
 
     def forget_dead_run(self) -> bool:
-        """Have nodes that differ from those of a dead run go on with it; its rounds stay. False: it may still live.
-
-        A lease that held when the store was last spoken to counts for another one from the first call on, so ask again
-        during that time.
-        """
         keys = [self.keys.run, self.keys.leases, self.keys.clock]
         return bool(self._run(self._clear, keys, [self._lease_ms, self._silence_ms]))
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
-        """Agree on a checkpoint to begin again with. False: something has changed since this view."""
         judge, keys = self._judge, self.keys
         names = [keys.restart_point, keys.opening, keys.committed]
         before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
@@ -299,7 +268,6 @@ class Store:
         return bool(self._run(self._begin, [*names, keys.clock, keys.leases], args))
 
     def restore(self, known: StoreBackup) -> bool:
-        """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
         keys, judge, member = self.keys, self._judge, known.member_id
         ready_key = keys.ready(0 if known.ready is None else known.ready.round)
         vote_key = keys.votes(known.vote[0]) if known.vote is not None else f"{keys.prefix}:votes:none"
@@ -319,12 +287,6 @@ class Store:
     def renew_lease(
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
-        """Keep a member counted alive for another lease, and publish where it is.
-
-        `listed_version`: of the newest opening that lists it. One that is no newer says nothing against it: a store
-        that came back with an earlier file shows such. Returns the living members. None: the run went on without it
-        (the member is fenced).
-        """
         keys = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
         args = [member_id, self._lease_ms, self._silence_ms, int(first), self._judge.seal_peer(member_id, peer)]
         refuted = b""
@@ -340,27 +302,19 @@ class Store:
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
 
     def release_lease(self, member_id: str) -> None:
-        """Leave at once instead of by expiry."""
         self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 1])
 
     def expire_lease(self, member_id: str) -> None:
-        """Have a member's lease run out now: its guardian is known to be gone."""
         self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 0])
 
     def lease_ends_ms(self) -> dict[str, int]:
-        """When the members' leases end, by the store's clock; also of those that ran out."""
         leases = self._call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
         return {_text(member): int(end) for member, end in leases if abs(end) < float("inf")}
 
     def is_renewed(self, before_ms: int, end_ms: int) -> bool:
-        """Whether a lease that ended at the first time, and ends at the second one now, was renewed by its holder.
-
-        The store by itself prolongs leases only after a silence, and so by more than that.
-        """
         return 0 < end_ms - before_ms < self._silence_ms
 
     def say_leaving(self, member_id: str) -> frozenset[str]:
-        """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
         keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
         args = [member_id, self._silence_ms, ROUND_TTL_S, self._judge.seal_leaving(member_id)]
         alive, leaving = self._run(self._leave, keys, args)
@@ -369,17 +323,17 @@ class Store:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def view(self, round: int) -> View:
-        """All that the rules need for `round`, read at one instant."""
         return self._look(round)
 
+    def await_change(self, round: int, seen: View, *, within_s: float) -> None:
+        time.sleep(within_s)  # Redis tells nobody of changes
+
     def announce_ready(self, member_id: str, ready: Ready) -> View:
-        """Say that a member stands at the boundary of a round, and look; the first word counts."""
         return self._look(
             ready.round, (self.keys.ready(ready.round), member_id, self._judge.seal_ready(member_id, ready))
         )
 
     def vote(self, opening: Opening, member_id: str, digest: str) -> View:
-        """Say which result a member holds for an opening, and look; the first word counts."""
         return self._look(
             opening.round, (self.keys.votes(opening), member_id, self._judge.seal_vote(member_id, opening, digest))
         )
@@ -421,20 +375,17 @@ class Store:
         return is_known
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
-        """Make this the opening that follows the current one. False: another proposal was first."""
         judge, keys = self._judge, self.keys
         args = [judge.seal_opening(current), opening.round, judge.seal_opening(opening), RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
         return bool(self._run(self._open, [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases], args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
-        """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
         judge, keys = self._judge, [self.keys.committed, self.keys.failed(opening)]
         args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
         return bool(self._run(self._fail, keys, args))
 
     def propose_verdict(self, verdict: Verdict) -> bool:
-        """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
         opening, keys, judge = verdict.opening, self.keys, self._judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
         names += [keys.ready(verdict.round), keys.votes(opening), keys.orders]
@@ -465,12 +416,10 @@ class Store:
         return raw or b"", judge.orders(keys.orders, raw), 0 if current is None else current.orders
 
     def history(self) -> list[Verdict]:
-        """The newest committed rounds, oldest first."""
         raw = self._run(self._read_history, [self.keys.history], [])
         return self._judge.past_verdicts(self.keys.history, cast("list[bytes]", raw)[::-1])
 
     def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
-        """Change what operators want of the run, by a rule that is asked again when another was faster. Its result."""
         deadline_s = time.monotonic() + self._lease_ms / 1000
         while True:
             raw, orders, newest = self._look_at_orders()
@@ -515,13 +464,6 @@ class Store:
 
     def close(self) -> None:
         self._redis.close()
-
-
-def _require_equal(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    """Raise JoinRefused with the first key that differs."""
-    for key in dict.fromkeys([*ours, *theirs]):
-        if theirs.get(key) != ours.get(key):
-            raise JoinRefused(key, theirs.get(key, "absent"), ours.get(key, "absent"))
 
 
 def _text(value: bytes | str) -> str:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import PeerLost
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
@@ -21,7 +21,7 @@ class RedisRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     with a node that died does not last until the time-out.
     """
 
-    def __init__(self, store: Store, prefix: str, *, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
+    def __init__(self, store: RedisStore, prefix: str, *, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.membership.records import Opening
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.rendezvous import RedisRendezvous
 from zeroband.elastic.transport.base import Gathering, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
@@ -108,7 +108,7 @@ class LaneGroups:
 
     def __init__(
         self,
-        store: Store,
+        store: RedisStore,
         flags: SharedFlags,
         ownership: LaneOwnership,
         faults: FaultPoints,
@@ -135,7 +135,7 @@ class LaneGroups:
     def reduce_mean(self, request: RoundRequest) -> tuple[int, int]:
         assert request.residual is None and request.encoded is None, "nothing is encoded here"
         opening, result = request.opening, request.result
-        self._connect(opening, opening.members.index(request.member_id))
+        self.connect(opening, opening.members.index(request.member_id))
         share = opening.share(request.member_id)
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         parts: list[tuple[int, torch.Tensor]] = []
@@ -147,7 +147,7 @@ class LaneGroups:
             else:
                 part.zero_()
             parts.append((lane, part))
-        self._all_reduce(parts, opening)
+        self.all_reduce(parts, opening)
         moved = ring_bytes(result.numel(), len(opening.members))
         return moved, moved
 
@@ -156,7 +156,7 @@ class LaneGroups:
         assert gathering.receiver is None, "the configuration refuses it"
         opening, result = request.opening, request.result
         own = opening.members.index(request.member_id)
-        self._connect(opening, own)
+        self.connect(opening, own)
         broadcasts: list[_Broadcast] = []
         for lane in self.ownership.owned():
             for sender, length in enumerate(gathering.lengths):
@@ -171,7 +171,7 @@ class LaneGroups:
         own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
         return own_bytes * (len(opening.members) - 1), gathering.total_bytes - own_bytes
 
-    def _connect(self, opening: Opening, node_rank: int) -> None:
+    def connect(self, opening: Opening, node_rank: int) -> None:
         """Have groups with exactly the opening's members. Raises PeerLost when the opening is aborted meanwhile."""
         self._left_behind.release()
         if self._connected == (opening.epoch, opening.members):
@@ -205,7 +205,7 @@ class LaneGroups:
         self._building.succeeded(time.monotonic() - began_at_s)
         return group
 
-    def _all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
+    def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], opening: Opening) -> None:
         """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
         if len(opening.members) == 1:
             return
@@ -246,6 +246,11 @@ class LaneGroups:
             work.wait()
         except RuntimeError as error:
             raise PeerLost(f"the transfer of round {opening.round} broke: {error}") from error
+
+    @property
+    def stall_limit_s(self) -> float:
+        """For so long no piece of the next transfer may end before it is given up."""
+        return self._moving.limit_s
 
     def measured(self) -> Rates:
         return Rates()

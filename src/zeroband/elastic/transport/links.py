@@ -76,6 +76,12 @@ class Links:
             link = self._links.get(member)
             return 0xFFFFFFFF if link is None else link.number
 
+    def session(self, member: str) -> str:
+        """What the streams of the link to a member have in common; empty where there is none."""
+        with self._lock:
+            link = self._links.get(member)
+            return "" if link is None else link.session
+
     def state(self, member: str) -> LinkState:
         return self.engine.state(self.number(member))
 

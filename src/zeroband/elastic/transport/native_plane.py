@@ -261,6 +261,11 @@ class NativePlane:
             raise PeerLost(f"the transfer of round {opening.round} ended as {state.name} ({running.detail})")
         run.tell(1.0)
 
+    @property
+    def stall_limit_s(self) -> float:
+        """For so long no byte of the next transfer may move before it is given up."""
+        return self._limits.transfer.limit_s
+
     def measured(self) -> Rates:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Pulse
@@ -166,7 +166,7 @@ class _Conducted:
         token = self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
         lease_s = fault.time_outs.lease_s
-        with closing(Store(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+        with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
             self._watch = watch = Watch(store, self._files, cluster.run_dir, self._violations)
             soak = Soak(cluster, watch, rules, now=self._now, is_stopped=is_stopped, say=say)
             self._course = soak.course

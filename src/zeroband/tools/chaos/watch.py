@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.elastic.membership.records import Verdict, View
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.errors import StoreLost
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail

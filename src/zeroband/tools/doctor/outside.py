@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from zeroband.checks.finding import Finding
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
@@ -24,7 +25,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
     """The store, this node's address, and the others."""
     assert config.store.url is not None
     url = config.store.url.get_secret_value()
-    store = Store(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
+    store = RedisStore(url, f"{config.run.id}.doctor", lease_s=LEASE_S, patience_s=_STORE_PATIENCE_S)
     try:
         host = config.node.advertise_host or address_towards(url)
         findings = [_time_store(store), look_at_address(host, config)]
@@ -39,7 +40,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
         store.close()
 
 
-def _time_store(store: Store) -> Finding:
+def _time_store(store: RedisStore) -> Finding:
     store.reach(patience_s=_STORE_PATIENCE_S)
     times: list[float] = []
     for _ in range(10):

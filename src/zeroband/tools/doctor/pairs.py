@@ -19,7 +19,7 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over

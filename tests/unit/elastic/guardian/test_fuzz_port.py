@@ -29,7 +29,7 @@ from torch import Tensor
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress, run_guardian
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
 from zeroband.elastic.transport.handshake import Purpose
@@ -157,7 +157,7 @@ def test_requests_of_somebody_of_the_run_are_answered(target: Target) -> None:
 
 @pytest.mark.slow
 def test_honest_node_is_answered_after_every_kind_of_message(
-    target: Target, open_store: Callable[..., Store], caplog: pytest.LogCaptureFixture
+    target: Target, open_store: Callable[..., RedisStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     chance, said, calls = random.Random(1), Counter[str](), list[Call]()
     before = opened_by(os.getpid())

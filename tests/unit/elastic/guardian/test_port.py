@@ -64,7 +64,7 @@ async def opened(answers: Mapping[bytes, Answer] | None = None) -> AsyncIterator
         yield port, number
     finally:
         port.close()
-        await until(lambda: not port._busy)
+        await until(lambda: port.tasks == 0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -124,7 +124,7 @@ def test_port_on_all_addresses_takes_ipv4_too() -> None:
         number = port.open("::", 0)
         (await call(number)).close()
         port.close()
-        await until(lambda: not port._busy)
+        await until(lambda: port.tasks == 0)
 
     asyncio.run(scene())
 
@@ -135,7 +135,7 @@ def test_call_may_come_byte_by_byte() -> None:
             connection = await call(number)
             for byte in SOME_CALL:
                 await asyncio.sleep(0.003)
-                assert len(port._strangers) == 1
+                assert port.strangers == 1
                 await asyncio.get_running_loop().sock_sendall(connection, bytes([byte]))
             await asyncio.get_running_loop().sock_sendall(connection, b"1234")
             assert await all_that_comes(connection) == SOME_CALL + b"1234"
@@ -156,7 +156,7 @@ def test_who_says_something_else_is_shut_out_and_told_nothing(calls: list[bytes]
         async with opened() as (port, number):
             strangers = [await call(number, data) for data in calls]
             assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * len(calls)
-            assert port._strangers == {}
+            assert port.strangers == 0
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -167,9 +167,9 @@ def test_who_does_not_say_what_it_wants_is_shut_out(said: bytes, impatient: None
     async def scene() -> None:
         async with opened() as (port, number):
             stranger = await call(number, said)
-            await until(lambda: len(port._strangers) == 1)
+            await until(lambda: port.strangers == 1)
             assert await all_that_comes(stranger) == b""
-            assert port._strangers == {}
+            assert port.strangers == 0
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -179,9 +179,9 @@ def test_who_hangs_up_before_it_says_what_it_wants_is_forgotten_at_once() -> Non
     async def scene() -> None:
         async with opened() as (port, number):
             stranger = await call(number)
-            await until(lambda: len(port._strangers) == 1)
+            await until(lambda: port.strangers == 1)
             stranger.shutdown(socket.SHUT_WR)
-            await until(lambda: not port._strangers)
+            await until(lambda: port.strangers == 0)
             assert await all_that_comes(stranger) == b""
 
     asyncio.run(scene())
@@ -193,8 +193,8 @@ def test_oldest_of_too_many_strangers_goes() -> None:
             strangers = []
             for count in range(1, 2 * STRANGERS + 1):
                 strangers.append(await call(number))
-                await until(lambda count=count: len(port._busy) == 1 + min(count, STRANGERS))
-                await until(lambda count=count: len(port._strangers) == min(count, STRANGERS))
+                await until(lambda count=count: port.tasks == 1 + min(count, STRANGERS))
+                await until(lambda count=count: port.strangers == min(count, STRANGERS))
             assert await asyncio.gather(*map(all_that_comes, strangers[:STRANGERS])) == [b""] * STRANGERS
             for stranger in strangers[STRANGERS:]:
                 await asyncio.get_running_loop().sock_sendall(stranger, SOME_CALL + b"1234")
@@ -212,11 +212,11 @@ def test_no_more_strangers_are_kept_when_many_come_at_once() -> None:
             most = 0
             for _ in range(10 * len(crowd)):
                 await asyncio.sleep(0)
-                most = max(most, len(port._strangers))
+                most = max(most, port.strangers)
             for stranger in crowd:
                 stranger.close()
             assert STRANGERS <= most <= STRANGERS + 1
-            await until(lambda: not port._strangers)
+            await until(lambda: port.strangers == 0)
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -229,7 +229,7 @@ def test_crowd_at_the_door_is_hung_up_on_and_forgotten(impatient: None) -> None:
             for stranger in strangers:
                 stranger.setblocking(False)
             assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * len(strangers)
-            assert port._strangers == {}
+            assert port.strangers == 0
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -251,7 +251,7 @@ def test_who_is_answered_for_long_is_no_stranger_once_it_has_proven_itself() -> 
                 proof, _ = caller.take(await read_exactly(probe, ANSWER_BYTES))
                 await asyncio.get_running_loop().sock_sendall(probe, proof)
                 assert await read_exactly(probe, 2) == b"in"
-            assert port._strangers == {} and port._callers == {}
+            assert port.strangers == 0 and port.callers == 0
             for _ in range(2 * STRANGERS):
                 await assert_answers(number)
             silent.set()
@@ -264,7 +264,7 @@ def test_crowd_from_one_address_pushes_out_nobody_from_another() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             lonely = await call(number, from_host="127.0.0.2")
-            await until(lambda: len(port._strangers) == 1)
+            await until(lambda: port.strangers == 1)
             crowd = [await call(number) for _ in range(3 * STRANGERS)]
             assert await asyncio.gather(*map(all_that_comes, crowd[: 2 * STRANGERS])) == [b""] * 2 * STRANGERS
             await asyncio.get_running_loop().sock_sendall(lonely, SOME_CALL + b"1234")
@@ -315,7 +315,7 @@ def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
     async def scene() -> None:
         async with opened({DATA_CALL: fail, OTHER_CALL: greet}) as (port, number):
             assert await all_that_comes(await call(number, DATA_CALL)) == b""
-            assert port._strangers == {}
+            assert port.strangers == 0
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -325,10 +325,10 @@ def test_closed_port_hangs_up_on_everybody_and_listens_no_more() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             strangers = [await call(number, said) for said in (b"", b"GE", SOME_CALL + b"12")]
-            await until(lambda: len(port._busy) == 4 and len(port._strangers) == 3)
+            await until(lambda: port.tasks == 4 and port.strangers == 3)
             port.close()
             assert await asyncio.gather(*map(all_that_comes, strangers)) == [b""] * 3
-            assert port._strangers == {}
+            assert port.strangers == 0
             with pytest.raises(ConnectionRefusedError):
                 await call(number)
 
@@ -342,11 +342,11 @@ def test_closed_port_hangs_up_on_who_has_just_come() -> None:
         async with opened() as (port, number):
             stranger = socket.create_connection((HOST, number))
             stranger.setblocking(False)
-            while not port._strangers:
+            while port.strangers == 0:
                 await asyncio.sleep(0)
             port.close()
             assert await all_that_comes(stranger) == b""
-            assert port._strangers == {}
+            assert port.strangers == 0
 
     asyncio.run(scene())
 
@@ -429,12 +429,12 @@ def test_nodes_of_the_run_do_not_push_one_another_out_and_strangers_do_not_eithe
                     connection.send(caller.hello)
             else:
                 connections = [await call(number, caller.hello) for caller in callers]
-            await until(lambda: len(port._callers) == len(callers))
+            await until(lambda: port.callers == len(callers))
             strangers = [await call(number) for _ in range(2 * STRANGERS)]
-            await until(lambda: len(port._strangers) == STRANGERS)
+            await until(lambda: port.strangers == STRANGERS)
             for caller, connection in zip(callers, connections, strict=True):
                 await finish(caller, connection)
-            assert (len(taken), port._callers) == (len(callers), {})
+            assert (len(taken), port.callers) == (len(callers), 0)
             for stranger in strangers:
                 stranger.close()
 
@@ -451,7 +451,7 @@ def test_oldest_of_too_many_callers_goes(monkeypatch: pytest.MonkeyPatch) -> Non
             assert len(await all_that_comes(connections[0])) == ANSWER_BYTES
             for caller, connection in zip(others, connections[1:], strict=True):
                 await finish(caller, connection)
-            assert (len(taken), port._callers) == (2, {})
+            assert (len(taken), port.callers) == (2, 0)
 
     asyncio.run(scene())
 
@@ -471,7 +471,7 @@ def test_call_that_this_node_does_not_take_gets_no_answer(hello: bytes) -> None:
     async def scene() -> None:
         async with opened_for_data() as (port, number, taken):
             assert await all_that_comes(await call(number, hello)) == b""
-            assert (taken, port._strangers) == ([], {})
+            assert (taken, port.strangers) == ([], 0)
             await assert_answers(number)
 
     asyncio.run(scene())
@@ -505,7 +505,7 @@ def test_call_that_was_recorded_gets_no_answer_when_it_is_repeated() -> None:
             await finish(caller, await call(number, caller.hello))
             assert len(taken) == 1
             assert await all_that_comes(await call(number, caller.hello)) == b""
-            assert (len(taken), port._callers, port._strangers) == (1, {}, {})
+            assert (len(taken), port.callers, port.strangers) == (1, 0, 0)
 
     asyncio.run(scene())
 

@@ -30,7 +30,7 @@ from zeroband.elastic.guardian.process import (
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.records import Opening, Peer
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver, channel
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
@@ -138,7 +138,7 @@ def test_pipe_is_listened_to_whatever_its_number() -> None:
 class Guarded:
     """A guardian that runs in a thread, and the trainer's ends of its pipes."""
 
-    store: Store
+    store: RedisStore
     flags: SharedFlags
     order: GuardianOrder
     thread: threading.Thread
@@ -199,12 +199,12 @@ def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> Gua
 @pytest.fixture
 def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
     started: list[Guarded] = []
-    stores: list[Store] = []
+    stores: list[RedisStore] = []
 
     def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
         changed = replace(order, **changes)  # type: ignore[arg-type]
         key = RunKey(bytes.fromhex(changed.listen.run_key)) if changed.listen.run_key else None
-        seen = Store(changed.store_url, "run", key=key, patience_s=5.0)
+        seen = RedisStore(changed.store_url, "run", key=key, patience_s=5.0)
         stores.append(seen)
         flags = SharedFlags(Path(order.flags), create=True)
         (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
@@ -293,7 +293,7 @@ def test_guardian_publishes_where_its_node_is_found(start_guard: StartGuard) -> 
 @pytest.fixture
 def other(redis_url: str) -> Iterator[socket.socket]:
     """Where another member's guardian listens, which answers nothing; its lease is long."""
-    store = Store(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
+    store = RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, patience_s=5.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
@@ -310,7 +310,7 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
         await answer_rate(connection)
 
     met = LinkMonitor("127.0.0.1", identity=Identity(OTHER, key), detect_s=5.0, on_gone=print, take=take)
-    store = Store(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
+    store = RedisStore(redis_url, "run", key=key, lease_s=1000.0, patience_s=5.0)
     try:
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         _until(lambda: guarded.said().links.get(OTHER, 0) > 0)
@@ -390,7 +390,7 @@ def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) 
     assert not guarded.is_alive()
 
 
-def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: Store) -> None:
+def test_guardian_that_replaces_another_finds_its_member_fenced(start_guard: StartGuard, store: RedisStore) -> None:
     store.propose_opening(WITHOUT_US, current=None)
     guarded = start_guard(is_first=False)
     assert guarded.flags.is_fenced and not guarded.is_alive()

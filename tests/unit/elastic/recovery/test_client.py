@@ -77,7 +77,7 @@ class Relay:
         self.sent: list[str] = []
         """Paths that are answered by 200 and to their end."""
         self._behind = behind
-        self._open: set[socket.socket] = set()
+        self.connections: set[socket.socket] = set()
         relay = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -86,10 +86,10 @@ class Relay:
 
             def setup(self) -> None:
                 super().setup()
-                relay._open.add(self.connection)
+                relay.connections.add(self.connection)
 
             def do_GET(self) -> None:
-                relay._answer(self)
+                relay.answer(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -110,7 +110,7 @@ class Relay:
         serve = {"poll_interval": 0.01}
         threading.Thread(target=self._server.serve_forever, kwargs=serve, daemon=True).start()
 
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
         status, body = ask(self._behind, handler.path)
         altered = self.alter(handler.path, body)
         length = len(body) if self.is_cut else self.length(handler.path, altered)
@@ -130,7 +130,7 @@ class Relay:
         """Stop listening, and hang up on all who are connected."""
         self._server.shutdown()
         self._server.server_close()
-        for connection in list(self._open):
+        for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 

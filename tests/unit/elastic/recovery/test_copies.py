@@ -214,12 +214,21 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     assert entries.sections(5) == {}
 
 
-def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher) -> None:
-    with hasher._turn:
-        promise = hasher.start(Copy(3), Copy(3).sections)
-        assert not promise.is_kept
-        assert promise.await_json(0.02) is None
-    kept(promise)
+def test_hashes_of_two_states_are_not_computed_at_once(hasher: Hasher, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun, hash_of = threading.Event(), list[memoryview](), serving.chunk_hash
+
+    def hash_later(view: memoryview) -> str:
+        begun.append(view)
+        assert go_on.wait(PATIENCE_S)
+        return hash_of(view)
+
+    monkeypatch.setattr(serving, "chunk_hash", hash_later)
+    promises = [hasher.start(Copy(round), Copy(round).sections) for round in (3, 4)]
+    assert [promise.await_json(0.02) for promise in promises] == [None, None]
+    assert len(begun) == 1
+    go_on.set()
+    for promise in promises:
+        kept(promise)
 
 
 def test_closed_hasher_promises_nothing_more() -> None:

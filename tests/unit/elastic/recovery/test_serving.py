@@ -1,6 +1,7 @@
 import hmac
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -155,10 +156,12 @@ def test_copy_is_made_when_it_is_asked_for_and_not_before(server: OpenServer) ->
 
 def test_round_is_told_while_the_hashes_are_computed(server: OpenServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "HASHES_AWAITED_S", 0.01)
-    with server._hasher._turn:
-        status, body = get(server, "/state")
-        assert (status, json.loads(body)) == (202, {"round": 7})
-        assert get(server, "/state/7")[0] == 202
+    go_on = threading.Event()
+    monkeypatch.setattr(serving, "chunk_hash", lambda view: chunk_hash(view) if go_on.wait(10) else "")
+    status, body = get(server, "/state")
+    assert (status, json.loads(body)) == (202, {"round": 7})
+    assert get(server, "/state/7")[0] == 202
+    go_on.set()
     monkeypatch.setattr(serving, "HASHES_AWAITED_S", 5.0)
     assert get(server, "/state/7")[0] == 200
 

@@ -1,6 +1,6 @@
 """A run of several nodes in one process, each of which does one thing when it is told to: the run under `test_rounds`.
 
-Production decides (`Member`, its memory, the rules, the store); here is what comes before and after its decisions, as
+Production decides (`Member`, the rules, the store); here is what comes before and after its decisions, as
 `RoundCoordinator`, the transaction and the join path do it, with digests of words in place of tensors. Leases are as
 long as a test never takes.
 """
@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import redis
+from tests.memberships import a_member
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.rounds.member import Member, say_nothing
-from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.rounds.member import Member
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
+from zeroband.node.shared_flags import SharedFlags
 
 LEASE_S = 1000.0
 SHAPE = RunShape(total_steps=10_000, batch_size=3)
@@ -41,7 +43,7 @@ def up_to(most: int, *parts: object) -> int:
     return 1 + int(hashed(*parts), 16) % most
 
 
-class RecordingStore(Store):
+class RecordingStore(RedisStore):
     """Keeps what was proposed, so that it can be proposed again, and delays it while it is told to."""
 
     def __init__(self, url: str, run_id: str) -> None:
@@ -85,27 +87,13 @@ class RecordingStore(Store):
         self.on_the_way = []
 
 
-class StepMember(Member):
-    """A membership that hands out its decisions instead of waiting: no guardian, no watcher."""
-
-    def __init__(self, store: Store, member_id: str, shared: Mapping[str, str]) -> None:
-        self.member_id = member_id
-        self.store = store
-        self.listed_version = 0
-        self._memory = LiveBackup(self.member_id, shared)
-        self._on_event = say_nothing
-        self._flags = cast(Any, SimpleNamespace(set_listed_version=partial(setattr, self, "listed_version")))
-
-    def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
-        return decide
-
-
 @dataclass
 class Node:
     """A node between its calls. `phase` names what it does next."""
 
     slot: int
-    member: StepMember
+    member: Member
+    flags: SharedFlags
     phase: str = "founding"
     round: int = -1
     state_digest: str = "initial"
@@ -146,8 +134,10 @@ class Run:
     """The nodes by slot, the store between them, and what somebody has applied."""
 
     def __init__(self, url: str) -> None:
-        self.store = RecordingStore(url, uuid.uuid4().hex)
-        self.client = redis.Redis.from_url(url)
+        self.opened = ExitStack()
+        self.folder = Path(self.opened.enter_context(TemporaryDirectory()))
+        self.store = self.opened.enter_context(closing(RecordingStore(url, uuid.uuid4().hex)))
+        self.client = self.opened.enter_context(redis.Redis.from_url(url))
         self.shared = self.store.found_or_match({"model.d_model": "256"})
         self.start_is_over = False
         self.members = 0
@@ -167,8 +157,7 @@ class Run:
         """The state after each of them."""
 
     def close(self) -> None:
-        self.store.close()
-        self.client.close()
+        self.opened.close()
 
     # -- what a node does ---------------------------------------------------------------------------------------
 
@@ -199,7 +188,11 @@ class Run:
     def new_node(self, slot: int) -> Node:
         """As another member; numbered, so that a failure comes again when it is looked into."""
         self.members += 1
-        self.nodes[slot] = Node(slot, StepMember(self.store, f"n{slot}#{self.members}", self.shared))
+        flags = SharedFlags(self.folder / f"n{slot}-{self.members}", create=True)
+        member = a_member(self.store, f"n{slot}#{self.members}", flags, shared=self.shared, has_lease=False)
+        self.opened.callback(flags.close)
+        self.opened.callback(member.close)
+        self.nodes[slot] = Node(slot, member, flags)
         return self.nodes[slot]
 
     def bury_the_dead(self) -> None:
@@ -210,7 +203,7 @@ class Run:
     def renew(self, node: Node, *, first: bool = False) -> None:
         cut_off = tuple(n.id for n in self.nodes.values() if (node.slot, n.slot) in self.cuts)
         peer = Peer(f"n{node.slot}", "host", 1, False, cut_off)
-        if self.store.renew_lease(node.id, peer, first=first, listed_version=node.member.listed_version) is None:
+        if self.store.renew_lease(node.id, peer, first=first, listed_version=node.flags.listed_version) is None:
             node.is_fenced = True
 
     def renew_all(self) -> None:
@@ -269,7 +262,7 @@ class Run:
     def turn_of(self, node: Node, straggler_deadline_s: float | None = None) -> Opening | Verdict | Wait:
         is_member = node.has_founded and not node.is_joiner
         rules, deadline_s = Rules(1, 2, straggler_deadline_s), float("-inf" if self.start_is_over else "inf")
-        decide: Any = node.member.await_turn(node.next_round, rules, is_member=is_member, start_deadline_s=deadline_s)
+        decide = node.member.turn_rule(node.next_round, rules, is_member=is_member, start_deadline_s=deadline_s)
         return decide(self.look(node))
 
     def catch_up(self, node: Node, round: int) -> None:
@@ -341,8 +334,7 @@ class Run:
 
     def committing(self, node: Node) -> None:
         assert node.opening is not None
-        decide: Any = node.member.await_verdict(node.opening, node.record)
-        verdict = decide(self.look(node))
+        verdict = node.member.verdict_rule(node.opening, node.record)(self.look(node))
         if isinstance(verdict, Verdict):
             self.apply(node, verdict)
 

@@ -1,16 +1,16 @@
-"""Two members with one node.id, on a real Redis: an earlier life of this node, or another machine that lives."""
+"""Two members with one node.id: an earlier life of this node, or another machine that lives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import redis
+from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.records import Opening, Peer
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
-from zeroband.elastic.store.redis_store import Store
 from zeroband.errors import ConfigError
 
 OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
@@ -20,8 +20,14 @@ Outlive = Callable[..., None]
 
 
 @pytest.fixture
-def renew(store: Store) -> Callable[..., None]:
+def store() -> MemoryStore:
+    return MemoryStore(MemoryRecord())
+
+
+@pytest.fixture
+def renew(store: MemoryStore) -> Callable[..., None]:
     def renew_all(*members: str, first: bool = False) -> None:
+        store.record.let_pass(1, is_silent=True)  # or this renewal would be at the instant of the last one
         for member in members:
             peer = Peer(member.partition("#")[0], f"host of {member}", 7070, True)
             assert store.renew_lease(member, peer, first=first) is not None
@@ -30,19 +36,13 @@ def renew(store: Store) -> Callable[..., None]:
 
 
 @pytest.fixture
-def let_pass(store: Store, redis_client: redis.Redis) -> Pass:
-    """Have the store's clock go on without waiting for it."""
-
-    def pass_by(ms: int) -> None:
-        for member in (OTHER, SAME, OURS, LATER):
-            redis_client.zincrby(store.keys.leases, -ms, member)
-        redis_client.hincrby(store.keys.clock, "pulse", -ms)
-
-    return pass_by
+def let_pass(store: MemoryStore) -> Pass:
+    """Have the store's clock go on, while nobody renews."""
+    return partial(store.record.let_pass, is_silent=True)
 
 
 @pytest.fixture
-def outlive(store: Store, monkeypatch: pytest.MonkeyPatch) -> Outlive:
+def outlive(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Outlive:
     """outlive(act, act): what happens between the looks; one look more is an error."""
 
     def run(*acts: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ def test_of_two_new_machines_of_one_name_the_first_by_its_id_waits_until_the_oth
 
 
 def test_machine_that_is_in_the_run_stays_whatever_the_ids(
-    store: Store, renew: Callable[..., None], outlive: Outlive
+    store: MemoryStore, renew: Callable[..., None], outlive: Outlive
 ) -> None:
     renew(OURS, LATER, first=True)
     assert store.propose_opening(Opening(1, 1, 1, (LATER,), (1,)), current=None)

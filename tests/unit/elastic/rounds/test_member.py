@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from tests.memberships import LeaseInMemory
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
@@ -19,7 +20,9 @@ from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.orders import drain, go_on, pause
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import Fenced, Leaving, PeerLost
 from zeroband.node.shared_flags import SharedFlags
@@ -32,44 +35,41 @@ SHARED = {"model.d_model": "256"}
 MakeMember = Callable[..., Member]
 
 
-class StubGuardian:
-    """Takes the lease and lives until it is told otherwise."""
+@dataclass
+class Guardians:
+    """All that were started, and whether the machine starts more of them."""
 
     store: Store
-    orders: list[GuardianOrder]
+    started: list[LeaseInMemory] = field(default_factory=list[LeaseInMemory])
+    is_out_of_memory: bool = False
 
-    def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        self.orders.append(order)
-        self.store.renew_lease(order.member_id, Peer(order.node_id, order.listen.host, 1, False), first=order.is_first)
-        self.is_dead = False
-        self.pid = 1
-        self._member_id = order.member_id
+    def start(self, order: GuardianOrder, inbox: Inbox | None) -> LeaseInMemory:
+        if self.is_out_of_memory:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        self.started.append(LeaseInMemory(self.store, order))
+        return self.started[-1]
 
-    def is_running(self) -> bool:
-        return not self.is_dead
-
-    def close(self) -> None:
-        self.store.release_lease(self._member_id)
-
-
-@pytest.fixture
-def guardians(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[GuardianOrder]:
-    """The orders of all guardians that were started."""
-    orders: list[GuardianOrder] = []
-    stub = type("Guardian", (StubGuardian,), {"store": store, "orders": orders})
-    monkeypatch.setattr("zeroband.elastic.rounds.member.Guardian", stub)
-    return orders
+    @property
+    def are_first(self) -> list[bool]:
+        """Whether each was to take a lease, or to find out whether its member still has one."""
+        return [guardian.order.is_first for guardian in self.started]
 
 
 @pytest.fixture
-def make_member(tmp_path: Path, store: Store, guardians: list[GuardianOrder]) -> Iterator[MakeMember]:
+def guardians(store: RedisStore) -> Guardians:
+    return Guardians(store)
+
+
+@pytest.fixture
+def make_member(tmp_path: Path, store: RedisStore, guardians: Guardians) -> Iterator[MakeMember]:
     members: list[Member] = []
     boards: list[SharedFlags] = []
 
     def make(node_id: str, departure: Departure | None = None, **more: Any) -> Member:
         boards.append(SharedFlags(tmp_path / f"flags-{node_id}", create=True))
         identity = NodeIdentity(node_id, ListenAddress("host"), (), 0, tmp_path)
-        run = RunAccess(store, "unused", "run", store.found_or_match(SHARED), **more)
+        access: dict[str, Any] = {"store": store, "start_guardian": guardians.start, **more}
+        run = RunAccess(store_url="unused", run_id="run", shared=store.found_or_match(SHARED), **access)
         members.append(Member(run, identity, boards[-1], TIME_OUTS, departure or Departure(grace_s=1000.0)))
         return members[-1]
 
@@ -138,15 +138,15 @@ def test_last_of_a_round_asks_the_store_as_often_as_the_plan_counts(
     commit(found(a, b), a, b)
     a.announce_ready(Ready(1, 5, "s"))
     trips: list[bool] = []
-    call = Store._call
+    execute = StoreClient.execute_command
 
-    def counted(*asked: Any) -> Any:
+    def counted(*asked: Any, **options: Any) -> Any:
         trips.append(threading.current_thread() is threading.main_thread())  # and not a watcher
-        return call(*asked)
+        return execute(*asked, **options)
 
     def last(*acts: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "_call", counted)
+            patch.setattr(StoreClient, "execute_command", counted)
             return [act() for act in acts][-1]
 
     opening = last(lambda: b.announce_ready(Ready(1, 5, "s")), lambda: turn_of(b, 1))
@@ -209,9 +209,8 @@ def test_who_saw_a_loss_too_late_takes_the_verdict(make_member: MakeMember, monk
     assert renew(b)
     b.vote(opening, "d")
     verdict = b.await_verdict(opening, {})
-    looks = iter([outdated])
-    fresh = Store.view
-    monkeypatch.setattr(Store, "view", lambda *looked_at: next(looks, None) or fresh(*looked_at))
+    looks, fresh = iter([outdated]), a.store.view
+    monkeypatch.setattr(a.store, "view", lambda round: next(looks, None) or fresh(round))
     assert a.await_verdict(opening, {}) == verdict
 
 
@@ -436,32 +435,28 @@ def test_watched_opening_is_aborted_when_the_time_to_leave_is_over(make_member: 
 
 
 def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
-    make_member: MakeMember, guardians: list[GuardianOrder]
+    make_member: MakeMember, guardians: Guardians
 ) -> None:
-    a: Any = make_member("a")
-    a._guardian._guardian.is_dead = True
-    _until(lambda: len(guardians) == 2)
-    assert [order.is_first for order in guardians] == [True, False]
-    assert guardians[0].member_id == guardians[1].member_id
+    make_member("a")
+    guardians.started[0].is_dead = True
+    _until(lambda: len(guardians.started) == 2)
+    assert guardians.are_first == [True, False]
+    assert len({guardian.order.member_id for guardian in guardians.started}) == 1
 
 
 def test_watcher_goes_on_while_no_guardian_can_be_started(
-    make_member: MakeMember, guardians: list[GuardianOrder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_member: MakeMember, guardians: Guardians, tmp_path: Path
 ) -> None:
     """A machine without memory for another process: transfers are aborted all the same, and later it starts."""
     a, b = make_member("a"), make_member("b")
-    opening, kept = found(a, b), vars(a)["_guardian"]
-
-    def refuse(order: GuardianOrder, inbox: Inbox | None) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("zeroband.elastic.rounds.member.Guardian", refuse)
-        kept._guardian.is_dead = True
-        a.watch(opening)
-        expire(b)
-        _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
-    _until(lambda: [order.is_first for order in guardians] == [True, True, False])
+    opening = found(a, b)
+    guardians.is_out_of_memory = True
+    guardians.started[0].is_dead = True
+    a.watch(opening)
+    expire(b)
+    _until(lambda: board_of(tmp_path, "a").aborted_version == opening.version)
+    guardians.is_out_of_memory = False
+    _until(lambda: guardians.are_first == [True, True, False])
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -35,7 +35,7 @@ def save(run: FakeRun, step: int, *readers: str) -> None:
 
 
 def order(run: FakeRun, step: int) -> None:
-    run.store.change(lambda: setattr(run.store, "orders", roll_back(run.store.orders, step, [step])))
+    run.store.give_orders(lambda given: roll_back(given, step, [step]))
 
 
 def go_back(run: FakeRun, **updates: Tensor) -> dict[str, RoundReport]:
@@ -108,7 +108,7 @@ def test_run_goes_on_as_it_was_where_a_member_cannot_have_the_checkpoint(start_r
     reports = run.round(a=noise(3), b=noise(4))
     assert {r.round for r in reports.values()} == {2} and reports["a"].progress.inner_step == 2
     assert any("b has no checkpoint of step 1" in failure for failure in reports["b"].failures)
-    assert run.store.orders.rollback is None
+    assert run.store.view(0).orders.rollback is None
 
 
 def test_member_that_dies_before_it_goes_back_is_gone_without(start_run: StartRun, noise: Noise) -> None:
@@ -146,7 +146,7 @@ def test_spike_of_the_common_loss_takes_all_members_back_once(
     assert run.said == []
     learn(run, noise(8), a=20.0, b=3.9)
     back = go_back(run, a=noise(50), b=noise(51))
-    assert run.said == [("rollback_ordered", 9)] and run.store.orders.rollback is None
+    assert run.said == [("rollback_ordered", 9)] and run.store.view(0).orders.rollback is None
     assert back["a"].progress == back["b"].progress and back["a"].progress.inner_step == 6
     for n in range(20, 23):
         reports = learn(run, noise(n), a=3.0, b=3.0)
@@ -194,7 +194,7 @@ def test_run_that_is_founded_on_a_checkpoint_goes_on_as_the_first_one_did(
     reports = [first.round(a=noise(10 + n), b=noise(20 + n))["a"] for n in range(3)]
     (tmp_path / "again").mkdir()
     run = FakeRun(algorithm, tmp_path / "again", local, founders=2)
-    run.store.restart_point = RestartPoint(9, 2, copy.state_digest, "a")
+    assert run.store.propose_restart_point(RestartPoint(9, 2, copy.state_digest, "a"), run.store.view(0))
     for name in ("a", "b"):
         assert run.add(name).outer.adopt(copy.round, copy.record, copy.sections) == copy.state_digest
         if algorithm.type == "diloco":  # whose inner state the checkpoint holds by node

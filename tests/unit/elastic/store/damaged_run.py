@@ -11,18 +11,20 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import redis
+from tests.memberships import a_member
 
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import Orders, go_on, pause
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
-from zeroband.elastic.rounds.member import Member, say_nothing
-from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.rounds.member import Member
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
+from zeroband.node.shared_flags import SharedFlags
 
 LEASE_S = 1000.0
 RUN_ID = "run"
@@ -37,33 +39,16 @@ def hashed(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
 
 
-class StepMember(Member):
-    """A membership that hands out its decisions instead of waiting: no guardian, no watcher."""
-
-    def __init__(self, store: Store, member_id: str, shared: dict[str, str], flags: Any) -> None:
-        self.member_id = member_id
-        self.store = store
-        self._flags = flags
-        self._departure: Any = SimpleNamespace(drain=lambda: None)
-        self._memory = LiveBackup(member_id, shared)
-        self._on_event = say_nothing
-        self._first_look = None
-        flags.session = getattr(store, "session", "")
-
-    def _poll(self, round: int, decide: Callable[[View], Any]) -> Any:
-        return decide(self.look(round))
-
-
 @dataclass
 class Node:
     """A node with stores of its own, as its processes have them."""
 
     name: str
-    store: Store
-    guardian: Store
+    store: RedisStore
+    guardian: RedisStore
     shared: dict[str, str]
-    flags: Any = field(default_factory=lambda: SimpleNamespace(session="", listed_version=0))
-    member: StepMember = field(init=False)
+    flags: SharedFlags
+    member: Member = field(init=False)
     phase: str = "training"
     round: int = -1
     state: str = "initial"
@@ -73,15 +58,14 @@ class Node:
     lives: int = 0
 
     def __post_init__(self) -> None:
-        self.flags.set_session = lambda session: setattr(self.flags, "session", session)
-        self.flags.set_listed_version = lambda version: setattr(self.flags, "listed_version", version)
         self.be_another_member()
 
     def be_another_member(self) -> None:
         self.lives += 1
         member_id = f"{self.name}#{self.lives}{uuid.uuid4().hex[:4]}"
-        self.flags.listed_version = 0
-        self.member = StepMember(self.store, member_id, self.shared, self.flags)
+        if self.lives > 1:
+            self.member.close()
+        self.member = a_member(self.store, member_id, self.flags, shared=self.shared, has_lease=False)
         self.renew(first=True)
 
     def renew(self, *, first: bool = False) -> None:
@@ -99,20 +83,26 @@ class Run:
 
     def __init__(self, url: str, *, patience_s: float = 2.0) -> None:
         self.client = redis.Redis.from_url(url)
-        self.stores: list[Store] = []
+        self.stores: list[RedisStore] = []
 
-        def open_store() -> Store:
-            self.stores.append(Store(url, RUN_ID, lease_s=LEASE_S, patience_s=patience_s))
+        def open_store() -> RedisStore:
+            self.stores.append(RedisStore(url, RUN_ID, lease_s=LEASE_S, patience_s=patience_s))
             return self.stores[-1]
 
         self.shared = open_store().found_or_match({"model.d_model": "256"})
         self.session = uuid.uuid4().hex
-        self.nodes = [Node(name, open_store(), open_store(), dict(self.shared)) for name in "abc"[:NODES]]
+        self.folder = TemporaryDirectory()
+        flags = {name: SharedFlags(Path(self.folder.name) / name, create=True) for name in "abc"[:NODES]}
+        self.nodes = [Node(name, open_store(), open_store(), dict(self.shared), flags[name]) for name in flags]
         self.line: dict[int, tuple[str, str]] = {}
         """Digest and state of the rounds that somebody applied."""
         self.fences = 0
 
     def close(self) -> None:
+        for node in self.nodes:
+            node.member.close()
+            node.flags.close()
+        self.folder.cleanup()
         for store in self.stores:
             store.close()
         self.client.close()
@@ -153,8 +143,9 @@ class Run:
 
     def _waiting(self, node: Node) -> None:
         is_member = node.round >= 0 and not node.is_joiner
-        rules = Rules(1, NODES)
-        turn = node.member.await_turn(node.round + 1, rules, is_member=is_member, start_deadline_s=float("inf"))
+        round = node.round + 1
+        decide = node.member.turn_rule(round, Rules(1, NODES), is_member=is_member, start_deadline_s=float("inf"))
+        turn = decide(node.member.look(round))
         if isinstance(turn, Verdict):
             node.phase = "joining"  # it catches up
         elif not isinstance(turn, Wait):
@@ -171,7 +162,7 @@ class Run:
     def _voted(self, node: Node) -> None:
         assert node.opening is not None
         payload = {"session": node.session or self.session, "n": node.opening.round}
-        verdict = node.member.await_verdict(node.opening, payload)
+        verdict = node.member.verdict_rule(node.opening, payload)(node.member.look(node.opening.round))
         if isinstance(verdict, Verdict):
             node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
             node.session, node.is_joiner, node.phase = verdict.record["session"], False, "training"

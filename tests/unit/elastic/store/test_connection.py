@@ -20,6 +20,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -30,6 +31,7 @@ from tests.servers import SERVERS, Servers, until
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
 from zeroband.elastic.store import connection, scripts
 from zeroband.elastic.store import redis_store as store
+from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import (
     ACL_RULES,
     COMMANDS,
@@ -40,7 +42,7 @@ from zeroband.elastic.store.connection import (
     is_refusal,
     is_temporary,
 )
-from zeroband.elastic.store.redis_store import Store, StoreBackup
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 
 DEADLINE_S = 20.0
@@ -201,7 +203,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
     admin.config_resetstat()
     opening, key = Opening(1, 1, 0, ("a#1",), (1,)), "zeroband:{run}:group:k"
     verdict, ready = Verdict(opening, "digest"), Ready(0, 1, "state")
-    with contextlib.closing(Store(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", patience_s=TIMEOUT_S)) as run:
+    with contextlib.closing(RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{port}/1", "run", patience_s=TIMEOUT_S)) as run:
         run.reach(patience_s=TIMEOUT_S)
         for _ in range(2):
             shared = run.found_or_match({"train.batch_size": "64"})
@@ -330,7 +332,9 @@ def test_wrong_address_is_an_error_of_the_user() -> None:
 @pytest.mark.slow
 def test_view_of_a_store_far_away_takes_one_round_trip(relay: Callable[..., Relay]) -> None:
     way = relay(delay_s=0.05)
-    with contextlib.closing(Store(f"redis://run:{QUOTED}@127.0.0.1:{way.port}", "run", patience_s=TIMEOUT_S)) as far:
+    with contextlib.closing(
+        RedisStore(f"redis://run:{QUOTED}@127.0.0.1:{way.port}", "run", patience_s=TIMEOUT_S)
+    ) as far:
         far.view(0)
         for _ in range(2):
             before = way.requests
@@ -344,11 +348,17 @@ def test_new_connection_takes_a_round_trip_for_the_login_only(relay: Callable[..
     assert way.requests == 2
 
 
-def test_connection_is_kept_alive(port: int, opened: Open) -> None:
-    client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
-    line = client.connection_pool.get_connection()
-    assert line._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    client.connection_pool.release(line)
+def test_connection_is_kept_alive(port: int, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[object, ...]] = []
+    choose = socket.socket.setsockopt
+
+    def note(connection: socket.socket, *option: Any) -> None:
+        chosen.append(option)
+        choose(connection, *option)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", note)
+    opened(f"redis://:{QUOTED}@127.0.0.1:{port}").ping()
+    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1) in chosen
 
 
 def test_call_after_a_cut_goes_over_a_new_connection(relay: Callable[..., Relay], opened: Open) -> None:

@@ -18,7 +18,9 @@ from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
 from zeroband.elastic.membership.records import Opening, Ready, Verdict
 from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.store.redis_store import Keys, Store
+from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.redis_store import Keys
+from zeroband.elastic.store.seals import Seals
 
 Damage = Callable[[Run, bytes], None]
 
@@ -28,7 +30,7 @@ HUGE = 10**15
 
 def whole_names(run: Run) -> dict[str, bytes]:
     """Every key of a run by a short name, those of the current round too, whether or not they are there."""
-    keys, opening = run.nodes[0].store.keys, run.nodes[0].member._memory.known.opening
+    keys, opening = run.nodes[0].store.keys, run.nodes[0].opening
     assert opening is not None
     names = {name: value for name, value in vars(keys).items() if name != "prefix"}
     names |= {"ready": keys.ready(run.newest + 1), "votes": keys.votes(opening), "failed": keys.failed(opening)}
@@ -247,24 +249,21 @@ def test_run_goes_on_after_several_damages_at_once(
 # -- what a stranger may write ----------------------------------------------------------------------------------------
 
 
-def stranger(run: Run, url: str) -> Store:
-    """Somebody who reaches the store and has another token."""
-    run.stores.append(Store(url, RUN_ID, key=RunKey.of("another token", RUN_ID), patience_s=2.0))
-    return run.stores[-1]
+def stranger(run: Run) -> Judge:
+    """Somebody who reaches the store and seals with another token."""
+    return Judge(Seals(RunKey.of("another token", RUN_ID), RUN_ID, run.nodes[0].store.keys.prefix))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str, moment: str) -> None:
     with a_run(redis_url) as run:
         run.bring_to(moment)
-        forger, keys = stranger(run, redis_url), run.nodes[0].store.keys
+        forger, keys = stranger(run), run.nodes[0].store.keys
         opening = Opening(HUGE, HUGE, HUGE, ("stranger#1",), (1,), (1,), (1,), sessions=(run.session,))
         verdict = Verdict(opening, "d", {"session": run.session})
-        run.client.set(keys.opening, forger._judge.seal_opening(opening))
-        run.client.set(keys.committed, forger._judge.seal_verdict(verdict))
-        run.client.hset(
-            keys.ready(run.newest + 1), "stranger#1", forger._judge.seal_ready("stranger#1", Ready(0, 1, "s"))
-        )
+        run.client.set(keys.opening, forger.seal_opening(opening))
+        run.client.set(keys.committed, forger.seal_verdict(verdict))
+        run.client.hset(keys.ready(run.newest + 1), "stranger#1", forger.seal_ready("stranger#1", Ready(0, 1, "s")))
         run.client.zadd(keys.leases, {"stranger#1": float("inf")})
         assert_goes_on(run, f"a forged verdict at {moment}")
 
@@ -273,12 +272,12 @@ def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str,
 def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: str) -> None:
     with a_run(redis_url) as run:
         run.bring_to(moment)
-        opening, forger = run.nodes[0].member._memory.known.opening, stranger(run, redis_url)
+        opening, forger = run.nodes[0].opening, stranger(run)
         assert opening is not None
         keys = run.nodes[0].store.keys
-        run.client.set(keys.failed(opening), forger._judge.seal_failure(opening, "because I say so"))
+        run.client.set(keys.failed(opening), forger.seal_failure(opening, "because I say so"))
         for member in opening.members:
-            run.client.hset(keys.votes(opening), member, forger._judge.seal_vote(member, opening, "another"))
+            run.client.hset(keys.votes(opening), member, forger.seal_vote(member, opening, "another"))
         newest = run.newest
         assert_goes_on(run, f"a forged failure at {moment}")
         assert run.newest > newest

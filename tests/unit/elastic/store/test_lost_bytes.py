@@ -19,7 +19,7 @@ from tests.relay import Damage, Relay, Wound
 from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict, View
 from zeroband.elastic.store import redis_store as store_module
 from zeroband.elastic.store.connection import connect
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 
 PATIENCE_S = 60.0
@@ -37,7 +37,7 @@ def server() -> Iterator[int]:
         port = free.getsockname()[1]
     with (
         RedisServer(host="127.0.0.1", port=port) as redis,
-        contextlib.closing(Store(redis.url, RUN, lease_s=LEASE_S, patience_s=5)) as run,
+        contextlib.closing(RedisStore(redis.url, RUN, lease_s=LEASE_S, patience_s=5)) as run,
     ):
         for member in ("a#1", "b#1"):
             assert run.renew_lease(member, Peer(member[0], "127.0.0.1", 1, True), first=True)
@@ -53,7 +53,7 @@ class Way:
     """A relay to the server, a store behind it."""
 
     relay: Relay
-    store: Store
+    store: RedisStore
 
     def close(self) -> None:
         self.store.close()
@@ -67,7 +67,7 @@ def ways(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Way]]:
         opened: list[Way] = []
         for _ in range(WAYS):
             relay = Relay(server)
-            way = Way(relay, Store(f"redis://127.0.0.1:{relay.port}", RUN, lease_s=LEASE_S, patience_s=PATIENCE_S))
+            way = Way(relay, RedisStore(f"redis://127.0.0.1:{relay.port}", RUN, lease_s=LEASE_S, patience_s=PATIENCE_S))
             stack.callback(way.close)
             opened.append(way)
             way.store.view(1)

@@ -35,8 +35,7 @@ def inbox(taken: Taken) -> Iterator[Inbox]:
     take = lambda connection, what: taken.put((connection, what))  # noqa: E731
     inbox = Inbox({"state": take, "data": take})
     yield inbox
-    if not inbox._is_over:
-        inbox.close()
+    inbox.close()
 
 
 @pytest.fixture
@@ -46,6 +45,11 @@ def guardian(inbox: Inbox) -> Iterator[socket.socket]:
     inbox.attach(theirs)
     with ours:
         yield ours
+
+
+def is_running() -> bool:
+    """Whether the thread of an inbox is there."""
+    return "inbox" in {thread.name for thread in threading.enumerate()}
 
 
 def send(guardian: socket.socket, what: HandedOver) -> socket.socket:
@@ -112,8 +116,8 @@ def test_taker_that_fails_takes_the_next_one() -> None:
     near.close()
     inbox.attach(end)
     with guardian, send(guardian, STATE) as other:
-        until(lambda: not names.empty() or not inbox._thread.is_alive())
-        assert inbox._thread.is_alive()
+        until(lambda: not names.empty() or not is_running())
+        assert is_running()
         assert names.get(timeout=DEADLINE_S) == other.getsockname()
     inbox.close()
 
@@ -134,12 +138,10 @@ def test_inbox_takes_from_several_channels_one_after_the_other(inbox: Inbox, tak
 
 
 def test_channel_whose_guardian_is_gone_is_dropped(inbox: Inbox, guardian: socket.socket, taken: Taken) -> None:
-    until(lambda: len(inbox._selector.get_map()) == 2)
     other, theirs = channel()
     inbox.attach(theirs)
     other.close()
     until(lambda: theirs.fileno() == -1)
-    assert len(inbox._selector.get_map()) == 2
     with send(guardian, STATE):
         assert taken.get(timeout=DEADLINE_S)[1] == STATE
 
@@ -180,33 +182,43 @@ def test_channel_that_is_full_takes_nothing_and_does_not_wait() -> None:
             socket.socket(fileno=descriptors[0]).close()
 
 
-def test_closed_inbox_ends_its_thread_and_its_channels(inbox: Inbox, guardian: socket.socket) -> None:
-    until(lambda: len(inbox._selector.get_map()) == 2)
+def test_closed_inbox_ends_its_thread_and_its_channels(inbox: Inbox, guardian: socket.socket, taken: Taken) -> None:
+    with send(guardian, STATE):
+        assert taken.get(timeout=DEADLINE_S)[1] == STATE
     inbox.close()
-    assert not inbox._thread.is_alive()
+    assert not is_running()
     near, far = tcp_pair()
     with near, far:
         assert hand_over(guardian, near, STATE) is False
 
 
 def test_inbox_that_a_connection_wakes_while_it_is_closed_is_closed_all_the_same(
-    inbox: Inbox, guardian: socket.socket, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its thread may be over before it is told."""
-    wake = inbox._wake_write
+    ours, theirs = channel()
+    read, write = socket.socketpair()
+    attached = threading.Event()
 
     class LateWake:
-        close = wake.close
+        close = write.close
 
         def send(self, data: bytes) -> int:
-            send(guardian, STATE).close()
-            inbox._thread.join(0.2)
-            return wake.send(data)
+            if attached.is_set():
+                send(ours, STATE).close()
+                until(lambda: not is_running())
+            return write.send(data)
 
-    until(lambda: len(inbox._selector.get_map()) == 2)
-    monkeypatch.setattr(inbox, "_wake_write", LateWake())
-    inbox.close()
-    assert not inbox._thread.is_alive()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", lambda: (read, LateWake()))
+        inbox = Inbox({})
+    with ours:
+        inbox.attach(theirs)
+        with send(ours, STATE) as far:
+            assert far.recv(1) == b"", "nobody takes it, so the inbox has looked"
+        attached.set()
+        inbox.close()
+    assert not is_running()
 
 
 def test_inbox_is_closed_while_connections_come(inbox: Inbox, guardian: socket.socket) -> None:
@@ -227,7 +239,7 @@ def test_inbox_is_closed_while_connections_come(inbox: Inbox, guardian: socket.s
     inbox.close()
     stop.set()
     calling.join(DEADLINE_S)
-    assert not inbox._thread.is_alive()
+    assert not is_running()
     assert [end.recv(1) for end in far] == [b""] * len(far)
     for end in far:
         end.close()

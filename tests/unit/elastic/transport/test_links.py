@@ -190,12 +190,12 @@ def test_streams_that_are_missing_are_added_to_the_same_link(make_node: MakeNode
 def test_lost_link_is_dialled_again_as_another_session(make_node: MakeNode, loser: str) -> None:
     a, b = make_node("a").open(), make_node("b").open()
     connect_all([a, b], streams=2)
-    numbers, session = (a.links.number("b"), b.links.number("a")), b.links._links["a"].session
+    numbers, session = (a.links.number("b"), b.links.number("a")), b.links.session("a")
     a.lose(b) if loser == "the caller" else b.lose(a)
     until(lambda: not a.links.state("b").is_up and not b.links.state("a").is_up)
     connect_all([a, b], streams=2)
     assert a.links.number("b") != numbers[0] and b.links.number("a") != numbers[1]
-    assert b.links._links["a"].session == a.links._links["b"].session != session
+    assert b.links.session("a") == a.links.session("b") != session
 
 
 def test_link_of_which_the_called_one_alone_lost_a_stream_is_dialled_again(make_node: MakeNode) -> None:
@@ -203,7 +203,7 @@ def test_link_of_which_the_called_one_alone_lost_a_stream_is_dialled_again(make_
     a, b = make_node("a").open(), make_node("b").open()
     connect_all([a, b], streams=2)
     ours, theirs = tcp_pair()
-    b.links.accept(ours, HandedOver("data", "a", b.links._links["a"].session, OPEN))
+    b.links.accept(ours, HandedOver("data", "a", b.links.session("a"), OPEN))
     theirs.close()
     until(lambda: not a.links.state("b").is_up and not b.links.state("a").is_up)
     connect_all([a, b], streams=3)

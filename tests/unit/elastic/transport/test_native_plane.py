@@ -251,10 +251,10 @@ def test_member_that_is_late_costs_no_link_and_is_waited_for_longer_each_time(no
             reducing.result(DEADLINE_S)
         assert "c#1" in raised.value.member_ids
     assert all(one.links.state(other.member_id).is_up for one, other in permutations(nodes, 2))
-    assert [node.plane._limits.transfer.limit_s for node in waiting] == [2 * BOUNDS.stall_s] * 2
+    assert [node.plane.stall_limit_s for node in waiting] == [2 * BOUNDS.stall_s] * 2
     again = [node.reduce(replace(OPENING, version=2, epoch=2)) for node in nodes]
     assert all(torch.allclose(reducing.result(DEADLINE_S), SOURCE) for reducing in again)
-    assert [node.plane._limits.transfer.limit_s for node in waiting] == [BOUNDS.stall_s] * 2
+    assert [node.plane.stall_limit_s for node in waiting] == [BOUNDS.stall_s] * 2
 
 
 def test_connection_that_does_not_come_up_is_given_up(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from zeroband.elastic.membership.records import Opening, Peer, Verdict, View
-from zeroband.elastic.store.redis_store import Store
+from zeroband.elastic.store.interface import Store
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind, PlannedFault
@@ -41,8 +41,8 @@ class Scene:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
-        files = NodeFiles(run_dir, ["node0", "node1", "node2"], began_at_s=1000.0)
-        self.watch = Watch(cast(Store, self.store), files, run_dir, Violations(self.said.append))
+        self.files = NodeFiles(run_dir, ["node0", "node1", "node2"], began_at_s=1000.0)
+        self.watch = Watch(cast(Store, self.store), self.files, run_dir, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         (self.run_dir / node).mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def test_events_that_agree_are_no_violation_and_date_from_the_beginning_of_the_s
         scene.write(node, "metrics", [{"at_s": 1015.0, "step": 9}, {"at_s": 1020.0, "outer/round": 3}])
     scene.watch.read(21.0)
     assert scene.said == []
-    records = scene.watch._files.records["node1"]
+    records = scene.files.records["node1"]
     assert [record["at_s"] for record in records] == [20.0, 20.0]
     assert "kind" in records[0]
 

@@ -1,0 +1,148 @@
+"""What nodes need of the store between them: the one record of a run, in which the first to decide something is right.
+
+`RedisStore` keeps it in Redis, for real runs. Every proposal is compared and set with what it builds on, and leases end
+by the store's own clock. May be called from any thread; an implementation out of reach raises StoreLost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.store.backup import StoreBackup
+from zeroband.errors import JoinRefused
+
+PROTOCOL = 9
+"""Version of what nodes tell one another: their records, and what contributions, journals and states mean.
+
+Nodes with another one are refused at join.
+"""
+
+
+def record_of(shared: Mapping[str, str]) -> dict[str, str]:
+    """What a run's nodes must share, as its record keeps it."""
+    return {"protocol": str(PROTOCOL), **shared}
+
+
+def require_equal(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raise JoinRefused with the first key that differs."""
+    for key in dict.fromkeys([*ours, *theirs]):
+        if theirs.get(key) != ours.get(key):
+            raise JoinRefused(key, theirs.get(key, "absent"), ours.get(key, "absent"))
+
+
+class Store(Protocol):
+    """The record of one run, as one node reads and writes it."""
+
+    @property
+    def session(self) -> str:
+        """Session of the run that this node is in; records of another one do not count. Empty: it is in none yet."""
+        ...
+
+    @session.setter
+    def session(self, session: str) -> None: ...
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def found_or_match(self, shared: Mapping[str, str]) -> dict[str, str]:
+        """Write what the run's nodes must share, or compare with what the first node wrote.
+
+        Where nodes are alive, it is left to them for the time of a lease to bring back a record that was lost.
+        Returns the record, for a `StoreBackup`. Raises JoinRefused.
+        """
+        ...
+
+    def forget_dead_run(self) -> bool:
+        """Have nodes that differ from those of a dead run go on with it; its rounds stay. False: it may still live.
+
+        A lease that held when the store was last spoken to counts for another one from the first call on, so ask again
+        during that time.
+        """
+        ...
+
+    def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
+        """Agree on a checkpoint to begin again with. False: something has changed since this view."""
+        ...
+
+    def restore(self, known: StoreBackup) -> bool:
+        """Bring back what the store lost of the run; what it has that is newer stays. True: it had lost something."""
+        ...
+
+    def history(self) -> list[Verdict]:
+        """The newest committed rounds, oldest first."""
+        ...
+
+    # -- leases -------------------------------------------------------------------------------------------------
+
+    def renew_lease(
+        self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
+    ) -> dict[str, Peer] | None:
+        """Keep a member counted alive for another lease, and publish where it is.
+
+        `listed_version`: version of the newest opening that lists it. One that is no newer says nothing against it: a
+        store that came back with an earlier file shows such. Returns the living members. None: the run went on without
+        it (the member is fenced).
+        """
+        ...
+
+    def release_lease(self, member_id: str) -> None:
+        """Leave at once instead of by expiry."""
+        ...
+
+    def expire_lease(self, member_id: str) -> None:
+        """Have a member's lease run out now: its guardian is known to be gone."""
+        ...
+
+    def lease_ends_ms(self) -> dict[str, int]:
+        """When the members' leases end, by the store's clock; also of those that ran out."""
+        ...
+
+    def is_renewed(self, before_ms: int, end_ms: int) -> bool:
+        """Whether a lease that ended at the first time, and ends at the second one now, was renewed by its holder.
+
+        The store by itself prolongs leases only after a silence, and so by more than that.
+        """
+        ...
+
+    def say_leaving(self, member_id: str) -> frozenset[str]:
+        """Note that a member is about to leave; the living ones that stay. Of several at once, the last sees none."""
+        ...
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def view(self, round: int) -> View:
+        """All that the rules need for `round`, read at one instant."""
+        ...
+
+    def await_change(self, round: int, seen: View, *, within_s: float) -> None:
+        """Wait until `round` is worth another look: it shows something else than `seen`, or the time is over.
+
+        A store that does not tell of changes has its caller wait for the whole time.
+        """
+        ...
+
+    def announce_ready(self, member_id: str, ready: Ready) -> View:
+        """Say that a member stands at the boundary of a round, and look; the first word counts."""
+        ...
+
+    def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
+        """Make this the opening that follows the current one. False: another proposal was first."""
+        ...
+
+    def report_failure(self, opening: Opening, reason: str) -> bool:
+        """Have an opening fail for everybody, so that the round is opened again. False: it was committed already."""
+        ...
+
+    def vote(self, opening: Opening, member_id: str, digest: str) -> View:
+        """Say which result a member holds for an opening, and look; the first word counts."""
+        ...
+
+    def propose_verdict(self, verdict: Verdict) -> bool:
+        """Commit a round if its opening is the current one and did not fail. False: it was settled already."""
+        ...
+
+    def give_orders(self, change: Callable[[Orders], Orders]) -> Orders:
+        """Change what operators want of the run, by a rule that is asked again when another was faster. Its result."""
+        ...

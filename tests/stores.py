@@ -1,0 +1,142 @@
+"""Stores under test, with a clock that the test moves, and the records that it writes into them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import redis
+from tests.memory_store import MemoryRecord, MemoryStore
+
+from zeroband.elastic.membership.records import Opening, Peer, Verdict
+from zeroband.elastic.store.backup import StoreBackup
+from zeroband.elastic.store.interface import Store, record_of
+from zeroband.elastic.store.redis_store import Keys, RedisStore
+
+RUN_ID = "run"
+SHARED = {"model.d_model": "256", "train.batch_size": "64"}
+
+
+class Server(Protocol):
+    """What holds a run's record, seen from outside."""
+
+    def open(self) -> Store:
+        """A store of one more node; its leases last for 5 s."""
+        ...
+
+    def let_pass(self, ms: int, *, is_silent: bool) -> None:
+        """Have the store's clock go on without waiting for it; `is_silent`: nobody renews meanwhile."""
+        ...
+
+    def settle(self) -> None:
+        """End the time that members get to bring a lost record back, without waiting for it."""
+        ...
+
+    def lose_shared(self) -> None:
+        """Lose what the nodes of the run share."""
+        ...
+
+    def lose_everything(self) -> None:
+        """Lose the whole record, leases too."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryServer:
+    """Holds it in this process."""
+
+    def __init__(self) -> None:
+        self.record = MemoryRecord()
+
+    def open(self) -> Store:
+        return MemoryStore(self.record)
+
+    def let_pass(self, ms: int, *, is_silent: bool) -> None:
+        self.record.let_pass(ms, is_silent=is_silent)
+
+    def settle(self) -> None:
+        self.record.settled_ms = 0
+
+    def lose_shared(self) -> None:
+        self.record.shared = None
+
+    def lose_everything(self) -> None:
+        self.record.lose_everything()
+
+    def close(self) -> None:
+        """Hold nothing that has to be given back."""
+
+
+class RedisUnderTest:
+    """Holds it in a Redis, which is empty at first."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._keys = Keys(RUN_ID)
+        self._client = redis.Redis.from_url(url)
+        self._client.flushall()
+        self._stores: list[RedisStore] = []
+
+    def open(self) -> Store:
+        self._stores.append(RedisStore(self._url, RUN_ID, patience_s=5.0))
+        return self._stores[-1]
+
+    def let_pass(self, ms: int, *, is_silent: bool) -> None:
+        keys, client = self._keys, self._client
+        for member in cast("list[bytes]", client.zrange(keys.leases, 0, -1)):
+            client.zincrby(keys.leases, -ms, member)
+        clock = cast("dict[bytes, bytes]", client.hgetall(keys.clock))
+        for name in {b"settled", b"pulse"} if is_silent else {b"settled"}:
+            if name in clock:
+                client.hincrby(keys.clock, name.decode(), -ms)
+
+    def settle(self) -> None:
+        self._client.hset(self._keys.clock, "settled", 0)
+
+    def lose_shared(self) -> None:
+        self._client.delete(self._keys.run)
+
+    def lose_everything(self) -> None:
+        self._client.flushall()
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+        self._client.close()
+
+
+def an_opening(*members: str, version: int = 1, round: int = 0, late: tuple[str, ...] = ()) -> Opening:
+    zeros = tuple(0 for _ in members)
+    return Opening(version, version, round, members, zeros, zeros, zeros, late)
+
+
+def a_verdict(opening: Opening, digest: str = "d") -> Verdict:
+    return Verdict(opening, digest, {"n": 1})
+
+
+def a_peer(member: str, *cut_off: str) -> Peer:
+    return Peer(member.partition("#")[0], "host", 1, False, cut_off)
+
+
+def renew(store: Store, member: str, *, first: bool = False) -> bool:
+    return store.renew_lease(member, a_peer(member), first=first) is not None
+
+
+def hold(store: Store, *members: str) -> None:
+    assert all(renew(store, member, first=True) for member in members)
+
+
+def open_next(store: Store, opening: Opening) -> bool:
+    """Propose what follows on the current opening, as a member does that has just looked."""
+    return store.propose_opening(opening, current=store.view(opening.round).opening)
+
+
+def commit(store: Store, opening: Opening) -> None:
+    assert open_next(store, opening) and store.propose_verdict(a_verdict(opening))
+
+
+def known_to(member: str, *, round: int, version: int = 0, **fields: Any) -> StoreBackup:
+    """What a member knows that saw `round` committed."""
+    opening = an_opening("a#1", "b#1", version=version or round + 1, round=round)
+    usual: dict[str, Any] = {"run": record_of(SHARED), "opening": opening, "committed": a_verdict(opening)}
+    return StoreBackup(member, **{**usual, **fields})
