@@ -33,7 +33,7 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import are_rounds_steps
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.world import World
+from zeroband.runtime.world import StateParts, World
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 _LOCK_FILE = "checkpoint_writer.lock"
@@ -47,12 +47,12 @@ class Staging:
 
     def __init__(self, node: TrainerParts, world: World, stack: ExitStack) -> None:
         self._local = node.local
-        self._state = world.state_parts
+        self._world, state = world, world.state_parts
         self.layout = FlatLayout.of(node.model)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
-        self.outer = self._state.common
-        moments = () if self._state.has_moments else node.inner.moment_names
-        self.inner = (*moments, *self._state.own)
+        self.outer = state.common
+        moments = () if state.has_moments else node.inner.moment_names
+        self.inner = (*moments, *state.own)
         folder = world.open_folder(stack)
         self._moments = [  # their places never change, and asking for them takes as long as copying a small model
             {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(moments))
@@ -63,7 +63,9 @@ class Staging:
         for name in self.names:  # touch the pages now rather than in the first copy
             self._part(self._staged(name)).zero_()
         self._of_host = HostCopier(stack)
-        self._of_device = copier_for(self._local.device, [self._staged(n) for n in self._shards_by_section()], stack)
+        self._of_device = copier_for(
+            self._local.device, [self._staged(n) for n in self._shards_by_section(state)], stack
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,12 +86,14 @@ class Staging:
 
     def begin(self) -> None:
         """Start to copy this rank's part. Nothing of it may change until `finish`."""
-        held = self._state.buffers
-        self._of_host.begin([(self._part(self._staged(name)), self._part(held[name])) for name in held])
+        state = self._world.state_parts
+        self._of_host.begin(
+            [(self._part(self._staged(name)), self._part(held)) for name, held in state.buffers.items()]
+        )
         self._of_device.begin(
             [
                 (part, shards[parameter].detach().reshape(-1))
-                for name, shards in self._shards_by_section().items()
+                for name, shards in self._shards_by_section(state).items()
                 for parameter, part in self._shards.parts(self._staged(name), shards)
             ]
         )
@@ -100,11 +104,10 @@ class Staging:
         self._of_device.finish()
         barrier(self._local)
 
-    def _shards_by_section(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def _shards_by_section(self, state: StateParts) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's shards on its device, for each staged buffer that is filled from them."""
-        return dict(self._state.shards) | dict(
-            zip(self.inner, self._moments, strict=False)
-        )  # the local sections come after them
+        moments = zip(self.inner, self._moments, strict=False)  # the node's own sections come after them
+        return {**state.shards, **dict(moments)}
 
 
 def _node_of(member_id: str) -> str:

@@ -19,7 +19,7 @@ Staying = Literal["others", "nobody", "none of us"]
 
 @dataclass(frozen=True)
 class StateParts:
-    """Where the state lies that a checkpoint of this node holds. A section's places never change."""
+    """Where the state lies now that a checkpoint of this node holds: FSDP2 moves shards at the first pass."""
 
     common: tuple[str, ...]
     """Names of the sections that all nodes of the run hold alike."""
