@@ -31,6 +31,18 @@ def _drawn_tree(docstring: str) -> dict[str, str | None]:
     return drawn
 
 
+def test_docstrings_of_the_package_stand_alone(modules: Mapping[str, Any]) -> None:
+    """One that begins with "Of" needs the name above it, and "Nothing" or "The same" what was said before."""
+    begun = re.compile(r'"""(Of|Nothing|The same)\b.*')
+    found = [
+        f"{module.path}: {line.strip()}"
+        for module in modules.values()
+        for line in module.path.read_text(encoding="utf-8").splitlines()
+        if begun.match(line.strip())
+    ]
+    assert found == []
+
+
 def test_error_tree_in_its_docstring_equals_the_classes(modules: Mapping[str, Any]) -> None:
     tree = modules["zeroband.errors"].tree
     text = ast.get_docstring(tree) or ""

@@ -29,6 +29,7 @@ class EveryStep(RoundCoordinator):
     """One round is one inner step. `exchange`: of a round; None: the mean of the contributions."""
 
     sections = (PARAMS,)
+    has_own_steps = False
 
     def __init__(self, parts: OuterParts, exchange: Exchange | None = None) -> None:
         mean = MeanExchange(parts.mesh, parts.buffers, parts.feedback, parts.codec, parts.fragments)

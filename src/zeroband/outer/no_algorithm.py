@@ -20,6 +20,8 @@ class NoAlgorithm:
     `session`: of the run, where the trainer before this one had it already; empty: another one.
     """
 
+    has_own_steps = True
+
     def __init__(self, shape: RunShape, session: str = "") -> None:
         self._shape = shape
         self._session = session or uuid.uuid4().hex

@@ -24,20 +24,11 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
         inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
 
 
-def eager_gradient(late_mean: Tensor, fresh: Tensor, late: Tensor, *, share: float, late_share: float) -> Tensor:
-    """The outer gradient of an eager update: the last round's mean, this node's part in it replaced by the fresh one.
-
-    late_mean - late_share late + share fresh; with equal shares 1 / M it is the mean of the fresh own pseudo-gradient
-    and the other nodes' late ones. `share`: this node's in the round of `fresh`; `late_share`: in that of `late`,
-    frozen when it was sent.
-    """
-    return late_mean.sub(late.mul(late_share)).add_(fresh.mul(share))
-
-
 class EagerView:
     """A node's own parameters under eager updates, derived from the canonical ones, which apply late means only.
 
-    An eager replica (`eager_gradient` into its own outer SGD) differs from the canonical state by what its own terms
+    An eager replica feeds its own outer SGD with the last round's mean, in which its fresh pseudo-gradient has taken
+    the place of its late one. It differs from the canonical state by what its own terms
     share_r d_r - share_(r-1) d_(r-1) did, for the outer SGD is linear. Over the rounds they telescope, so that
         view = canonical - lr (c + mu u),  u <- mu u + c,  c = share d
     with Nesterov, and canonical - lr u without: one buffer `u` stands for the whole history. The canonical state stays

@@ -30,7 +30,6 @@ from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_nor
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
-from zeroband.outer.every_step import EveryStep
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
 from zeroband.runtime.join import Joiner
@@ -208,7 +207,7 @@ def clip_own_gradient(training: Training, step: int, passed: PassResult) -> tupl
     node = training.node
     with node.departure.in_step():
         norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
-    if math.isfinite(norm) or isinstance(training.world.outer, EveryStep):  # all nodes make the same step of theirs
+    if math.isfinite(norm) or not training.world.outer.has_own_steps:  # else the others' step is not this one's
         return norm, passed.tokens
     leave_out_gradient(node, step, norm)
     return norm, 0

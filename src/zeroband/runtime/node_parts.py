@@ -34,4 +34,4 @@ class NodeParts:
     departure: Departure
     faults: FaultPoints
     step_loss: StepLoss = field(default_factory=StepLoss)
-    """Of the newest inner step, for the outer algorithm."""
+    """Loss of the newest inner step, for the outer algorithm."""

@@ -57,7 +57,7 @@ from zeroband.state.fragments import arranged, fragments_of, whole
 _JOURNAL_ROUNDS = 1024
 _JOURNAL_BYTES = 4 << 30
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
-"""Nothing would be better after another start."""
+"""Ends after which another start would make nothing better."""
 
 _FIRST_CONTACT_S = 30.0
 """A Redis that does not answer at the start for so long is most likely not there."""

@@ -47,7 +47,7 @@ class Ending:
         self._code: int | None = None
         """With which it ends at once."""
         self._heard: list[int] = []
-        """The same signals, in the thread beside it."""
+        """Hear the signals in the thread beside it."""
         self._end_at_s = self._stuck_at_s = math.inf
 
     def __enter__(self) -> Ending:

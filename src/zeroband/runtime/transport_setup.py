@@ -75,7 +75,7 @@ class TransportSetup:
 
     @property
     def listen(self) -> ListenAddress:
-        """Of local rank 0."""
+        """Where local rank 0 listens."""
         return listen_address_of(self._config, self._host, self._key)
 
     def dialler(self, node_id: str) -> Dialler:

@@ -45,13 +45,11 @@ class Vacancy:
         *,
         is_restart: bool,
         on_event: Callable[..., object],
-        answers: Callable[[Address], bool] = answers,
     ) -> None:
         self._config = config
         self._node_id = node_id
         self._is_restart = is_restart
         self._on_event = on_event
-        self._answers = answers
         self._since_s: float | None = None
         self._said = ""
 
@@ -136,7 +134,7 @@ class Vacancy:
             if (address := _address(view, member)) is not None and address not in taken
         }
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="still-there") as pool:
-            there = [m for m, is_there in zip(asked, pool.map(self._answers, asked.values()), strict=True) if is_there]
+            there = [m for m, is_there in zip(asked, pool.map(answers, asked.values()), strict=True) if is_there]
         said = ", ".join(f"{member} at {':'.join(map(str, asked[member]))}" for member in there)
         if said and said != self._said:
             why = "it is cut off from the store only, or another program has its port; --resume does not wait for it"

@@ -16,7 +16,7 @@ from zeroband.outer.compression.residual import SparseResidual
 from zeroband.outer.compression.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.outer_optimizer import OuterSGD
-from zeroband.outer.overlap import EagerView, eager_gradient
+from zeroband.outer.overlap import EagerView
 from zeroband.outer.sparseloco import error_rule
 
 ROUNDS, INNER_STEPS = 20, 4
@@ -138,13 +138,6 @@ def test_eager_replicas_stay_together_and_the_flush_makes_them_equal() -> None:
     for out in flushed:
         view.write(canonical, zeros(), zeros(), out, share=0.25)
     assert all(torch.equal(out, canonical) for out in flushed)
-
-
-def test_eager_gradient_replaces_the_own_share() -> None:
-    fresh, late = [torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
-    others = [torch.randn(50, generator=torch.Generator().manual_seed(i)) for i in (2, 3)]
-    got = eager_gradient(mean([late, *others, late]), fresh, late, share=0.25, late_share=0.25)
-    torch.testing.assert_close(got, mean([fresh, *others, late]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("method", "nodes"), [("delayed", 2), ("eager", 2), ("eager", 4)])

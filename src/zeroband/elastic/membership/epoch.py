@@ -21,7 +21,7 @@ from zeroband.elastic.membership.topology import LinkObservation, LinkTable, pla
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to decide yet."""
+    """A decision that cannot be taken yet."""
 
     reason: str
     waiting_for: tuple[str, ...] = ()

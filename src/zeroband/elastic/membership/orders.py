@@ -27,7 +27,7 @@ class Orders:
     leaving: tuple[str, ...] = ()
     """Members that leave after their round."""
     skips_data: bool = False
-    """Of `rollback`: what was learned from since the checkpoint is not learned from again."""
+    """With `rollback`: what was learned from since the checkpoint is not learned from again."""
     answered: int = -1
     """The newest round whose loss called for going back and was answered."""
     returned_to: int = -1

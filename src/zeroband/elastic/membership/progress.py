@@ -109,7 +109,7 @@ class Progress:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """As a verdict records it."""
+        """What a verdict records of it."""
         return to_record(self)
 
     @staticmethod

@@ -79,7 +79,7 @@ class Opening:
     orders: int = 0
     """Version of the operators' orders that it was proposed under."""
     rollback: int | None = None
-    """Nothing is reduced: the members take the state of the checkpoint of this inner step."""
+    """Inner step of the checkpoint whose state the members take, instead of reducing anything."""
     norms: tuple[float, ...] = ()
     """Norm of what each member contributes; none: nothing is clipped."""
     skips_data: bool = False
@@ -89,7 +89,7 @@ class Opening:
     sessions: tuple[str, ...] = ()
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
     trained: tuple[float, ...] = ()
-    """As in each member's `Ready`; none: the same for all that have weight."""
+    """`Ready.trained` of each member; none: equal for all that have weight."""
 
     @cached_property
     def id(self) -> str:

@@ -25,13 +25,13 @@ class LinkObservation:
     """What a member knows of its way to the others."""
 
     rate: int = UNKNOWN
-    """Of its access link, in each direction."""
+    """Rate of its access link, in each direction."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
     """To other members, by name."""
     rtt_ms: int = UNKNOWN
     """To the farthest one."""
     took_ms: int = UNKNOWN
-    """Of its last transfer."""
+    """Length of its last transfer."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class LinkTable:
     """What the members of an opening plan with: the same for all, and nearly as they see it."""
 
     rates: tuple[int, ...] = ()
-    """Of each member's access link; empty: none is known."""
+    """Rate of each member's access link; empty: none is known."""
     order: tuple[int, ...] = ()
-    """Of the members in a ring, by their places; empty: as they are listed."""
+    """Order of the members in a ring, by their places; empty: as they are listed."""
     slowest_link: int = UNKNOWN
     """Between any two members."""
     slowest_in_ring: int = UNKNOWN
     rtt_ms: int = UNKNOWN
     """Between the two that are farthest from one another."""
     took_ms: int = UNKNOWN
-    """Of the last transfer, of the member that it took longest; 0 unless all had it."""
+    """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
 
 
 def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTable) -> LinkTable:

@@ -208,7 +208,7 @@ class RecoveryClient:
         self._faults = faults
         self._state: StateFetch | None = None
         self.verified_bytes = 0
-        """Of the states that were begun, all in all; 0 again after one that was not what its donors said."""
+        """Count of the states that were begun; 0 again after one that was not what its donors said."""
 
     def begin(self, sections: tuple[str, ...]) -> None:
         """A state is to be fetched into the section buffers: forget what an earlier fetch had got."""

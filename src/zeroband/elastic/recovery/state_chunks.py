@@ -27,7 +27,7 @@ MAX_SECTION_BYTES = 1 << 40
 
 _HASH_BYTES = 16
 _SHOWN = 60
-"""Of a value that a donor says, so many characters are put into a message."""
+"""Characters of a value that a donor says which are put into a message."""
 
 _TEXT_LENGTH = 120
 

@@ -102,6 +102,8 @@ class RoundCoordinator(ABC):
     """Names of the buffers that make up the outer state."""
     local_sections: tuple[str, ...] = ()
     """Names of the buffers that only this node has; saved with its inner optimizer."""
+    has_own_steps = True
+    """Whether this node makes inner steps of its own; False: all nodes make the same one."""
 
     def __init__(self, parts: OuterParts, exchange: Exchange) -> None:
         self.round = -1

@@ -137,6 +137,11 @@ class SyncHooks(Protocol):
     """The trainer's two hooks. Called by all local ranks."""
 
     @property
+    def has_own_steps(self) -> bool:
+        """Whether this node makes inner steps of its own; False: all nodes make the same one."""
+        ...
+
+    @property
     def progress(self) -> Progress:
         """How far the run is after the newest committed round."""
         ...

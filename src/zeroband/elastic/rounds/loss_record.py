@@ -50,7 +50,7 @@ class LossRecord:
         return from_record(LossRecord, record[RECORD]) if RECORD in record else LossRecord()
 
     def to_record(self) -> dict[str, Any]:
-        """As a verdict records it."""
+        """What a verdict records of it."""
         return to_record(self)
 
     def carried(self) -> LossRecord:

@@ -104,14 +104,14 @@ class Judge:
     # -- what decides -------------------------------------------------------------------------------------------
 
     def seal_opening(self, opening: Opening | None) -> str:
-        """As the store keeps it; empty where there is none."""
+        """The text that the store keeps; empty where there is none."""
         if opening is None:
             return ""
         label = Label(opening.round, opening.version, opening.id, opening.sessions)
         return self._seals.seal(to_json(opening), "opening", label=label)
 
     def seal_verdict(self, verdict: Verdict | None) -> str:
-        """As the store keeps it; empty where there is none."""
+        """The text that the store keeps; empty where there is none."""
         if verdict is None:
             return ""
         label = Label(verdict.round, verdict.opening.version, verdict.opening.id, verdict.sessions)
@@ -155,7 +155,7 @@ class Judge:
         return opening
 
     def seal_restart_point(self, restart_point: RestartPoint | None) -> str:
-        """As the store keeps it; empty where there is none."""
+        """The text that the store keeps; empty where there is none."""
         if restart_point is None:
             return ""
         return self._seals.seal(to_json(restart_point), "restart_point", label=Label(sessions=restart_point.sessions))
@@ -223,7 +223,7 @@ class Judge:
     # -- what all share -----------------------------------------------------------------------------------------
 
     def seal_orders(self, orders: Orders) -> str:
-        """As the store keeps them; no orders are none there."""
+        """The text that the store keeps; empty where there are no orders."""
         return self._seal(to_json(orders), "orders", version=orders.version) if orders.version else ""
 
     def orders(self, name: str, raw: bytes | None) -> Orders:
@@ -260,4 +260,8 @@ class Judge:
         if raw is None or raw.isdigit():
             return raw
         record = self._open(key, raw, "group", key)
-        return None if record is None else bytes.fromhex(record.text)
+        try:
+            return None if record is None else bytes.fromhex(record.text)
+        except ValueError:
+            self.reject(key, raw, _MALFORMED)
+            return None

@@ -68,16 +68,20 @@ class Seals:
         return f"{self._mac(*scope, rest)} {rest}"
 
     def open(self, raw: bytes, *scope: str) -> Record | None:
-        """What was sealed; None where it was not sealed so, by a node of this run."""
+        """What was sealed; None where it was not sealed so, by a node of this run.
+
+        Who has the key, which in a run without a token anybody has, may have sealed anything: a label that is none
+        makes no record.
+        """
         try:
             mac, _, rest = raw.decode().partition(" ")
-        except UnicodeDecodeError:
+            if not mac.isascii() or not hmac.compare_digest(mac, self._mac(*scope, rest)):
+                return None
+            round, version, id, sessions, text = rest.split(" ", _PARTS - 2)
+            named = () if sessions == _NONE else tuple(sessions.split(","))
+            return Record(Label(int(round), int(version), id, named), text)
+        except ValueError:
             return None
-        if not mac.isascii() or not hmac.compare_digest(mac, self._mac(*scope, rest)):
-            return None
-        round, version, id, sessions, text = rest.split(" ", _PARTS - 2)
-        named = () if sessions == _NONE else tuple(sessions.split(","))
-        return Record(Label(int(round), int(version), id, named), text)
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +48,18 @@ def test_record_that_anybody_changed_does_not_come_back(text: str, data: st.Data
 @given(st.binary(max_size=200))
 def test_anything_else_is_no_record(raw: bytes) -> None:
     assert OURS.open(raw, "vote") is None and isinstance(id_of(raw), str)
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "1", "1 2 id -", "one 2 id - text", "1 two id - text", "1" * 5000 + " 2 id - text"]
+)
+def test_sealed_record_without_a_label_is_none(rest: str) -> None:
+    """In a run without a token anybody can seal."""
+    key = HKDF(hashes.SHA256(), 32, salt=None, info=b"zeroband store records").derive(b"k" * 32)
+    digits = len(OURS.seal("", "vote").split(" ")[0])
+    mac = hmac.new(key, "\0".join(("zeroband:{run}", "vote", rest)).encode(), hashlib.sha256).hexdigest()[:digits]
+    assert OURS.open(f"{mac} {rest}".encode(), "vote") is None
+    assert OURS.open(OURS.seal("text", "vote").encode(), "vote") == Record(Label(), "text")
 
 
 def test_record_counts_as_what_it_was_sealed_as_only() -> None:
