@@ -24,8 +24,7 @@ from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok
 from zeroband.observe.log import get_logger
 from zeroband.outer.compression.combine import MOST_SOURCES
-from zeroband.outer.compression.norms import norm_of
-from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec
+from zeroband.outer.compression.sparse_codec import Divisor, Payload, SparseCodec, norm_of
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.state.flat import SharedBuffers
 

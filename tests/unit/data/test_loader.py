@@ -77,7 +77,7 @@ def test_micro_batches_have_the_types_that_the_model_takes(store: TokenStore) ->
 def test_the_short_sample_is_padded_with_ends_that_are_not_learned(store: TokenStore) -> None:
     index = SampleIndex(len(store), T, 0, 0.0)
     last = index.n_samples - 1
-    short = next(i for i in range(index.n_samples) if index.locate(i).position == last)
+    short = next(i for i in range(index.n_samples) if index.positions([i])[0] == last)
     reader = loader(store, batch_size=1)
     reader.assign([(short, short + 1)])
     (batch,) = reader.next_step()
@@ -152,7 +152,7 @@ def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> No
 
 def test_document_ids_tell_documents_apart_and_an_end_opens_the_next(make_store: Callable[..., TokenStore]) -> None:
     store = make_store(b"ab", b"cd", b"e", b"f" * 7)
-    first = next(i for i in (0, 1) if SampleIndex(len(store), T, 0, 0.0).locate(i).position == 0)
+    first = next(i for i in (0, 1) if SampleIndex(len(store), T, 0, 0.0).positions([i])[0] == 0)
     reader = loader(store, batch_size=1)
     reader.assign([(first, first + 1)])
     (batch,) = reader.next_step()

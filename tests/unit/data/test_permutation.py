@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.permutation import Permutation
+from zeroband.data.index import Permutation
 
 
 @given(size=st.integers(1, 2000), key=st.text(max_size=8))

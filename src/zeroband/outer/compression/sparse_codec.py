@@ -7,6 +7,7 @@ nodes get the same bits from the same payloads in the same order, whatever their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,8 @@ from zeroband.state.flat import FlatLayout
 MAGIC, VERSION = b"ZBSP", 1
 KIND_OWN = 0
 """Kind of a node's own payload; `combine` has kinds of its own."""
+
+_NORM_BITS = 20
 
 BLOCK_NUMEL = 1 << 22
 """Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
@@ -291,3 +294,21 @@ class SparseCodec:
 def mean_over_senders(total: Tensor, weight: Tensor) -> Tensor:
     """Weighted sums divided by the weight of those that sent something; 0 where nobody did."""
     return torch.where(weight > 0, total / weight, 0.0)
+
+
+def norm_of(codec: SparseCodec, payload: Payload) -> float:
+    """Euclidean norm of what a payload says, before any transform is undone: the same number on every node and device.
+
+    Whole numbers are summed up, so the order does not matter; precise to about 2^-20 of the largest value.
+    """
+    values = [
+        section.record.decode(payload.data[section.bytes_of(first, stop)], stop - first).values
+        for section in codec.sections
+        for first, stop in section.blocks(0, 1)
+    ]
+    largest = max((float(part.abs().max()) for part in values if part.numel()), default=0.0)
+    if largest == 0:
+        return 0.0
+    unit = 2.0 ** (math.frexp(largest)[1] - _NORM_BITS)
+    whole = sum(int((part.double() / unit).round().to(torch.int64).square().sum()) for part in values)
+    return unit * math.sqrt(whole)

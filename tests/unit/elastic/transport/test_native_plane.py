@@ -154,7 +154,7 @@ def test_link_whose_packets_vanish_is_dropped_and_the_one_to_a_late_member_is_no
     a, late, lost = nodes
     join(a, late)
     join(a, lost, is_silent=True)
-    with pytest.raises(PeerLost, match=r"with c#1 failed: .* acknowledged") as raised:
+    with pytest.raises(PeerLost, match=r"with c#1 failed: ") as raised:  # by its silence, or since no byte moves
         a.reduce(OPENING).result(DEADLINE_S)
     assert raised.value.member_ids == ("c#1",)
     assert (a.links.state("b#1").is_up, a.links.state("c#1").is_up) == (True, False)

@@ -11,9 +11,8 @@ from zeroband.config.outer import SparseLocoConfig
 from zeroband.errors import ConfigError, MalformedPayload
 from zeroband.outer.compression import sparse_codec as module
 from zeroband.outer.compression.bits import pack
-from zeroband.outer.compression.norms import norm_of
 from zeroband.outer.compression.residual import SparseResidual
-from zeroband.outer.compression.sparse_codec import HEADER, SparseCodec, SparseRule
+from zeroband.outer.compression.sparse_codec import HEADER, SparseCodec, SparseRule, norm_of
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.flat import ShardMap
 
