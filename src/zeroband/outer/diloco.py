@@ -60,9 +60,9 @@ class DiLoCo(ManySteps):
     def _measure(self, anchor: Tensor, inner: Tensor, out: Tensor) -> None:
         self._optimizer.contribution(anchor, inner, out)
 
-    def _contribute(self, turn: int) -> bool:
+    def contribute(self, turn: int) -> bool:
         if self._device is None:
-            return super()._contribute(turn)
+            return super().contribute(turn)
         is_finite = self._is_finite_everywhere(self._device.contribute())
         if is_finite and self._local.rank == 0:
             self._device.encode_borders()

@@ -90,7 +90,7 @@ class ManySteps(RoundCoordinator):
         """
         ...
 
-    def _contribute(self, turn: int) -> bool:
+    def contribute(self, turn: int) -> bool:
         """Write this node's contribution; False on all local ranks if it is not finite somewhere."""
         written = self._write_contribution(turn)
         self._parts.feedback.add_to(self._buffers[CONTRIBUTION], written)
@@ -100,7 +100,7 @@ class ManySteps(RoundCoordinator):
         """Write what is sent of a shard: the pseudo-gradient. `anchor`: the outer parameters, as this node has them."""
         torch.sub(anchor, inner, out=out)
 
-    def _length(self, turn: int) -> float:
+    def length(self, turn: int) -> float:
         """Norm of the contribution of all local ranks; local rank 0."""
         return norm(self._buffers[CONTRIBUTION][self._bounds[turn]])
 
@@ -148,7 +148,7 @@ class ManySteps(RoundCoordinator):
             reports.append(self._receive(before, since=1.0))
         self._turns.end_phase()
         turn = self._turn
-        is_finite = self._contribute(turn)
+        is_finite = self.contribute(turn)
         if before is not None and self._is_delayed:
             reports.append(self._apply_committed(before, self._inner_parameters.expect))
         if self.progress.is_complete:
@@ -208,7 +208,7 @@ class ManySteps(RoundCoordinator):
             if self.progress.is_complete:  # this node came to the closing rounds after the first of them
                 break
             turn, made_steps = self._turn, self._steps > 0
-            is_finite = self._contribute(turn)
+            is_finite = self.contribute(turn)
             barrier(self._local)
             if made_steps:
                 self._turns.end_phase()
@@ -236,7 +236,7 @@ class ManySteps(RoundCoordinator):
 
     def _norm(self, turn: int) -> float:
         """Length of the contribution, on local rank 0, where the run asks for it."""
-        return self._length(turn) if self._clips and self._local.rank == 0 else 0.0
+        return self.length(turn) if self._clips and self._local.rank == 0 else 0.0
 
     # -- the outer state ----------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class SparseLoCo(ManySteps):
         assert self.outer_sgd is not None
         outer[PARAMS].sub_(result.mul(self.outer_sgd.lr))
 
-    def _contribute(self, turn: int) -> bool:
+    def contribute(self, turn: int) -> bool:
         """Take the pseudo-gradient into the errors and make the payload; False on all local ranks if not finite."""
         deltas = self._write_contribution(turn)
         if not (self._is_contribution_finite(deltas) and self._memory.accumulate(deltas)):
@@ -72,5 +72,5 @@ class SparseLoCo(ManySteps):
             barrier(self._local)
         return True
 
-    def _length(self, turn: int) -> float:
+    def length(self, turn: int) -> float:
         return self._payloads.norm(turn)

@@ -76,6 +76,8 @@ class Joiner:
         self._events = events
         self._since = ""
         self._said: dict[JoinState, str] = {}
+        self._newest: tuple[JoinState, bool] | None = None
+        """The state that was looked at last, and whether it was new."""
 
     def enter(self) -> Sequence[RoundReport]:
         """Found the run, or join it where others did. Returns the round with which this node became a member.
@@ -117,8 +119,13 @@ class Joiner:
             return Outcome(next(event for kind, event in _EVENT_OF.items() if isinstance(error, kind)), error)
 
     def _say(self, state: JoinState, outcome: Outcome) -> None:
-        """Write an event where the state or the reason for it is another one than at the last time."""
+        """Write an event for what is new, and for the state after it, so that the newest one is where the node stands.
+
+        A state is new where it comes for the first time, or for another reason than at the last time.
+        """
         why = f"{outcome.event}: {outcome.cause}" if outcome.cause is not None else str(outcome.event)
-        if self._said.get(state) != why:
+        is_new, before = self._said.get(state) != why, self._newest
+        self._newest = state, is_new
+        if is_new or (before is not None and before[1] and before[0] is not state):
             self._said[state] = why
             self._events.emit("join_state", state=str(state), why=why, since=self._since)

@@ -106,7 +106,7 @@ def test_failure_that_comes_again_and_again_is_said_once(local: LocalMesh) -> No
     fails = [ENTERS[2], (S.FETCHING, RecoveryFailed("no member is alive"))]
     way = Way(local, Script(*ENTERS[:2], *fails, *fails, *fails, ENTERS[2], *FETCHES))
     way.joiner.enter()
-    assert way.states[2:] == ["looking", "fetching", "looking", "announcing", "member"]
+    assert way.states[2:] == ["looking", "fetching", "looking", "fetching", "announcing", "member"]
     assert way.told[4]["why"] == "failed: no member is alive"
 
 
