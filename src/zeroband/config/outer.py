@@ -48,8 +48,8 @@ class RoundsConfig(Section):
     """Time between two outer steps, so that a node at a third of the speed does a third of the steps and nobody waits.
     None: inner_steps alone decides."""
     straggler_deadline_s: PositiveFloat | None = None
-    """When half of the nodes have waited so long for the others, they go without them; what those learn goes into a
-    later round. None: they wait for every node that is alive."""
+    """How long a round waits for late members once half of those that live are there; what the late ones learn goes
+    into a later round. None: it waits for every member that is alive."""
 
     clip_to_median: bool = False
     """A contribution longer than the median one of its round counts as if it were that long: against a node that is

@@ -353,8 +353,8 @@ class FaultConfig(Section):
     """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, and above
     detect_s. None: 24 times detect_s, at least 300."""
     transfer_s: PositiveFloat | None = None
-    """Time-out of the transport itself; the membership decides long before, so at least hung_s. None: 120 times
-    detect_s, at least 600 and twice hung_s."""
+    """gloo's own time-out, which never decides: a transfer is given up after 2 detect_s without a byte. At least
+    hung_s. None: 120 times detect_s, at least 600 and twice hung_s."""
     store_s: PositiveFloat | None = None
     """How long a node waits at its boundary for a Redis that is away, before it gives up; at least detect_s. None: 120
     times detect_s, at least 3600."""
