@@ -215,13 +215,15 @@ WAYS = {
     "fragments": {"fragments": 4},
 }
 every_way = pytest.mark.parametrize("settings", WAYS.values(), ids=list(WAYS))
+OTHERS = {"sparseloco": ("eager", "streaming"), "fed_adam": ("delayed", "streaming")}
+"""The loop is one; what may differ is whose rounds it runs."""
 every_algorithm_and_way = pytest.mark.parametrize(
     ("make", "settings"),
     [
         pytest.param(make, settings, id=f"{name}-{way}")
         for name, make in ALGORITHMS.items()
         for way, settings in WAYS.items()
-        if name != "fed_adam" or settings.get("merge") != "eager"
+        if name == "diloco" or way in OTHERS[name]
     ],
 )
 
