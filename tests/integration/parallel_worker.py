@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zeroband.config.placement import Placement
 from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
@@ -27,7 +28,6 @@ from zeroband.model import (
     generate,
     gradient_scale,
     init_weights,
-    next_token_loss,
 )
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import (
@@ -59,32 +59,39 @@ class Scenario:
 SCENARIOS = {
     "plain": Scenario(),
     "micro_batches": Scenario(micro_bs=1),
-    "recompute": Scenario(train=(("activation_checkpointing", True),)),
+    "recompute": Scenario(train=(("activation_checkpointing", "full"),)),
+    "selective": Scenario(train=(("activation_checkpointing", "selective"),)),
+    "reduced_each_time": Scenario(micro_bs=1, train=(("reduce_gradients", "micro_batch"),)),
     "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),), comes_back=True),
     "tied": Scenario(tied=True, comes_back=True),
     "bfloat16": Scenario(train=(("dtype", "bfloat16"),)),
 }
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole node's tokens, targets (the last sequences mostly padding) and documents of one step."""
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """The whole node's tokens and targets of one step; the last sequences are mostly padding."""
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     targets = tokens[:, 1:].clone()
     targets[5:, 3:] = IGNORE_INDEX
-    document_ids = (torch.arange(LENGTH) // 7).to(torch.int32).expand(BATCH, LENGTH)
-    return tokens[:, :-1], targets, document_ids
+    return tokens[:, :-1], targets
 
 
-def backward(model: Transformer, mesh: LocalMesh, micro_bs: int, step: int) -> None:
+def documents_of(rows: int) -> Tensor:
+    """cu_seqlens of rows whose documents have 7 tokens, and the last one what is left."""
+    begins = torch.arange(LENGTH) % 7 == 0
+    return torch.cat((begins.repeat(rows).nonzero().flatten(), torch.tensor([rows * LENGTH]))).to(torch.int32)
+
+
+def backward(model: Transformer, placed: Placement, mesh: LocalMesh, micro_bs: int, step: int) -> None:
     """Gradient of one inner step from this rank's share of the batch."""
-    tokens, targets, document_ids = batch_of(step)
+    tokens, targets = batch_of(step)
     scale = gradient_scale(int((targets != IGNORE_INDEX).sum()), mesh.world_size)
     share = BATCH // mesh.world_size
     rows = slice(mesh.rank * share, (mesh.rank + 1) * share)
-    parts = [part[rows].split(micro_bs) for part in (tokens, targets, document_ids)]
-    for index, (micro_tokens, micro_targets, micro_ids) in enumerate(zip(*parts, strict=True)):
-        set_gradient_sync(model, index == len(parts[0]) - 1)
-        loss = next_token_loss(model(micro_tokens, micro_ids), micro_targets, z_loss=OPTIM.z_loss)
+    parts = [part[rows].split(micro_bs) for part in (tokens, targets)]
+    for index, (micro_tokens, micro_targets) in enumerate(zip(*parts, strict=True)):
+        set_gradient_sync(model, placed.reduces_micro_batches or index == len(parts[0]) - 1)
+        loss = model(micro_tokens, documents_of(len(micro_tokens)), micro_targets, OPTIM.z_loss)
         (loss.objective * scale).backward()
 
 
@@ -112,27 +119,27 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     config = ModelConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied)
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
-    parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
+    placed = parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
     make_room(model, mesh)
     init_weights(model, seed=3)
     tensors = {f"initial/{name}": whole(p) for name, p in model.named_parameters()}
     optimizer = InnerOptimizer(model, OPTIM, total_steps=50)
     norms: list[float] = []
     for step in range(STEPS):
-        backward(model, mesh, scenario.micro_bs, step)
+        backward(model, placed, mesh, scenario.micro_bs, step)
         norms.append(clip_grad_norm_(model, OPTIM.clip_norm))
         optimizer.step()
         optimizer.zero_grad()
-    backward(model, mesh, scenario.micro_bs, STEPS)
+    backward(model, placed, mesh, scenario.micro_bs, STEPS)
     tensors |= {f"gradient/{name}": whole(p.grad) for name, p in model.named_parameters()}
     tensors |= {f"final/{name}": whole(p) for name, p in model.named_parameters()}
     held = whole_parameters(model, keeps=mesh.rank == 0)
     tensors |= {f"export/{name}": value for name, value in held.items()}
     if scenario.comes_back:
         tensors |= {f"import/{name}": value for name, value in imported(held, config, out, mesh).items()}
-    tokens, targets, document_ids = batch_of(STEPS + 1)
+    tokens, targets = batch_of(STEPS + 1)
     with evaluating(model):
-        held_out = next_token_loss(model(tokens, document_ids), targets).cross_entropy.item()
+        held_out = model(tokens, documents_of(BATCH), targets).cross_entropy.item()
     sample = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=8, temperature=0.8, seed=0, context=LENGTH)
     shard_rows = {name: first.shape[0] for name, (first, _) in optimizer.moments().items()}
     seen = {"norms": norms, "held_out": held_out, "sample": sample.tolist(), "shard_rows": shard_rows}

@@ -41,7 +41,7 @@ SETTINGS = {
     "train.batch_size": 8,
     "train.micro_bs": 2,  # two or four micro-batches on each rank
     "train.dtype": "bfloat16",
-    "train.activation_checkpointing": True,
+    "train.activation_checkpointing": "full",
     "outer.inner_steps": STEPS // ROUNDS,
     "outer.clip_to_median": True,
     "comm.lanes": 3,

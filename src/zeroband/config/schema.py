@@ -94,6 +94,10 @@ class ModelConfig(Section):
         return self.n_kv_heads or self.n_heads
 
     @property
+    def head_size(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
     def ff_width(self) -> int:
         return self.d_ff or -(-self.d_model * 8 // 3 // 64) * 64
 
@@ -255,6 +259,9 @@ class OptimConfig(Section):
     """Weight of the squared log-partition term that keeps logits small; 1e-4 where training diverges."""
 
 
+ActivationCheckpointing = Literal["none", "selective", "full"]
+
+
 class TrainConfig(Section):
     """Length and shape of the training."""
 
@@ -269,12 +276,19 @@ class TrainConfig(Section):
     """Sequences of one rank in one forward pass; lower it when memory runs out."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
-    activation_checkpointing: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
-    """Recompute each block in the backward pass: about 30 % slower, far less memory."""
-    compile: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
-    """torch.compile each block: faster on GPUs after a first step of minutes; no gain on CPU."""
-    reshard_after_forward: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
-    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node."""
+    activation_checkpointing: ActivationCheckpointing = Field(default="none", json_schema_extra=NODE_LOCAL)
+    """Activations that the backward pass makes again. selective: all but products of matrices and attention, a few
+    percent slower, half the memory; full: each block, about 30 % slower, the least memory; none: fastest."""
+    compile: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """torch.compile each block and the loss: faster on GPUs after a first step of a minute or two; no gain on CPU.
+    None: on GPUs."""
+    reshard_after_forward: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node. None:
+    on GPUs, unless keeping them fits easily; on CPUs, yes."""
+    reduce_gradients: Literal["step", "micro_batch"] | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """When the ranks of a node add up their gradients. step: once, and until then each rank holds all of them in
+    float32; micro_batch: after each one, into its own shard. None: on GPUs, step where that fits easily; on CPUs, step.
+    """
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """CPU threads of one rank. None: torch's choice."""
 

@@ -31,14 +31,16 @@ class MicroBatch:
     """(b, t) int64."""
     targets: Tensor
     """(b, t) int64: the token after each one; IGNORED behind the end of the corpus."""
-    document_ids: Tensor | None
-    """(b, t) int32: equal within a document and only there. An end-of-document token belongs to the document that it
-    precedes, so the first token of a document is predicted from that token alone. None without document mask."""
+    cu_seqlens: Tensor | None
+    """(documents + 1,) int32: where each document begins in the b t places of all rows laid end to end, and the end. A
+    row begins a document, and so does an end-of-document token: the first token of a document is predicted from that
+    token alone. None without document mask."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return these rows on a device."""
-        ids = self.document_ids
-        return MicroBatch(self.tokens.to(device), self.targets.to(device), None if ids is None else ids.to(device))
+        lengths = self.cu_seqlens
+        lengths = None if lengths is None else lengths.to(device)
+        return MicroBatch(self.tokens.to(device), self.targets.to(device), lengths)
 
 
 class Loader:
@@ -59,6 +61,7 @@ class Loader:
         local_rank: int,
         local_world_size: int,
         document_mask: bool,
+        even_micro_batches: bool = False,
     ) -> None:
         require_even_shares(batch_size, local_world_size)
         self._store = store
@@ -68,6 +71,7 @@ class Loader:
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._document_mask = document_mask
+        self._even_micro_batches = even_micro_batches
         self._ranges: tuple[Range, ...] = ()
         self._targets_in_step = 0
         self._data_pass = 0
@@ -92,7 +96,7 @@ class Loader:
         self._ranges = tuple(ranges)
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's part of the next inner step; the last micro-batch may be smaller than micro_bs."""
+        """This rank's part of the next inner step; the last micro-batch may be smaller than the others."""
         assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
         batch, self._ranges = take(self._ranges, self._batch_size)
         indices = list(itertools.chain.from_iterable(range(start, stop) for start, stop in batch))
@@ -100,7 +104,10 @@ class Loader:
         self._targets_in_step = self._index.targets(positions)
         self._data_pass = self._index.data_pass(indices[-1])
         share = rank_share(positions.tolist(), self._local_rank, self._local_world_size)
-        return list(self._micro_batches(share, self._micro_bs))
+        size = min(self._micro_bs, len(share))
+        if self._even_micro_batches:
+            share = [*share, *[_NO_SAMPLE] * (-len(share) % size)]
+        return list(self._micro_batches(share, size))
 
     def held_out_batches(self, n: int, batch: int) -> Iterator[MicroBatch]:
         """This rank's share of the first n held-out samples, `batch` rows at a time.
@@ -136,9 +143,12 @@ class Loader:
             sample = self._store.read(*self._index.span(position))
             tokens[row, : len(sample) - 1] = sample[:-1]
             targets[row, : len(sample) - 1] = sample[1:]
-        ids = _document_ids(tokens, end) if self._document_mask else None
-        return MicroBatch(torch.as_tensor(tokens), torch.as_tensor(targets), ids)
+        begins = (tokens == end) & (targets != IGNORED)  # (b, t); padding is one document
+        lengths = _cu_seqlens(begins) if self._document_mask else None
+        return MicroBatch(torch.as_tensor(tokens), torch.as_tensor(targets), lengths)
 
 
-def _document_ids(tokens: npt.NDArray[np.int64], end_of_document: int) -> Tensor:
-    return torch.as_tensor(np.cumsum(tokens == end_of_document, axis=1, dtype=np.int32))
+def _cu_seqlens(begins: npt.NDArray[np.bool_]) -> Tensor:
+    """`MicroBatch.cu_seqlens` of rows whose documents begin where `begins` (b, t) says."""
+    begins[:, 0] = True
+    return torch.as_tensor(np.append(np.flatnonzero(begins), begins.size).astype(np.int32))

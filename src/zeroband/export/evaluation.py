@@ -12,7 +12,6 @@ from torch import nn
 from zeroband.data.loader import IGNORED, MicroBatch
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.model.generate import evaluating
-from zeroband.model.loss import next_token_loss
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def evaluate(model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokeniz
     with evaluating(model):
         for batch in batches:
             placed = batch.to(device)
-            loss = next_token_loss(model(placed.tokens, placed.document_ids), placed.targets)
+            loss = model(placed.tokens, placed.cu_seqlens, placed.targets)
             nats += loss.cross_entropy.item()
             targets += int(loss.targets.item())
             rows = [row[row != IGNORED] for row in batch.targets]

@@ -1,20 +1,25 @@
 """The language model: its decoder, initial weights, loss and sampling. Knows no data, no nodes and no optimizer."""
 
 from zeroband.config.model_size import flops_per_token, parameter_count
+from zeroband.model.attention import attend_plain, attend_varlen, attention_on
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.init import init_weights
-from zeroband.model.loss import IGNORE_INDEX, TokenLoss, gradient_scale, next_token_loss
+from zeroband.model.loss import IGNORE_INDEX, TokenLoss, gradient_scale, linear_loss, next_token_loss
 from zeroband.model.transformer import Transformer
 
 __all__ = [
     "IGNORE_INDEX",
     "TokenLoss",
     "Transformer",
+    "attend_plain",
+    "attend_varlen",
+    "attention_on",
     "evaluating",
     "flops_per_token",
     "generate",
     "gradient_scale",
     "init_weights",
+    "linear_loss",
     "next_token_loss",
     "parameter_count",
 ]

@@ -6,15 +6,19 @@ Parameter names are those of Hugging Face's Llama without the leading `model.`, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import checkpoint
 
-from zeroband.config.schema import ModelConfig
-from zeroband.model.attention import RopeTable, SelfAttention, document_attention_mask, rope_table
+from zeroband.config.schema import ActivationCheckpointing, ModelConfig
+from zeroband.model.attention import Attend, RopeTable, SelfAttention, attend_plain, rope_table
+from zeroband.model.loss import LogitsLoss, TokenLoss, linear_loss, next_token_loss
+from zeroband.model.recompute import recomputed
+
+_T = TypeVar("_T")
 
 
 class SwiGlu(nn.Module):
@@ -33,54 +37,76 @@ class SwiGlu(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer.
 
-    `recompute` drops the activations after the forward pass and makes them again in the backward pass. It acts inside
-    the block so that a sharded block gathers its parameters once around both, and so that no wrapper changes a name.
+    `checkpointing` says which activations are made again in the backward pass. It acts inside the block, so that a
+    sharded block gathers its parameters once around both, no wrapper changes a name, and the compiler sees all of it.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.self_attn = SelfAttention(config)
+        self.self_attn = SelfAttention(config, attend)
         self.post_attention_layernorm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = SwiGlu(config)
-        self.recompute = False
+        self.checkpointing: ActivationCheckpointing = "none"
 
-    def forward(self, x: Tensor, rope: RopeTable, mask: Tensor | None) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            run = cast(Callable[..., Tensor], checkpoint.checkpoint)  # pyright: ignore[reportUnknownMemberType]
-            return run(self._run, x, rope, mask, use_reentrant=False, preserve_rng_state=False)
-        return self._run(x, rope, mask)
+    def forward(self, x: Tensor, rope: RopeTable, cu_seqlens: Tensor | None) -> Tensor:
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self._run(x, rope, cu_seqlens)
+        return recomputed(self.checkpointing, self._run, x, rope, cu_seqlens)
 
-    def _run(self, x: Tensor, rope: RopeTable, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+    def _run(self, x: Tensor, rope: RopeTable, cu_seqlens: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, cu_seqlens)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Module):
+    """The output projection. Whatever uses its weight does so in here, where a sharded one is gathered."""
+
+    def __init__(self, d_model: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], _T]) -> _T:
+        return use(x, self.weight)
 
 
 class Transformer(nn.Module):
     """A Llama-style decoder. May be built under `torch.device("meta")`: `init_weights` gives it values later."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, attend: Attend = attend_plain) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         # Not drawn here: on the meta device torch would load its compiler for that, in seconds.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.zeros(vocab_size, config.d_model), freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         # Tied: no second name for the embedding, because `to_empty` and sharding would make two parameters of it.
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.d_model, vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else Head(config.d_model, vocab_size)
+        self.logits_loss: LogitsLoss = next_token_loss
 
-    def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position.
+    @overload
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor: ...
 
-        Shapes: tokens (b, t) int64, document_ids (b, t) int32 or None (the whole row is one document); gives (b, t, v)
-        in the compute type. Positions count from the start of the row: only their differences act within a document.
+    @overload
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor, z_loss: float = 0.0) -> TokenLoss: ...
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
+    ) -> Tensor | TokenLoss:
+        """Logits of the next token at every position; with targets, their loss instead, without holding all logits.
+
+        Shapes: tokens and targets (b, t) int64, cu_seqlens as in `Attend`; gives (b, t, v) in the compute type, or a
+        TokenLoss. Positions count from the start of the row: only their differences act within a document.
         """
-        head_size = self.config.d_model // self.config.n_heads
-        rope = rope_table(tokens.shape[1], head_size, self.config.rope_theta, tokens.device)
-        mask = None if document_ids is None else document_attention_mask(document_ids)
+        rope = rope_table(tokens.shape[1], self.config.head_size, self.config.rope_theta, tokens.device)
         x = self.embed_tokens(tokens)  # (b, t, d)
         for block in self.layers:
-            x = block(x, rope, mask)
+            x = block(x, rope, cu_seqlens)
         x = self.norm(x)
-        return F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)  # (b, t, v)
+        if targets is None:
+            return self._project(x, F.linear)
+        return self._project(x, partial(linear_loss, targets=targets, z_loss=z_loss, logits_loss=self.logits_loss))
+
+    def _project(self, x: Tensor, use: Callable[[Tensor, Tensor], _T]) -> _T:
+        return use(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x, use)

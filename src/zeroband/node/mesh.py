@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from zeroband.config.schema import TrainConfig
+from zeroband.config.placement import Placement, placement
+from zeroband.config.schema import ActivationCheckpointing, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
@@ -43,6 +45,8 @@ class LocalMesh:
     """One dimension, over which parameters are sharded."""
     control: dist.ProcessGroup
     """gloo on CPU tensors, for decisions; never shared with the data of training."""
+    gpu_bytes: int | None = None
+    """Memory of the GPU that this rank has to itself, or its part of a shared one. None: on a CPU."""
     lent: list[dist.ProcessGroup] | None = field(default=None, repr=False)
     """The groups made here, where the default group is the program's that this is a part of; None: it is ours, too."""
 
@@ -86,7 +90,7 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, gpu: torch.devi
     store = _store_of_this_start(environ, rank, world_size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, _control_group())
+    return LocalMesh(rank, world_size, device, mesh, _control_group(), _share_of_gpu(device, world_size))
 
 
 def join_local_mesh(device: torch.device) -> LocalMesh:
@@ -101,7 +105,14 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     _stay_on_this_machine()
     control = _control_group()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    return LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+    return LocalMesh(rank, world_size, device, mesh, control, _share_of_gpu(device, world_size), lent=[control])
+
+
+def _share_of_gpu(device: torch.device, world_size: int) -> int | None:
+    if device.type != "cuda":
+        return None
+    ranks_on_one = -(-world_size // torch.cuda.device_count())
+    return torch.cuda.get_device_properties(device).total_memory // ranks_on_one
 
 
 def _stay_on_this_machine() -> None:
@@ -181,27 +192,49 @@ def barrier(mesh: LocalMesh) -> None:
 
 
 class _Block(Protocol):
-    recompute: bool
+    checkpointing: ActivationCheckpointing
 
 
-def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> nn.Module:
-    """Shard a model over the local ranks in place: each of `model.layers` by itself, the rest with the root.
+class _Model(Protocol):
+    embed_tokens: nn.Module
+    layers: Iterable[nn.Module]
+    lm_head: nn.Module | None
+    logits_loss: Callable[..., Any]
+
+
+def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placement:
+    """Shard a model over the local ranks in place: each of `model.layers`, embedding and head by itself.
 
     Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
     change. A model on the meta device is sharded without memory; then call `make_room` and `init_weights`.
-    One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. One rank in bfloat16 frees
-    nothing between forward and backward: there is no memory to win.
+    One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. Returns what the ranks keep
+    between the passes of a step.
     """
-    for block in _blocks(model):
-        cast(_Block, block).recompute = train.activation_checkpointing
-        if train.compile:
-            block.compile()  # pyright: ignore[reportUnknownMemberType]
+    for block in cast(_Model, model).layers:
+        cast(_Block, block).checkpointing = train.activation_checkpointing
+    if mesh.device.type == "cuda" if train.compile is None else train.compile:
+        _compile(model)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
     if mesh.world_size > 1 or train.dtype != "float32":
-        _shard(model, train, mesh)
-    return model
+        _shard(model, train, mesh, placed)
+    return placed
 
 
-def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> None:
+def _compile(model: nn.Module) -> None:
+    """Compile each block, whole, and the loss. One graph serves all blocks, and all numbers of documents."""
+    for block in cast(_Model, model).layers:
+        block.forward = torch.compile(block.forward, fullgraph=True)  # not the module: FSDP2's hooks stay outside
+    cast(_Model, model).logits_loss = torch.compile(cast(_Model, model).logits_loss, fullgraph=True)
+    model.register_forward_pre_hook(_leave_documents_open)
+
+
+def _leave_documents_open(_model: nn.Module, inputs: tuple[Tensor | None, ...]) -> None:
+    if len(inputs) > 1 and inputs[1] is not None:
+        torch._dynamo.mark_dynamic(inputs[1], 0)  # pyright: ignore[reportPrivateUsage]
+
+
+def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh, placed: Placement) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, see `sharding`
 
     policy = MixedPrecisionPolicy(
@@ -209,9 +242,13 @@ def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # the embedding makes the compute type; rotary angles must stay float32
     )
-    reshard = train.reshard_after_forward and mesh.world_size > 1
-    for module in (*_blocks(model), model):
-        fully_shard(module, mesh=mesh.mesh, reshard_after_forward=reshard, mp_policy=policy)
+    shard, parts = partial(fully_shard, mesh=mesh.mesh, mp_policy=policy), cast(_Model, model)
+    for block in parts.layers:
+        shard(block, reshard_after_forward=placed.reshard_after_forward)
+    if parts.lm_head is not None:  # else the embedding is used at both ends, and stays with the root
+        shard(parts.embed_tokens, reshard_after_forward=placed.reshard_after_forward)
+        shard(parts.lm_head, reshard_after_forward=False)  # its backward pass comes next
+    shard(model, reshard_after_forward=False)
 
 
 def make_room(model: nn.Module, mesh: LocalMesh) -> None:
@@ -223,10 +260,6 @@ def make_room(model: nn.Module, mesh: LocalMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             room = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
             setattr(module, name, nn.Parameter(room, requires_grad=parameter.requires_grad))
-
-
-def _blocks(model: nn.Module) -> Iterable[nn.Module]:
-    return cast(Iterable[nn.Module], model.layers)
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from zeroband.config.load import shared_items
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
+from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
@@ -16,6 +17,7 @@ from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
+from zeroband.model.attention import Attend, attention_on
 from zeroband.model.init import init_weights
 from zeroband.model.optim import InnerOptimizer, StepRule
 from zeroband.model.transformer import Transformer
@@ -38,6 +40,7 @@ class TrainerParts(NodeParts):
     loader: Loader
     data_fingerprint: str
     model: Transformer
+    placement: Placement
     inner: InnerOptimizer
 
 
@@ -56,10 +59,11 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_rank=local.rank,
         local_world_size=local.world_size,
         document_mask=config.data.document_mask,
+        even_micro_batches=bool(config.train.compile) or (config.train.compile is None and local.device.type == "cuda"),
     )
     with torch.device("meta"):
-        model = Transformer(config.model, tokenizer.padded_vocab_size)
-    parallelize(model, config.train, local)
+        model = Transformer(config.model, tokenizer.padded_vocab_size, _attention(config, local))
+    placed = parallelize(model, config.train, local)
     make_room(model, local)
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
@@ -78,10 +82,19 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         loader=loader,
         data_fingerprint=tokens.fingerprint,
         model=model,
+        placement=placed,
         inner=inner,
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _attention(config: RunConfig, local: LocalMesh) -> Attend:
+    attend, why_slower = attention_on(local.device, getattr(torch, config.train.dtype), config.model)
+    if why_slower and config.data.document_mask and local.rank == 0:
+        fields = {"why": why_slower, "cost": "masked attention, about half as fast"}
+        _log.warning("attention over packed documents takes the plain path", extra={"fields": fields})
+    return attend
 
 
 def _shared(

@@ -25,7 +25,7 @@ from zeroband.errors import Fenced, Leaving, RunOver
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
-from zeroband.model.loss import gradient_scale, next_token_loss
+from zeroband.model.loss import gradient_scale
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
@@ -254,9 +254,8 @@ def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> Pa
     scale = gradient_scale(targets, node.local.world_size)
     cross_entropy = torch.zeros((), device=node.local.device)
     for number, batch in enumerate(batches, start=1):
-        set_gradient_sync(node.model, number == len(batches))
-        logits = node.model(batch.tokens, batch.document_ids)  # (b, t, v)
-        loss = next_token_loss(logits, batch.targets, z_loss=node.config.optim.z_loss)
+        set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
+        loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss)
         (loss.objective * scale).backward()
         cross_entropy += loss.cross_entropy
     total = cross_entropy.cpu()

@@ -65,13 +65,9 @@ def test_micro_batches_have_the_types_that_the_model_takes(store: TokenStore) ->
     reader = loader(store)
     reader.assign([(0, 4)])
     batch = reader.next_step()[0]
-    assert batch.document_ids is not None
-    assert (batch.tokens.shape, batch.targets.shape, batch.document_ids.shape) == ((2, T),) * 3
-    assert (batch.tokens.dtype, batch.targets.dtype, batch.document_ids.dtype) == (
-        torch.int64,
-        torch.int64,
-        torch.int32,
-    )
+    assert batch.cu_seqlens is not None
+    assert (batch.tokens.shape, batch.targets.shape) == ((2, T),) * 2
+    assert (batch.tokens.dtype, batch.targets.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64, torch.int32)
 
 
 def test_the_short_sample_is_padded_with_ends_that_are_not_learned(store: TokenStore) -> None:
@@ -150,21 +146,46 @@ def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> No
     assert seen == expected
 
 
-def test_document_ids_tell_documents_apart_and_an_end_opens_the_next(make_store: Callable[..., TokenStore]) -> None:
+def test_a_row_begins_a_document_and_an_end_opens_the_next(make_store: Callable[..., TokenStore]) -> None:
     store = make_store(b"ab", b"cd", b"e", b"f" * 7)
     first = next(i for i in (0, 1) if SampleIndex(len(store), T, 0, 0.0).positions([i])[0] == 0)
     reader = loader(store, batch_size=1)
     reader.assign([(first, first + 1)])
     (batch,) = reader.next_step()
-    assert batch.document_ids is not None
+    assert batch.cu_seqlens is not None
     assert batch.tokens[0].tolist() == [97, 98, END, 99, 100, END, 101, END]
-    assert batch.document_ids[0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 7, 8]
 
 
-def test_document_ids_are_none_without_the_mask(store: TokenStore) -> None:
+def test_rows_are_laid_end_to_end_and_padding_is_one_document(store: TokenStore) -> None:
+    reader = loader(store, batch_size=3, micro_bs=2, even_micro_batches=True)
+    reader.assign([(0, 3)])
+    full, filled = reader.next_step()
+    assert full.cu_seqlens is not None and filled.cu_seqlens is not None
+    assert T in full.cu_seqlens.tolist() and full.cu_seqlens[-1] == 2 * T
+    assert filled.targets[1].tolist() == [IGNORED] * T
+    assert filled.cu_seqlens.tolist()[-2:] == [T, 2 * T]
+
+
+@pytest.mark.parametrize(("batch_size", "micro_bs", "sizes"), [(5, 2, [2, 2, 2]), (5, 64, [5]), (4, 2, [2, 2])])
+def test_even_micro_batches_have_as_many_rows_and_the_same_samples(
+    store: TokenStore, batch_size: int, micro_bs: int, sizes: list[int]
+) -> None:
+    even, plain = (
+        loader(store, batch_size=batch_size, micro_bs=micro_bs, even_micro_batches=on) for on in (True, False)
+    )
+    for reader in (even, plain):
+        reader.assign([(0, batch_size)])
+    batches = even.next_step()
+    assert [len(batch.tokens) for batch in batches] == sizes
+    assert rows(batches, "targets")[:batch_size] == rows(plain.next_step(), "targets")
+    assert even.targets_in_step == plain.targets_in_step
+
+
+def test_cu_seqlens_are_none_without_the_mask(store: TokenStore) -> None:
     reader = loader(store, document_mask=False)
     reader.assign([(0, 4)])
-    assert {batch.document_ids for batch in reader.next_step()} == {None}
+    assert {batch.cu_seqlens for batch in reader.next_step()} == {None}
 
 
 def test_to_moves_every_tensor(store: TokenStore) -> None:

@@ -15,8 +15,8 @@ class Successor(nn.Module):
         super().__init__()
         self.lengths: list[int] = []
 
-    def forward(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-        assert document_ids is None
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        assert cu_seqlens is None
         assert not torch.is_grad_enabled()
         self.lengths.append(tokens.shape[1])
         return 50.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10).float()

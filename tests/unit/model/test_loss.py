@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from zeroband.model import IGNORE_INDEX, gradient_scale, next_token_loss
+from zeroband.model import IGNORE_INDEX, gradient_scale, linear_loss, next_token_loss
+from zeroband.model import loss as module
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +55,51 @@ def test_all_targets_ignored_gives_zero_and_no_nan() -> None:
     (gradient,) = torch.autograd.grad(loss.objective, logits)
     assert loss.objective.item() == 0
     assert gradient.count_nonzero() == 0
+
+
+def in_parts(parts: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, z_loss: float) -> list[torch.Tensor]:
+    """Loss, cross entropy, targets and both gradients, computed in so many parts."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 21, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, 50, (2, 21), generator=generator)
+    targets[1, 15:] = IGNORE_INDEX
+    monkeypatch.setattr(module, "LOGITS_BYTES", -(-42 * 50 * 4 // parts))
+    loss = linear_loss(x, weight, targets, z_loss=z_loss)
+    (loss.objective * 0.25).backward()
+    assert x.grad is not None and weight.grad is not None
+    return [loss.objective.detach(), loss.cross_entropy, loss.targets, x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("parts", [2, 5, 42])
+def test_loss_in_parts_is_the_loss_and_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, parts: int, z_loss: float
+) -> None:
+    whole, cut = (in_parts(n, monkeypatch, torch.float32, z_loss) for n in (1, parts))
+    for expected, found in zip(whole, cut, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_gradient_of_the_head_in_parts_is_within_two_roundings_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *_, exact = in_parts(1, monkeypatch, torch.float32, 0.0)
+    *_, whole = in_parts(1, monkeypatch, torch.bfloat16, 0.0)
+    *_, cut = in_parts(6, monkeypatch, torch.bfloat16, 0.0)
+    size = exact.abs().max()
+    assert (cut - whole).abs().max() < 6 * 2**-8 * size
+    assert (cut - exact).norm() < 2 * (whole - exact).norm()
+
+
+def test_loss_in_parts_without_gradients_only_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOGITS_BYTES", 64)
+    x, weight = torch.randn(1, 9, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    targets = torch.arange(9)[None] % 8
+    with torch.no_grad():
+        found = linear_loss(x, weight, targets)
+    assert not found.objective.requires_grad
+    torch.testing.assert_close(found.objective, next_token_loss(x @ weight.T, targets).objective.detach())
 
 
 def test_gradient_scale_makes_rank_average_the_mean_over_targets() -> None:

@@ -25,7 +25,7 @@ def test_flops_per_token_equals_counted_matrix_products(config: ModelConfig) -> 
     with torch.device("meta"):
         model = Transformer(config, 1000)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    head = 1000 * config.d_model if config.tie_embeddings else 0
+    head = 1000 * config.d_model
     scores_and_values = 2 * 2 * config.d_model * 128  # q k^T and p v, a multiplication and an addition each
     assert flops_per_token(config, 1000, 128) == 6 * (linear + head) + 3 * config.n_layers * scores_and_values
 

@@ -1,18 +1,34 @@
 """The decoder as a whole: what it may see, what its switches change, and its parameter names."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroband.config.schema import ModelConfig
 from zeroband.model import Transformer, init_weights, next_token_loss
 
 VOCAB = 61
+CHECKPOINTING = ("none", "selective", "full")
 
 
 def model_of(**changes: object) -> Transformer:
     model = Transformer(ModelConfig(**{"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, **changes}), VOCAB)
     init_weights(model, seed=1)
     return model
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of all operators that run in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def tokens_of(batch: int, length: int) -> torch.Tensor:
@@ -32,10 +48,9 @@ def test_forward_never_looks_ahead() -> None:
     assert not torch.allclose(before[0, 8:], after[0, 8:])
 
 
-def test_forward_with_document_ids_equals_each_document_alone() -> None:
+def test_forward_with_documents_equals_each_document_alone() -> None:
     model, tokens = model_of(), tokens_of(1, 12)
-    ids = torch.tensor([[0] * 5 + [1] * 7], dtype=torch.int32)
-    packed = model(tokens, ids)
+    packed = model(tokens, torch.tensor([0, 5, 12], dtype=torch.int32))
     torch.testing.assert_close(packed[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(packed[:, 5:], model(tokens[:, 5:]), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(packed[:, 5:], model(tokens)[:, 5:], atol=1e-4)
@@ -43,7 +58,7 @@ def test_forward_with_document_ids_equals_each_document_alone() -> None:
 
 def test_forward_with_one_document_equals_no_mask() -> None:
     model, tokens = model_of(), tokens_of(2, 12)
-    torch.testing.assert_close(model(tokens, torch.zeros(2, 12, dtype=torch.int32)), model(tokens))
+    torch.testing.assert_close(model(tokens, torch.tensor([0, 12, 24], dtype=torch.int32)), model(tokens))
 
 
 def test_tied_head_is_one_parameter_with_gradient_from_both_uses() -> None:
@@ -78,34 +93,37 @@ def test_tie_survives_meta_and_to_empty() -> None:
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_recompute_gives_the_same_gradients(with_documents: bool) -> None:
     tokens = tokens_of(2, 10)
-    ids = torch.tensor([[0] * 4 + [1] * 6] * 2, dtype=torch.int32) if with_documents else None
+    borders = torch.tensor([0, 4, 10, 14, 20], dtype=torch.int32) if with_documents else None
     gradients: list[list[torch.Tensor]] = []
-    for recompute in (False, True):
+    for how in CHECKPOINTING:
         model = model_of()
         for block in model.layers:
-            block.recompute = recompute
-        next_token_loss(model(tokens, ids), tokens).objective.backward()
+            block.checkpointing = how
+        model(tokens, borders, tokens).objective.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert len(gradients[0]) == len(gradients[1]) == len(list(model_of().parameters()))
-    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+    assert {len(found) for found in gradients} == {len(list(model_of().parameters()))}
+    assert all(
+        torch.equal(plain, again) for found in gradients for plain, again in zip(gradients[0], found, strict=True)
+    )
 
 
-def test_recompute_keeps_fewer_activations() -> None:
-    saved: list[int] = []
-    for recompute in (False, True):
-        model, kept = model_of(), 0
+def test_selective_recompute_multiplies_no_matrix_again_and_full_keeps_less() -> None:
+    products, kept = {}, {}
+    for how in CHECKPOINTING:
+        model, saved = model_of(), 0
         for block in model.layers:
-            block.recompute = recompute
+            block.checkpointing = how
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal kept
-            kept += tensor.numel()
+            nonlocal saved
+            saved += tensor.numel()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            model(tokens_of(4, 32))
-        saved.append(kept)
-    assert saved[1] < saved[0] / 3
+        with Operators() as seen, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model(tokens_of(4, 32), None, tokens_of(4, 32)).objective.backward()
+        products[how], kept[how] = sum(name.startswith("aten.mm") for name in seen.names), saved
+    assert products["none"] == products["selective"] < products["full"]
+    assert max(kept["selective"], kept["full"]) < kept["none"] / 3
 
 
 @pytest.mark.slow

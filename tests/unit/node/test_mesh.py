@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,8 +96,11 @@ def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     for replaced, name in ((dist, "init_process_group"), (parallel, "init_device_mesh"), (parallel, "_control_group")):
         monkeypatch.setattr(replaced, name, ignore)
+    card = SimpleNamespace(total_memory=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     on_second = torch.device("cuda", 1)
-    assert join_local_mesh(on_second).device == on_second
+    second = join_local_mesh(on_second)
+    assert (second.device, second.gpu_bytes) == (on_second, 80)
     assert join_local_mesh(torch.device("cpu")).device == init_local_mesh({}).device == torch.device("cuda", 0)
     assert current == [on_second, torch.device("cuda", 0), torch.device("cuda", 0)]
 
@@ -109,7 +113,7 @@ def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
 
 
 def test_parallelize_shards_root_and_each_block_and_keeps_names(mesh: LocalMesh) -> None:
-    model = sharded(mesh, dtype="bfloat16", activation_checkpointing=True)
+    model = sharded(mesh, dtype="bfloat16", activation_checkpointing="full")
     assert isinstance(model, FSDPModule)
     assert all(isinstance(block, FSDPModule) for block in model.layers)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain().named_parameters()]
@@ -121,8 +125,8 @@ def test_one_rank_in_float32_is_left_as_it_is(mesh: LocalMesh) -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, activation_checkpointing: bool) -> None:
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
+def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, activation_checkpointing: str) -> None:
     reference, model = sharded(mesh, activation_checkpointing=activation_checkpointing), plain()
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh.mesh)
