@@ -1,151 +1,343 @@
-"""What the training step costs beside a bare PyTorch loop: tokens/s of both, same model, same batch, one run.
+"""What the training step costs beside a bare PyTorch loop and transformers' Llama: tokens/s and memory, in one run.
 
-Ours is the path of the trainer on one rank: `parallelize` (FSDP2 over a mesh of one, with bfloat16), `InnerOptimizer`
-with its schedule, float32 loss as a sum, clipping over shards. The bare loop is the same `Transformer` unwrapped, with
-`F.cross_entropy`, `torch.nn.utils.clip_grad_norm_` and fused `torch.optim.AdamW`. Steps alternate, so that both see
-the same noise of the machine. On a machine that others use as well, believe the ratio of the best steps.
+zeroband         the trainer's own loop on one rank, as `zeroband train` runs it: loader, documents, micro-batches
+bare PyTorch     the same decoder, and what one writes by hand: autocast, F.cross_entropy of all logits, AdamW
+transformers     its Llama in the bare loop, with positions that begin anew at each document
+no compile, all logits, masked attention, float8: zeroband's loop with one feature off, or on
 
-    python bench/train_loop.py [--steps 15] [--dtype float32|bfloat16] [--config configs/14M.toml]
+Each loop is a process of its own and gets the same batches; those by hand have them in memory beforehand. They run in
+turns, the first one changing, so that all see the same noise of the machine: a step at a time on a CPU, several on a
+GPU, whose queue then never runs empty. On a machine that others use as well, believe the ratio of the best turns.
+
+    python bench/train_loop.py [--loops zeroband "bare PyTorch" transformers] [--turns 15] [@FILE.toml] [--KEY VALUE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-from evidence import count, finite
-from torch import Tensor
+from evidence import count, finite, require, require_known
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.schema import CosineSchedule, ModelConfig, OptimConfig, TrainConfig
-from zeroband.model import Transformer, gradient_scale, init_weights, next_token_loss, parameter_count
-from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh, make_room, parallelize
+from zeroband.config import RunConfig, load_config
+from zeroband.data.loader import MicroBatch
+from zeroband.data.tokenizer import open_tokenizer
+from zeroband.elastic.membership.departure import Departure
+from zeroband.model import Transformer, attend_plain, flops_per_token, init_weights, parameter_count
+from zeroband.model import loss as loss_module
+from zeroband.node.mesh import LocalMesh, init_local_mesh
+from zeroband.observe.hardware import peak_flops
+from zeroband.runtime import build
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.loop import Training, open_world, train_round
+from zeroband.runtime.report import SilentReport, StepResult
 
-VOCAB_SIZE = 320
-"""The byte tokenizer's 257 ids, padded to a multiple of 64."""
-WARMUP_STEPS = 3
-BARE, OURS = "bare PyTorch", "zeroband"
-Step = Callable[[Tensor, Tensor], float]
+OURS, BARE, LLAMA = "zeroband", "bare PyTorch", "transformers"
+DEFAULTS = {
+    "model.d_model": 384, "model.n_layers": 8, "model.n_heads": 6, "model.d_ff": 1024,
+    "data.source": {"type": "synthetic", "documents": 3000, "mean_length": 700},
+    "data.seq_length": 1024, "data.hold_out": 0.0,
+    "train.batch_size": 4, "train.micro_bs": 2, "train.dtype": "float32", "train.threads": 1,
+    "train.total_steps": 100_000, "optim.warmup_steps": 0, "optim.schedule.final_ratio": 1.0,
+}  # fmt: skip
+"""The model of configs/14M.toml, and a constant learning rate, as the loops by hand have it."""
+
+WARM_UP_STEPS = 3
+Steps = Iterator[float]
+"""Makes one inner step each time, and gives its mean loss: of the step before where that is what the loop knows."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    median_s: float
-    best_s: float
+class Turn:
+    """What a loop says of one turn."""
+
+    took_s: float
     loss: float
+    peak_bytes: int
+    """Memory of the GPU, or of the process, up to here."""
 
 
-def our_step(config: ModelConfig, optim: OptimConfig, train: TrainConfig, mesh: LocalMesh) -> Step:
-    """The trainer's inner step on one rank; gives the mean loss."""
-    with torch.device("meta"):
-        model = Transformer(config, VOCAB_SIZE)
-    parallelize(model, train, mesh)
-    make_room(model, mesh)
-    init_weights(model, seed=0)
-    optimizer = InnerOptimizer(model, optim, total_steps=train.total_steps)
+def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> None:
+    """Train as the trainer does, and tell each step's loss; ends by what `told` raises."""
 
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        loss = next_token_loss(model(tokens), targets, z_loss=optim.z_loss)
-        (loss.objective * gradient_scale(targets.numel(), mesh.world_size)).backward()
-        clip_grad_norm_(model, optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.cross_entropy.item() / targets.numel()
+    class Teller(SilentReport):
+        def stepped(self, step: int, learned: StepResult, *_: object) -> None:
+            told(learned.loss)
 
-    return step
+    with ExitStack() as stack:
+        node = build_trainer(config, mesh, Departure(config.fault.grace_s))
+        report = Teller()
+        world, joiner = open_world(node, report, stack)
+        joiner.enter()
+        while True:
+            train_round(Training(node, world, joiner, NoCheckpoints(), report))
 
 
-def bare_step(config: ModelConfig, optim: OptimConfig, train: TrainConfig, device: torch.device) -> Step:
+def batches_of(node: TrainerParts, steps: int) -> list[list[MicroBatch]]:
+    """The batches that the trainer would get, on the device."""
+    node.loader.assign([(0, steps * node.config.train.batch_size)])
+    return [[batch.to(node.local.device) for batch in node.loader.next_step()] for _ in range(steps)]
+
+
+def by_hand(
+    node: TrainerParts, model: nn.Module, logits_of: Callable[[MicroBatch], Tensor], batches: Sequence[list[MicroBatch]]
+) -> Steps:
     """What one writes by hand for one device; bfloat16 through autocast, which is the usual way."""
-    model = Transformer(config, VOCAB_SIZE).to(device)
-    init_weights(model, seed=0)
-    adamw = optim.adamw
+    config, adamw = node.config, node.config.optim.adamw
     matrices, norms = ([p for p in model.parameters() if (p.ndim < 2) == is_norm] for is_norm in (False, True))
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": norms, "weight_decay": 0.0}],
         lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay, fused=True,
     )  # fmt: skip
-    cast_to = torch.autocast(device.type, torch.bfloat16, enabled=train.dtype == "bfloat16")
-
-    def step(tokens: Tensor, targets: Tensor) -> float:
-        with cast_to:
-            logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or float("inf"))
+    cast_to = torch.autocast(node.local.device.type, torch.bfloat16, enabled=config.train.dtype == "bfloat16")
+    for micro_batches in batches:
+        total = torch.zeros((), device=node.local.device)
+        for batch in micro_batches:
+            with cast_to:
+                logits = logits_of(batch)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten()) / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
-
-    return step
+        yield total.item()
 
 
-def timed(step: Step, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    """(seconds, loss) of one step; reading the loss waits for the device."""
-    started_at_s = time.perf_counter()
-    loss = step(tokens, targets)
-    return time.perf_counter() - started_at_s, loss
+def bare(node: TrainerParts, batches: Sequence[list[MicroBatch]]) -> Steps:
+    model = Transformer(node.config.model, node.tokenizer.padded_vocab_size, node.model.layers[0].self_attn.attend)
+    init_weights(model, seed=node.config.run.seed)
+    model.to(node.local.device)
+    run = torch.compile(model) if is_compiled(node) else model
+    return by_hand(node, model, lambda batch: run(batch.tokens, batch.cu_seqlens), batches)
 
 
-def measure(loops: dict[str, Step], tokens: Tensor, targets: Tensor, steps: int) -> dict[str, Measured]:
-    """Run all loops in turns, the first one changing."""
-    took_s: dict[str, list[float]] = {name: [] for name in loops}
-    losses: dict[str, float] = {}
-    for index in range(WARMUP_STEPS + steps):
-        for name in list(loops) if index % 2 else reversed(loops):
-            seconds, losses[name] = timed(loops[name], tokens, targets)
-            if index >= WARMUP_STEPS:
-                took_s[name].append(seconds)
-    return {name: Measured(statistics.median(took_s[name]), min(took_s[name]), losses[name]) for name in loops}
+def llama(node: TrainerParts, batches: Sequence[list[MicroBatch]]) -> Steps:
+    import transformers
+
+    shape, vocab_size = node.config.model, node.tokenizer.padded_vocab_size
+    config = transformers.LlamaConfig(
+        hidden_size=shape.d_model, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ff_width, vocab_size=vocab_size,
+        rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, tie_word_embeddings=shape.tie_embeddings,
+        max_position_embeddings=node.config.data.seq_length, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    start = Transformer(shape, vocab_size)
+    init_weights(start, seed=node.config.run.seed)
+    named = start.state_dict().items()
+    model.load_state_dict({name if name.startswith("lm_head") else f"model.{name}": p for name, p in named})
+    model.to(node.local.device)
+    run = torch.compile(model) if is_compiled(node) else model
+
+    def logits_of(batch: MicroBatch) -> Tensor:
+        return run(batch.tokens, position_ids=positions_of(batch), use_cache=False).logits
+
+    return by_hand(node, model, logits_of, batches)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "14M.toml")
-    parser.add_argument("--steps", type=count, default=15, help="measured steps of each loop")
-    parser.add_argument("--batch", type=count, default=4, help="sequences in a step")
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of both loops")
-    return parser.parse_args()
+def positions_of(batch: MicroBatch) -> Tensor:
+    """Each token's place in its document, from which transformers sees where documents are packed. Shape (b, t)."""
+    starts = batch.cu_seqlens
+    places = torch.arange(batch.tokens.numel(), device=batch.tokens.device)
+    if starts is None:
+        return (places % batch.tokens.shape[1]).view(batch.tokens.shape)
+    begins = starts[torch.bucketize(places, starts[1:], right=True)]
+    return (places - begins).view(batch.tokens.shape)
+
+
+def is_compiled(node: TrainerParts) -> bool:
+    compiles = node.config.train.compile
+    return node.local.device.type == "cuda" if compiles is None else compiles
+
+
+VARIANTS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    OURS: dict,
+    "no compile": lambda: {"train.compile": False},
+    "all logits": lambda: setattr(loss_module, "LOGITS_BYTES", 1 << 60) or {},
+    "masked attention": lambda: setattr(build, "attention_on", lambda *_: (attend_plain, "")) or {},
+    "float8": lambda: {"train.float8": "tensorwise"},
+}
+"""Loops of the trainer, and what is changed for them."""
+
+LOOPS = (*VARIANTS, BARE, LLAMA)
+
+
+class Over(Exception):
+    """The parent wants no more turns."""
+
+
+def config_of(arguments: Sequence[str], changes: Mapping[str, Any], folder: str) -> RunConfig:
+    """The configuration of a loop: what was asked for, and the defaults below it where no file was named."""
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in arguments}
+    below = {} if any(word.startswith("@") for word in arguments) else DEFAULTS
+    asked = {**{key: value for key, value in below.items() if key not in given}, **changes}
+    asked |= {"run.dir": folder, "outer": "none", "observe.log_every_steps": 1 << 30}
+    flags = [f"--{key}={json.dumps(v) if isinstance(v, dict | bool) else v}" for key, v in asked.items()]
+    return load_config([*arguments, *flags])
+
+
+def work(loop: str, arguments: Sequence[str]) -> None:
+    """One loop in this process: a line with a number on stdin asks for so many steps, a line of JSON answers."""
+    changes = VARIANTS[loop]() if loop in VARIANTS else {}
+    with tempfile.TemporaryDirectory() as folder:
+        config, mesh = config_of(arguments, changes, folder), init_local_mesh()
+        turns = Turns(mesh.device)
+        try:
+            if loop in VARIANTS:
+                ours(config, mesh, turns.told)
+            else:
+                node = build_trainer(config, mesh, Departure(config.fault.grace_s))
+                steps = int(sys.stdin.readline())
+                for loss in (bare if loop == BARE else llama)(node, batches_of(node, steps)):
+                    turns.told(loss)
+        except Over:
+            pass
+        finally:
+            mesh.close()
+
+
+class Turns:
+    """Counts the steps of a loop, and stops it between two turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._left, self._from_s = device, WARM_UP_STEPS, 0.0
+
+    def told(self, loss: float) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"took_s": time.perf_counter() - self._from_s, "loss": loss, "peak_bytes": peak}), flush=True)
+        asked = sys.stdin.readline()
+        if not asked.strip():
+            raise Over
+        self._left, self._from_s = int(asked), time.perf_counter()
+
+
+class Loop:
+    """A loop in a process of its own."""
+
+    def __init__(self, name: str, arguments: Sequence[str], steps: int) -> None:
+        command = [sys.executable, __file__, "--work", name, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.name, self.turns = name, list[Turn]()
+        if name not in VARIANTS:
+            self._ask(steps)
+        self._answer()  # the warm-up
+
+    @property
+    def times_s(self) -> list[float]:
+        return [turn.took_s for turn in self.turns]
+
+    def take_turn(self, steps: int) -> None:
+        self._ask(steps)
+        self.turns.append(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _ask(self, number: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> Turn:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        require(bool(line), f"the loop {self.name} ended")
+        return Turn(**json.loads(line))
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--loops", nargs="+", default=[OURS, BARE, LLAMA], help=", ".join(LOOPS))
+    parser.add_argument("--turns", type=count, default=15, help="measured turns of each loop")
+    parser.add_argument("--steps", type=count, default=10 if torch.cuda.is_available() else 1, help="of a turn")
+    parser.add_argument(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        default=not torch.cuda.is_available(),
+        help="all loops at a time, in turns; else one after the other, where they do not fit together",
+    )
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args()
+    require_known(parser, options.loops, LOOPS)
+    return options, rest
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> list[Loop]:
+    steps = WARM_UP_STEPS + options.turns * options.steps
+    loops: list[Loop] = []
+    for group in [options.loops] if options.together else [[name] for name in options.loops]:
+        running = [Loop(name, arguments, steps) for name in group]
+        for turn in range(options.turns):
+            for loop in running if turn % 2 else reversed(running):
+                loop.take_turn(options.steps)
+        for loop in running:
+            loop.close()
+        loops += running
+    return loops
+
+
+def report(loops: Sequence[Loop], config: RunConfig, steps: int) -> None:
+    vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size
+    tokens = steps * config.train.batch_size * config.data.seq_length
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    flops, peak = flops_per_token(config.model, vocab_size, config.data.seq_length), peak_flops(device)
+    print(
+        f"{parameter_count(config.model, vocab_size) / 1e6:.1f}M parameters, {config.train.batch_size} x "
+        f"{config.data.seq_length} tokens in micro-batches of {config.train.micro_bs}, {config.train.dtype}, "
+        f"{torch.cuda.get_device_name() if is_gpu else 'CPU'}, torch {torch.__version__}, "
+        f"{len(loops[0].turns)} turns of {steps} step(s)\n\n"
+        "| loop | tokens/s, median | best | MFU, median | peak memory | loss after | ratio of medians | of bests |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    by_hand_s = [loop.times_s for loop in loops if loop.name not in VARIANTS] or [loops[0].times_s]
+    median_s, best_s = min(statistics.median(times) for times in by_hand_s), min(min(times) for times in by_hand_s)
+    for loop in loops:
+        middle_s, last = statistics.median(loop.times_s), loop.turns[-1]
+        mfu = "" if peak is None else f"{100 * tokens * flops / middle_s / peak:.1f} %"
+        print(
+            f"| {loop.name} | {tokens / middle_s:,.0f} | {tokens / min(loop.times_s):,.0f} | {mfu} | "
+            f"{last.peak_bytes / 1e9:.2f} GB | {finite(last.loss, f'the loss of {loop.name}'):.5f} | "
+            f"{median_s / middle_s:.3f} | {best_s / min(loop.times_s):.3f} |"
+        )
+    print("\nRatios are to the faster of the loops by hand.")
 
 
 def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(args.threads)
-    config = ModelConfig.model_validate(tomllib.loads(args.config.read_text())["model"])
-    train = TrainConfig(dtype=args.dtype, total_steps=10_000)
-    optim = OptimConfig(warmup_steps=0, schedule=CosineSchedule(final_ratio=1.0))  # constant, as in the bare loop
-
-    mesh = init_local_mesh()
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, VOCAB_SIZE, (args.batch, args.seq_length + 1), generator=generator).to(mesh.device)
-    tokens, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-    loops = {BARE: bare_step(config, optim, train, mesh.device), OURS: our_step(config, optim, train, mesh)}
-    results = measure(loops, tokens, targets, args.steps)
-    mesh.close()
-
-    print(
-        f"{parameter_count(config, VOCAB_SIZE) / 1e6:.1f}M parameters, {args.batch} x {args.seq_length} tokens, "
-        f"{args.dtype}, {mesh.device.type}, {args.threads} thread(s), torch {torch.__version__}, "
-        f"{args.steps} steps each\n\n"
-        "| loop | tokens/s, median | tokens/s, best | loss after | ratio of medians | of bests |\n"
-        "|---|---|---|---|---|---|"
-    )
-    bare = results[BARE]
-    for name, result in results.items():
-        finite(result.loss, f"the loss of {name}")
-        print(
-            f"| {name} | {tokens.numel() / result.median_s:,.0f} | {tokens.numel() / result.best_s:,.0f} | "
-            f"{result.loss:.5f} | {bare.median_s / result.median_s:.3f} | {bare.best_s / result.best_s:.3f} |"
-        )
+    options, arguments = parse_args()
+    if options.work:
+        work(options.work, arguments)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = config_of(arguments, {}, tempfile.gettempdir())
+    report(measure(options, arguments), config, options.steps)
 
 
 if __name__ == "__main__":
