@@ -30,6 +30,10 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("busy machines")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on", default="cuda", choices=("cuda", "cpu"), help="device of tests/gpu; cpu tries them out")
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     with RedisServer() as server:

@@ -1,0 +1,83 @@
+"""Real nodes that share one GPU: they train, save, crash, come back and hold one state; so does a loop of one's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroband
+from zeroband.observe.view import RunView
+from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.cluster import LocalCluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
+
+DEADLINE_S = 240.0
+SMALL = (
+    *("--model.d-model", "128", "--model.n-layers", "2", "--model.n-heads", "2", "--data.seq-length", "128"),
+    *("--data.hold-out", "0", "--data.source.type", "synthetic", "--data.source.documents", "300"),
+    *("--train.batch-size", "8", "--train.micro-bs", "3", "--train.total-steps", "1000000", "--train.compile", "false"),
+    *("--outer.type", "diloco", "--outer.inner-steps", "10", "--fault.detect-s", "5"),
+)
+
+
+@pytest.mark.parametrize("state_device", ["cpu", "cuda"])
+def test_node_that_crashes_comes_back_and_all_hold_one_state(
+    device: torch.device, tmp_path: Path, state_device: str
+) -> None:
+    if device.type == "cpu" and state_device == "cuda":
+        pytest.skip("an outer state on the GPU needs one")
+    arguments = (*SMALL, "--outer.state-device", state_device, "--ckpt.path", str(tmp_path / "ckpt"))
+    with LocalCluster(tmp_path, (*arguments, "--data.cache-dir", str(tmp_path / "cache")), nodes=2) as cluster:
+
+        def go_on(rounds: int, *members: str) -> None:
+            """Wait for so many further rounds of just these nodes."""
+            last = cluster.view().round or 0
+
+            def has(run: RunView) -> bool:
+                return (run.round or 0) >= last + rounds and set(run.members) == set(members)
+
+            cluster.wait_until(has, timeout_s=DEADLINE_S)
+
+        for _ in range(2):
+            cluster.start()
+        go_on(3, "node0", "node1")
+        cluster.nodes["node1"].kill()
+        go_on(2, "node0")
+        cluster.restart("node1")
+        go_on(3, "node0", "node1")
+        for node in cluster.running:
+            node.terminate()
+        assert set(cluster.wait(timeout_s=DEADLINE_S).values()) == {0}
+        rounds = read_rounds(cluster.run_dir)
+        first, second = (node.digests for node in cluster.view().nodes)
+    assert audit(rounds).is_exact
+    both = first.keys() & second.keys()
+    assert len(both) >= 3 and all(first[round] == second[round] for round in both)
+    assert list((tmp_path / "ckpt").rglob("step_*"))
+
+
+def test_loop_of_ones_own_trains_on_the_gpu(device: torch.device, redis_url: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).to(device)
+    x, y = torch.randn(256, 64, device=device), torch.randn(256, 8, device=device)
+    losses: list[float] = []
+    with zeroband.DiLoCoOptimizer(
+        params=model.named_parameters(),
+        batch_size=256,
+        inner_steps=4,
+        inner_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        store=redis_url,
+        total_steps=24,
+    ) as optimizer:
+        while not optimizer.is_done:
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert len(losses) == 24 and losses[-1] < 0.9 * losses[0]
