@@ -7,7 +7,7 @@ largest value away from the exact ones of `dct_kernels`, so of two of nearly the
 
 # Triton has no type stubs, and a kernel's parameters are what it is launched with.
 # pyright: reportMissingTypeStubs=false, reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -20,60 +20,114 @@ from torch import Tensor
 
 from zeroband.kernels import dct
 
-_WARPS = 4
+_WARPS = 8
+_MOST_REGISTERS = 128
+"""Registers of a thread: two programs share a multiprocessor (65,536), and nothing spills (test_offline.py)."""
+
 _LEAST_SIDE = 16
-"""Least side of what `tl.dot` multiplies; smaller chunks are filled up with zeros."""
+"""Least side of what `tl.dot` multiplies; what is smaller is filled up with zeros."""
+
+_INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _at(matrix, row, column, rows, columns):
-    """Entries of a matrix, 0 outside of it."""
-    is_there = (row < rows) & (column < columns)
+def _at(matrix, row, column, columns, is_there):
+    """Entries of a matrix, 0 where none is there."""
     return tl.load(matrix + row * columns + column, mask=is_there, other=0.0)
 
 
 @triton.jit
+def _half_waves(basis, frequency, place, n):
+    """The first half of each wave, with the middle of an odd length; 0 outside."""
+    return _at(basis, frequency, place, n, (frequency < n) & (place < n - n // 2))
+
+
+@triton.jit
 def _border_of(sizes, k):
-    """The largest number that at least k of these are not below: bit by bit, from the highest. All below 2^31."""
-    border = tl.full((), 0, tl.int32)
-    step = tl.full((), 1 << 30, tl.int32)
-    for _ in range(31):
-        has_k = tl.sum((sizes >= border + step).to(tl.int32), axis=0) >= k
-        border = tl.where(has_k, border + step, border)
-        step = step >> 1
-    return border
+    """Halve the range of sizes until k of them are not below low, or all from low to high are equal.
+
+    Fewer than k are not below high. Negative sizes do not count; none is 2^31 - 1.
+    """
+    low = tl.full((), 0, tl.int32)
+    high = tl.max(sizes, axis=0) + 1
+    found = tl.sum((sizes >= low).to(tl.int32), axis=0)
+    while (found > k) & (high - low > 1):
+        middle = low + ((high - low) >> 1)
+        not_below = tl.sum((sizes >= middle).to(tl.int32), axis=0)
+        has_k = not_below >= k
+        low, high = tl.where(has_k, middle, low), tl.where(has_k, high, middle)
+        found = tl.where(has_k, not_below, found)
+    return low, high
 
 
 @triton.jit
+def _choice_of(sizes, k):
+    """Which are the k largest, of equal ones the first, and the index of each among them."""
+    low, high = _border_of(sizes, k)
+    is_above = sizes >= high
+    is_equal = (sizes >= low) & (sizes < high)
+    room = k - tl.sum(is_above.to(tl.int32), axis=0)
+    counts = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), axis=0)  # two in one
+    above, equal = counts & 0xFFFF, counts >> 16
+    is_chosen = is_above | (is_equal & (equal <= room))
+    return is_chosen, above + tl.minimum(equal, room) - 1
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "k"])  # so that no form is launched that test_offline.py did not see
 def choose_kernel(
-    chunks, row_basis, column_basis, places, values, rows, columns, k, height: tl.constexpr, width: tl.constexpr
-):
-    """Transform one chunk and store its k largest coefficients, with their places."""
+    chunks, row_basis, column_basis, places, values, rows, columns, k,
+    half_height: tl.constexpr, half_width: tl.constexpr,
+):  # fmt: skip
+    """Transform one chunk and store its k largest coefficients, with their places.
+
+    The second half of a wave mirrors the first, negated where the frequency is odd. So sums or differences of what
+    mirrors each other in the chunk are multiplied with half waves: half the products, a quarter of the chunk each time.
+    """
     chunk = tl.program_id(0).to(tl.int64)
-    r, c = tl.arange(0, height), tl.arange(0, width)
-    own = _at(chunks + chunk * rows * columns, r[:, None], c[None, :], rows, columns)
-    exponent = tl.max(tl.max(own.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0) >> 23
+    own = chunks + chunk * rows * columns
+    up, left = tl.arange(0, half_height)[:, None], tl.arange(0, half_width)[None, :]
+    down, right = rows - 1 - up, columns - 1 - left
+    is_up, is_left = up < rows - rows // 2, left < columns - columns // 2  # with the middle of an odd length
+    is_down, is_right = up < rows // 2, left < columns // 2
+    up_left, up_right = _at(own, up, left, columns, is_up & is_left), _at(own, up, right, columns, is_up & is_right)
+    down_left = _at(own, down, left, columns, is_down & is_left)
+    down_right = _at(own, down, right, columns, is_down & is_right)
+
+    largest = tl.maximum(
+        tl.maximum(tl.abs(up_left), tl.abs(up_right)), tl.maximum(tl.abs(down_left), tl.abs(down_right))
+    )
+    exponent = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # the largest value becomes about 1: no sum overflows
-    own = own * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    waves_down = _at(row_basis, r[:, None], r[None, :], rows, rows)  # (frequency, place)
-    waves_across = _at(column_basis, c[None, :], c[:, None], columns, columns)  # (place, frequency)
-    across = tl.dot(own, waves_across, input_precision="ieee")
-    coefficients = tl.reshape(tl.dot(waves_down, across, input_precision="ieee"), (height * width,))
+    unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    up_left, up_right, down_left, down_right = up_left * unit, up_right * unit, down_left * unit, down_right * unit
 
-    at = tl.arange(0, height * width)
+    r, c = tl.arange(0, half_height), tl.arange(0, half_width)
+    none = tl.zeros((half_height, half_width), tl.float32)
+    even_even, even_odd, odd_even, odd_odd = none, none, none, none
+    for quarter in tl.range(4, num_stages=1):  # a loop that fetches nothing ahead: registers are what is short
+        row_parity, column_parity = quarter >> 1, quarter & 1
+        row_sign, column_sign = 1.0 - 2.0 * row_parity, 1.0 - 2.0 * column_parity
+        folded = up_left + column_sign * up_right + row_sign * (down_left + column_sign * down_right)
+        across = _half_waves(column_basis, 2 * c[None, :] + column_parity, c[:, None], columns)  # (place, frequency)
+        found = tl.dot(folded, across, input_precision="ieee")
+        along = _half_waves(row_basis, 2 * r[:, None] + row_parity, r[None, :], rows)  # (frequency, place)
+        found = tl.dot(along, found, input_precision="ieee")
+        even_even, even_odd, odd_even, odd_odd = even_odd, odd_even, odd_odd, found
+    even_rows, odd_rows = tl.interleave(even_even, even_odd), tl.interleave(odd_even, odd_odd)
+    width: tl.constexpr = 2 * half_width
+    numel: tl.constexpr = 2 * half_height * width
+    coefficients = tl.reshape(tl.permute(tl.join(even_rows, odd_rows), (0, 2, 1)), (numel,))
+
+    at = tl.arange(0, numel)
     row, column = at // width, at % width
-    sizes = coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    sizes = tl.minimum(coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _INFINITE)  # NaN gets a place, too
     sizes = tl.where((row < rows) & (column < columns), sizes, -1)
-    border = _border_of(sizes, k)
-    is_equal = sizes == border
-    room = k - tl.sum((sizes > border).to(tl.int32), axis=0)
-    is_chosen = (sizes > border) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= room))
-    to = chunk * k + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
-    tl.store(places + to, row * columns + column, mask=is_chosen)
-    tl.store(values + to, coefficients * (exponent << 23).to(tl.float32, bitcast=True), mask=is_chosen)
+    is_chosen, to = _choice_of(sizes, k)
+    tl.store(places + chunk * k + to, row * columns + column, mask=is_chosen)
+    tl.store(values + chunk * k + to, coefficients * (exponent << 23).to(tl.float32, bitcast=True), mask=is_chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def restore_kernel(
     places, values, row_basis, column_basis, chunks, rows, columns, k, height: tl.constexpr, width: tl.constexpr
 ):
@@ -83,8 +137,8 @@ def restore_kernel(
     total = tl.zeros((height, width), tl.float32)
     for i in range(k):
         place, value = tl.load(places + chunk * k + i), tl.load(values + chunk * k + i)
-        down = _at(row_basis, place // columns, r, rows, rows)
-        across = _at(column_basis, place % columns, c, columns, columns)
+        down = _at(row_basis, place // columns, r, rows, r < rows)
+        across = _at(column_basis, place % columns, c, columns, c < columns)
         total += (down * value)[:, None] * across[None, :]
     to = chunks + chunk * rows * columns + r[:, None] * columns + c[None, :]
     tl.store(to, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
@@ -98,7 +152,8 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if count:
         choose_kernel[(count,)](
             chunks, _basis(rows, chunks.device), _basis(columns, chunks.device), places, values, rows, columns, k,
-            height=_side(rows), width=_side(columns), num_warps=_WARPS,
+            half_height=_side(rows - rows // 2), half_width=_side(columns - columns // 2),
+            num_warps=_WARPS, maxnreg=_MOST_REGISTERS,
         )  # fmt: skip
     return places, values
 
@@ -110,7 +165,7 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
     if count:
         restore_kernel[(count,)](
             places, values, _basis(rows, values.device), _basis(columns, values.device), chunks, rows, columns, k,
-            height=_side(rows), width=_side(columns), num_warps=_WARPS,
+            height=_side(rows), width=_side(columns), num_warps=_WARPS, maxnreg=_MOST_REGISTERS,
         )  # fmt: skip
     return chunks
 

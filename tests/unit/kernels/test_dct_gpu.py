@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.kernels.test_gpu import DEVICE, IS_INTERPRETED, compiled, needs_triton, runs_kernels
+from tests.unit.kernels.offline import dct_launches
+from tests.unit.kernels.test_gpu import DEVICE, IS_INTERPRETED, needs_triton, runs_kernels
 from torch import Tensor
 
 from zeroband.kernels import dct_kernels
@@ -88,6 +89,16 @@ def test_neither_large_nor_small_chunks_get_lost(kernels: DctKernels, scale: flo
 
 
 @runs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_chunk_that_is_not_finite_has_places_inside_itself(kernels: DctKernels, bad: float) -> None:
+    chunks = noise(2, 13, 20)
+    chunks[0, 3, 5] = bad
+    places, values = kernels.choose(chunks.to(DEVICE), 7)
+    assert bool((places.diff() > 0).all()) and int(places.min()) >= 0 and int(places.max()) < 13 * 20
+    assert not values[0].isfinite().all() and values[1].isfinite().all()
+
+
+@runs_kernels
 @pytest.mark.parametrize("values", ["sign", "float32"])
 def test_payload_is_that_of_plain_torch_and_nothing_is_lost(
     kernels: DctKernels, values: Any, monkeypatch: pytest.MonkeyPatch
@@ -108,20 +119,14 @@ def test_payload_is_that_of_plain_torch_and_nothing_is_lost(
     torch.testing.assert_close(memory, before, rtol=0, atol=2e-8)
 
 
-POINTERS = dict.fromkeys(("chunks", "row_basis", "column_basis", "values"), "*fp32") | {"places": "*i32"}
-NUMBERS = dict.fromkeys(("rows", "columns", "k"), "i32")
-
-
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="Triton's interpreter compiles nothing")
 def test_compiled_kernels_multiply_in_float32(kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFloat-32 would keep 11 of 24 bits. What a chunk of 64 x 64 takes fits into any GPU's shared memory."""
+    """TensorFloat-32 would keep 11 of 24 bits."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel in (kernels.choose_kernel, kernels.restore_kernel):
-        made = compiled(kernel, POINTERS | NUMBERS, {"height": 64, "width": 64}, fuses=True)
-        assert not re.search(r"tf32|\.ftz|\.approx", made.asm["ptx"])
-        assert made.metadata.shared <= 48 << 10
+    for launch in dct_launches(kernels, 64, 64, 4):
+        assert not re.search(r"tf32|\.ftz|\.approx", launch.compiled(90).asm["ptx"])
 
 
 def test_chunks_that_are_too_long_for_a_gpu_are_left_to_plain_torch() -> None:

@@ -12,12 +12,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.kernels.offline import encode_launch, step_launch
 from tests.unit.kernels.passes import DIFFERENCES, INT8, encode, is_same, noise, step
 from torch import Tensor
 
@@ -122,48 +123,21 @@ def test_all_kernels_under_the_interpreter(tmp_path: Path) -> None:
     assert ran.returncode == 0 and counts.get("passed", 0) >= 55, ran.stdout[-5000:] + ran.stderr[-2000:]
 
 
-POINTERS = {
-    "outer": "*fp32",
-    "scales": "*fp32",
-    "codes": "*i8",
-    "has_bad": "*i32",
-    "params": "*fp32",
-    "momentum": "*fp32",
-}
-NUMBERS = {"blocks": "i32", "skip": "i32", "n": "i32", "lr": "fp32", "mu": "fp32"}
-CONSTANTS = {"block": BLOCK, "tile": 8, "is_nesterov": True}
-
-
-def compiled(kernel: Any, kinds: Mapping[str, str], constants: Mapping[str, Any], *, fuses: bool = False) -> Any:
-    """What a kernel becomes for a Hopper GPU, which needs none. `fuses`: multiplications and additions."""
-    triton = importlib.import_module("triton")
-    source, target = importlib.import_module("triton.compiler").ASTSource, "triton.backends.compiler"
-    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
-    own = {name: constants[name] for name in kernel.arg_names if name in constants}
-    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name] not in ("fp32", "constexpr")]
-    made = source(kernel, signature, own, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    gpu = importlib.import_module(target).GPUTarget("cuda", 90, 32)
-    return triton.compile(made, target=gpu, options={"num_warps": 4, "enable_fp_fusion": fuses})
-
-
-def ptx_of(kernel: Any, inner: str) -> str:
-    return str(compiled(kernel, {**POINTERS, **NUMBERS, "inner": inner}, CONSTANTS).asm["ptx"])
-
-
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="Triton's interpreter compiles nothing")
-@pytest.mark.parametrize("inner", ["*fp32", "*bf16"])
+@EACH_DTYPE
 def test_compiled_kernels_round_as_the_reference_does_and_move_16_bytes_at_a_time(
-    kernels: Any, inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    encoding, stepping = ptx_of(kernels.encode_kernel, inner), ptx_of(kernels.step_kernel, inner)
+    launches = (encode_launch(kernels, dtype), step_launch(kernels, dtype))
+    encoding, stepping = (launch.compiled(90).asm["ptx"] for launch in launches)
     for ptx in (encoding, stepping):
         assert not re.search(r"\bfma\.|\.ftz|\.approx|\.full\.f32", ptx)
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     assert "div.rn.f32" in encoding
-    assert ("cvt.rn.bf16x2.f32" in stepping) == (inner == "*bf16")
+    assert ("cvt.rn.bf16x2.f32" in stepping) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,47 @@
+"""What the Triton kernels take of a GPU that is not there: no stack, and at most half of a multiprocessor.
+
+Compiled in a process of its own, as another test may have told Triton to interpret kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.unit.kernels.test_gpu import needs_triton
+
+import zeroband.kernels
+
+SHARED_KB = {80: 164, 89: 100, 90: 228, 100: 228}
+"""Shared memory of a multiprocessor by compute capability, in 1024 bytes; CUDA keeps one of them for each program.
+Source: CUDA C++ Programming Guide, technical specifications per compute capability; so are the registers."""
+
+REGISTERS = 1 << 16
+
+
+@needs_triton
+@pytest.mark.slow
+def test_no_kernel_spills_and_two_programs_fit_on_a_multiprocessor(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.unit.kernels.offline", *map(str, SHARED_KB)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    sources = "".join(path.read_text() for path in Path(*zeroband.kernels.__path__).glob("*.py"))
+    kernels = re.findall(r"@triton\.jit.*\ndef (\w+_kernel)", sources)
+    assert {(row["kernel"], row["capability"]) for row in rows} == {(k, c) for k in kernels for c in SHARED_KB}
+    for row in rows:
+        assert row["stack"] == 0, row
+        assert 2 * row["registers"] * row["threads"] <= REGISTERS, row
+        assert 2 * (row["shared"] + 1024) <= SHARED_KB[row["capability"]] << 10, row
