@@ -101,6 +101,9 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
             shutil.copymode(draft / CONFIG_FILE, path)
         size = sum(path.stat().st_size for path in draft.iterdir())
         draft.replace(out)
+    except ConfigError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     except OSError as error:
         raise ConfigError(f"cannot write the export to {out}: {error}") from error
     return size
