@@ -15,7 +15,7 @@ from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
 from zeroband.config.model_size import parameter_count
 from zeroband.config.stability import Caution
-from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.node.launched import end_without_a_word
 
@@ -90,7 +90,8 @@ def show_config(argv: Sequence[str]) -> int:
 
 def _cautions(config: RunConfig) -> tuple[Caution, ...]:
     """Return the cautions of a run between nodes; its vocabulary counts where no tokenizer has to be loaded for it."""
-    vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size if config.data.tokenizer == "byte" else 0
+    data = config.data
+    vocab_size = data.vocab_size or (tokenizer_of(data).padded_vocab_size if data.tokenizer == "byte" else 0)
     return cautions_of(config, params=parameter_count(config.model, vocab_size))
 
 

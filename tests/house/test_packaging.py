@@ -6,8 +6,11 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,6 +101,50 @@ def test_check_lock_refuses_what_the_lock_does_not_hold(
 def test_command_of_the_distribution_exists(pyproject: dict[str, Any]) -> None:
     module, _, function = pyproject["project"]["scripts"]["zeroband"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.fixture(scope="module")
+def installed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel puts into site-packages, but for the native library, which takes a compiler and time."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone, out = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("site-packages")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(root / name, clone)
+    skipped = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in ("src", "configs"):
+        shutil.copytree(root / name, clone / name, symlinks=True, ignore=skipped)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(clone)!r})"
+    environ = os.environ | {"CC": "false", "CXX": "false"}
+    subprocess.run([sys.executable, "-c", build], cwd=clone, env=environ, capture_output=True, check=True, timeout=60)
+    with zipfile.ZipFile(next(clone.glob("*.whl"))) as wheel:
+        wheel.extractall(out)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["train @150M --outer none", "launch --nproc-per-node 1 @1B --outer none", "config @debug/normal"]
+)
+def test_wheel_brings_the_presets_from_any_folder(installed: Path, tmp_path: Path, command: str) -> None:
+    program = "import sys, zeroband.cli; print(zeroband.__file__, flush=True); sys.exit(zeroband.cli.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command.split(), *(["--dry-run"] if "config" not in command else [])],
+        cwd=tmp_path, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(installed)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    where, _, printed = done.stdout.partition("\n")
+    assert (done.returncode, where) == (0, str(installed / "zeroband/__init__.py")), done.stderr
+    preset = re.search(r"@(\S+)", command)
+    assert preset is not None
+    asked = tomllib.loads((installed / "zeroband/presets" / f"{preset[1]}.toml").read_text(encoding="utf-8"))
+    assert tomllib.loads(printed)["model"].items() >= asked["model"].items()
+
+
+@pytest.mark.slow
+def test_wheel_has_every_preset(root: Path, installed: Path) -> None:
+    configs, presets = root / "configs", installed / "zeroband/presets"
+    tracked = {path.relative_to(configs): path.read_bytes() for path in configs.rglob("*.toml")}
+    assert {path.relative_to(presets): path.read_bytes() for path in presets.rglob("*.toml")} == tracked
 
 
 def test_scripts_parse_and_may_be_executed(root: Path) -> None:

@@ -16,6 +16,8 @@ import pytest
 from zeroband.config import RunConfig, load_config
 from zeroband.config.model_size import parameter_count
 from zeroband.config.outer import DilocoConfig
+from zeroband.data.tokenizer import tokenizer_of
+from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.mesh import init_local_mesh
 from zeroband.runtime.loop import train
@@ -30,6 +32,7 @@ TINY = {
     "model.n_layers": 2,
     "model.d_ff": 32,
     "data.tokenizer": "byte",
+    "data.vocab_size": "none",
     "data.seq_length": LENGTH,
     "data.source": json.dumps({"type": "synthetic", "documents": 50}),
     "train.batch_size": SEQUENCES,
@@ -119,6 +122,14 @@ def test_preset_has_the_shape_and_the_size_of_its_name(preset: str) -> None:
     model = config.model
     assert (model.d_model, model.n_layers, model.n_heads, model.kv_heads, model.ff_width) == shape
     assert parameter_count(model, vocab_size) == pytest.approx(parameters, rel=0.05)
+
+
+@pytest.mark.parametrize(("preset", "vocab_size"), [("150M", 32_000), ("1B", 32_000), ("10B", 128_256)])
+def test_one_flag_beside_a_preset_takes_made_up_tokens_of_its_vocabulary(preset: str, vocab_size: int) -> None:
+    flags = [f"@{preset}", "--outer", "none", "--data.source.type", "synthetic-tokens", "--data.source.tokens", "9000"]
+    data = load_config(flags, {}).data
+    assert tokenizer_of(data).padded_vocab_size == vocab_size
+    assert prepare(data, seed=0).end_of_document == vocab_size - 1
 
 
 def test_150m_is_the_recipe_of_opendiloco() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from zeroband.checkpoint.layout import step_of
 from zeroband.checks.finding import Finding, Stops, size_text
 from zeroband.checks.needs import Needs
-from zeroband.config.schema import RunConfig, TextSource
+from zeroband.config.schema import RunConfig, SyntheticTokensSource, TextSource
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
 from zeroband.errors import ConfigError
@@ -86,6 +86,8 @@ def _corpus_bytes(config: RunConfig) -> int:
     A cache that was filled before may be read-only. Data and folder have checks of their own.
     """
     source = config.data.source
+    if isinstance(source, SyntheticTokensSource):
+        return 0
     unknown_bytes = 0 if any(_cache_of(config).glob("*.tokens")) else _FILES_BYTES
     if config.data.tokenizer != "byte" or not isinstance(source, TextSource):
         return unknown_bytes

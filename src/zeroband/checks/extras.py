@@ -8,10 +8,24 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroband.checks.finding import Finding
-from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource, RunConfig, TextSource
+from zeroband.config.schema import (
+    HuggingFaceSource,
+    JsonlSource,
+    ParquetSource,
+    RunConfig,
+    SyntheticTokensSource,
+    TextSource,
+)
 from zeroband.errors import way_to_extra
 
-_EXTRA_OF = {"s3fs": "s3", "gcsfs": "gcs", "transformers": "hf", "datasets": "hf", "wandb": "wandb"}
+_EXTRA_OF = {
+    "s3fs": "s3",
+    "gcsfs": "gcs",
+    "transformers": "hf",
+    "datasets": "hf",
+    "huggingface_hub": "hf",
+    "wandb": "wandb",
+}
 """The extra of the package by the module that it brings."""
 
 
@@ -34,7 +48,7 @@ def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, module)."""
-    if config.data.tokenizer != "byte":
+    if config.data.tokenizer != "byte" and not isinstance(config.data.source, SyntheticTokensSource):
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
     if isinstance(config.data.source, HuggingFaceSource):
         yield "data.source.type='huggingface'", "datasets"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from zeroband.checks.finding import Finding
 from zeroband.config.outer import CustomConfig
-from zeroband.config.schema import JsonlSource, ParquetSource, RunConfig, TextSource
+from zeroband.config.schema import JsonlSource, ParquetSource, RunConfig, SyntheticTokensSource, TextSource
 from zeroband.data.files import find_files
 from zeroband.data.sources import documents, require_beginning_of_text
-from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError
 
 _LOOKED_INTO = 64
@@ -52,18 +52,21 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
     """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do."""
     findings: list[Finding] = []
     vocab_size, sections = 0, 1
+    source = config.data.source
     try:
-        tokenizer = open_tokenizer(config.data.tokenizer)
+        tokenizer = tokenizer_of(config.data)
         vocab_size = tokenizer.padded_vocab_size
-        findings.append(Finding("tokenizer", f"{config.data.tokenizer}, {tokenizer.vocab_size} ids"))
+        name = "none" if isinstance(source, SyntheticTokensSource) else config.data.tokenizer
+        findings.append(Finding("tokenizer", f"{name}, {tokenizer.vocab_size} ids"))
     except (ConfigError, OSError) as error:
         findings.append(Finding("tokenizer", "cannot be opened", str(error), stops="start"))
     try:
-        first = next(documents(config.data.source, config.run.seed), None)
-        if first is None:
-            findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
-        else:
+        if isinstance(source, SyntheticTokensSource):
+            findings.append(Finding("data", f"{source.tokens} made-up tokens"))
+        elif first := next(documents(source, config.run.seed), None):
             findings.append(Finding("data", f"first document: {len(first.text)} characters of {first.where}"))
+        else:
+            findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
     except (ConfigError, OSError) as error:
         findings.append(Finding("data", "cannot be read", str(error), stops="start"))
     if config.train.init_from is not None:

@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, cast
 
 from zeroband.config.keys import TAG, Path, SchemaKeys, dotted
+from zeroband.config.presets import config_file, preset_names
 from zeroband.errors import ConfigError
 
 ENV_PREFIX = "ZERO_BAND_"
@@ -42,7 +43,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
-    """Take the arguments apart. Raises ConfigError for one that is neither `@file` nor a flag with its value."""
+    """Take the arguments apart. Raises ConfigError for one that is no `@file`, `@preset` or flag with its value."""
     files: list[FilePath] = []
     flags: list[tuple[str, str | None]] = []
     switches: set[str] = set()
@@ -52,7 +53,7 @@ def parse_command_line(argv: Sequence[str], schema: SchemaKeys) -> CommandLine:
         if argument in ("-h", "--help", "--dry-run"):
             switches.add(argument)
         elif argument.startswith("@"):
-            files.append(FilePath(argument[1:] or _next(rest, "@", "the name of a TOML file")))
+            files.append(config_file(argument[1:] or _next(rest, "@", "the name of a TOML file or of a preset")))
         elif argument.startswith("--"):
             flag, equals, value = argument.partition("=")
             flags.append((flag, value if equals else _value_after(flag, rest, schema)))
@@ -149,6 +150,8 @@ def _files_beside(file: FilePath) -> str:
     """The TOML files where one is missing, those with a name like it first."""
     if file.is_dir():
         return "; name one of its files"
+    if file.stem in preset_names():
+        return f"; did you mean the preset @{file.stem}?"
     names = [path.name for path in sorted(file.parent.glob("*.toml"))] if file.parent.is_dir() else []
     where = file.parent.absolute()
     if not names:

@@ -30,7 +30,7 @@ _WHAT_TO_TRAIN = ("model", "data", "train", "optim", "outer")
 
 _HOW_TO_BEGIN = """\
 nothing to train: no configuration was given. To begin, name one, or give its keys:
-  zeroband train @FILE.toml                 such as @configs/debug/normal.toml of the repository
+  zeroband train @debug/normal              a preset; also 14M, 150M, 1B, 10B and others, or a @FILE.toml of your own
   zeroband train --train.dtype float32 --train.total-steps 100 --train.batch-size 8 --train.micro-bs 8 \\
       --data.seq-length 128 --model.d-model 64 --model.n-layers 2 --optim.warmup-steps 10
                                             a small model on a CPU, of the sources of Python's standard library

@@ -163,12 +163,23 @@ class SyntheticSource(Section):
     """Mean length of a document in bytes."""
 
 
+class SyntheticTokensSource(Section):
+    """Token ids that are made up, to measure speed: no tokenizer, no download, nothing to prepare or to store."""
+
+    type: Literal["synthetic-tokens"]
+    tokens: PositiveInt = 1_000_000_000
+    """How many ids the seed makes, of data.vocab_size, ends of documents among them."""
+    mean_document_length: PositiveInt = 500
+    """Mean length of a document in tokens; short ones are frequent, long ones rare."""
+
+
 BytesSource = TextSource | ParquetSource | HuggingFaceSource
 """Sources whose documents may be bytes that are no text."""
 
-Source = Annotated[
-    TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource, Field(discriminator="type")
-]
+DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource
+"""Sources of text, which a tokenizer makes into ids."""
+
+Source = Annotated[DocumentSource | SyntheticTokensSource, Field(discriminator="type")]
 
 
 class DataConfig(Section):
@@ -178,6 +189,9 @@ class DataConfig(Section):
     """Where the documents come from."""
     tokenizer: str = "byte"
     """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`)."""
+    vocab_size: int | None = Field(default=None, ge=2)
+    """Ids that the model has room for, at least those of the tokenizer; decides the model's size together with [model],
+    and what synthetic-tokens draw from. None: as many as the tokenizer has."""
     seq_length: PositiveInt = 1024
     """Tokens in one sample."""
     document_mask: bool = True
@@ -193,6 +207,15 @@ class DataConfig(Section):
             raise ValueError(
                 f'data.source.binary=true needs data.tokenizer = "byte", not {self.tokenizer!r}: other tokenizers take '
                 "text alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _made_up_ids_are_of_a_vocabulary(self) -> DataConfig:
+        if isinstance(self.source, SyntheticTokensSource) and self.vocab_size is None:
+            raise ValueError(
+                "data.source.type='synthetic-tokens' needs data.vocab_size, the number of ids to draw from, such as "
+                "32000: no tokenizer is opened for them"
             )
         return self
 
@@ -562,6 +585,17 @@ class RunConfig(Section):
             )
         if self.rollback is not None and (self.outer is None or self.ckpt.path is None):
             raise ValueError("[rollback] needs [outer] and ckpt.path: the checkpoints that the nodes go back to")
+        return self
+
+    @model_validator(mode="after")
+    def _made_up_ids_are_no_text(self) -> RunConfig:
+        if isinstance(self.data.source, SyntheticTokensSource):
+            wanted = {"observe.sample_prompt": self.observe.sample_prompt, "[export]": self.export}
+            for key in (key for key, value in wanted.items() if value is not None):
+                raise ValueError(
+                    f"{key} needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
+                    "drop one of them"
+                )
         return self
 
     @model_validator(mode="after")

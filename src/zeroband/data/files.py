@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, Protocol, cast
 from zeroband.errors import ConfigError
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+_HTTP_CLIENTS = {"httpx", "httpx2"}
+"""What huggingface_hub speaks with; their errors are no OSError."""
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "created")
 _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
@@ -50,7 +52,7 @@ class SourceFile:
         """Name, size and time of the last change, or the store's tag: what changes when the file does."""
         info = self.system.info(self.path)
         changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
-        return [self.name, str(info.get("size")), str(changed), str(info.get("ETag"))]
+        return [self.name, str(info.get("size")), str(changed), str(info.get("ETag") or info.get("blob_id"))]
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:
@@ -62,7 +64,9 @@ class SourceFile:
             with self.system.open(self.path, "rb") as raw:
                 codec = next((c for ending, c in _COMPRESSION.items() if self.path.endswith(ending)), None)
                 yield raw if codec is None else _decompressed(raw, codec)
-        except OSError as e:
+        except Exception as e:
+            if not _is_of_storage(e):
+                raise
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
 
@@ -105,11 +109,17 @@ def _expand(pattern: str) -> list[SourceFile]:
             raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
         else:
             matches = sorted(match for match in system.glob(path) if system.isfile(match))
-    except OSError as e:
+    except Exception as e:
+        if not _is_of_storage(e):
+            raise
         raise ConfigError(f"data.source.paths: cannot list {pattern!r}: {e}") from e
     if not matches:
         raise ConfigError(f"data.source.paths: no file matches {pattern!r}")
     return [SourceFile(_name(system, match), match, system) for match in matches]
+
+
+def _is_of_storage(error: Exception) -> bool:
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS
 
 
 def _resolve(pattern: str) -> tuple[FileSystem, str]:

@@ -44,11 +44,11 @@ class Permutation:
     def _encipher(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = values // self._base, values % self._base
         for round_key in self._round_keys:
-            left, right = right, (left + _mix(right ^ round_key) % self._base) % self._base
+            left, right = right, (left + mix64(right ^ round_key) % self._base) % self._base
         return left * self._base + right
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64: every bit of the input reaches every bit of the output (wraps modulo 2^64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

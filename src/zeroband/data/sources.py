@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
 from zeroband.config.schema import (
+    DocumentSource,
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,
-    Source,
     SyntheticSource,
     TextSource,
 )
@@ -46,7 +46,7 @@ class _Dataset(Protocol):
     def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
 
 
-def documents(source: Source, seed: int) -> Iterator[Document]:
+def documents(source: DocumentSource, seed: int) -> Iterator[Document]:
     """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
 
     Raises: ConfigError naming the path, the line or row, and the field that is wrong.
@@ -64,7 +64,7 @@ def documents(source: Source, seed: int) -> Iterator[Document]:
             return _synthetic(source, seed)
 
 
-def source_identity(source: Source, seed: int) -> list[Any]:
+def source_identity(source: DocumentSource, seed: int) -> list[Any]:
     """What changes when the documents of a source change: its settings, and the stamps of its files. Plain JSON."""
     settings = source.model_dump(mode="json")
     match source:

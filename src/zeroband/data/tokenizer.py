@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes as they are, or a Hugging Face tokenizer by name (extra `hf`)."""
+"""Text to token ids and back: bytes as they are, a Hugging Face tokenizer by name (extra `hf`), or ids without text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroband.config.schema import DataConfig, SyntheticTokensSource
 from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
 from zeroband.errors import ConfigError, way_to_extra
 
@@ -27,6 +28,8 @@ class Tokenizer(Protocol):
     """The id that follows each document; never the id of text."""
     fingerprint: str
     """Equal for two tokenizers only if they give the same ids for every text."""
+    room: int = 0
+    """Ids that the model has room for, where they are more than vocab_size."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         """Ids of each text, without any special id. Bytes are taken as UTF-8. Raises: UnicodeError."""
@@ -50,8 +53,8 @@ class Tokenizer(Protocol):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Width of the model's head: vocab_size rounded up to a multiple of 64, which matrix units need to be fast."""
-        return -(-self.vocab_size // 64) * 64
+        """Width of the model's head: its ids rounded up to a multiple of 64, which matrix units need to be fast."""
+        return -(-max(self.vocab_size, self.room) // 64) * 64
 
 
 class ByteTokenizer(Tokenizer):
@@ -73,6 +76,33 @@ class ByteTokenizer(Tokenizer):
 
     def save(self, folder: Path, *, seq_length: int) -> None:
         write_byte_tokenizer(folder, seq_length=seq_length)
+
+
+class NoTokenizer(Tokenizer):
+    """Made-up ids 0..vocab_size-1, the last one the end of a document. None stands for text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.end_of_document = vocab_size - 1
+        self.fingerprint = f"none/{vocab_size}"
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        self._refuse()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self._refuse()
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return 0
+
+    def save(self, folder: Path, *, seq_length: int) -> None:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            "this model was trained on data.source.type='synthetic-tokens': it has no tokenizer, and its ids stand for "
+            "no text; sample and export a model that was trained on text"
+        )
 
 
 class _Backend(Protocol):
@@ -125,8 +155,27 @@ class HuggingFaceTokenizer(Tokenizer):
         match_training(folder, seq_length=seq_length)
 
 
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a [data] section, with the room that it asks for.
+
+    Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it.
+    """
+    if isinstance(data.source, SyntheticTokensSource):
+        assert data.vocab_size is not None, "checked with the section"
+        return NoTokenizer(data.vocab_size)
+    tokenizer = open_tokenizer(data.tokenizer)
+    if data.vocab_size is not None:
+        if data.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.vocab_size={data.vocab_size} has no room for the {tokenizer.vocab_size} ids of data.tokenizer="
+                f"{data.tokenizer!r}; set it to {tokenizer.vocab_size} or more, or to none"
+            )
+        tokenizer.room = data.vocab_size
+    return tokenizer
+
+
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: `byte`, or the name or folder of a Hugging Face tokenizer.
+    """The tokenizer of a name: `byte`, or the name or folder of a Hugging Face tokenizer.
 
     Raises: ConfigError when the extra `hf` is missing, or nothing of that name can be loaded.
     """

@@ -15,15 +15,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
-from zeroband.config.schema import DataConfig
+from zeroband.config.schema import DataConfig, DocumentSource, SyntheticTokensSource
 from zeroband.data.sources import Document, documents, source_identity
-from zeroband.data.tokenizer import Tokenizer, open_tokenizer
+from zeroband.data.synthetic_tokens import SyntheticTokens
+from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 
 _FORMAT = 1
@@ -53,11 +54,26 @@ class TokenManifest:
     """Hash of the ids: equal on two machines only if they hold the same corpus."""
 
 
-class TokenStore:
-    """The documents of a corpus one after the other, an end-of-document id behind each. Read-only and mapped."""
+class TokenStore(Protocol):
+    """The documents of a corpus one after the other, an end-of-document id behind each."""
+
+    end_of_document: int
+    fingerprint: str
+    """Hash of the content: nodes of one run compare it when they join."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32; perhaps not writable."""
+        ...
+
+
+class MappedTokens(TokenStore):
+    """A cache entry, mapped: all processes of a machine share its pages."""
 
     def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
+        self.end_of_document, self.fingerprint = manifest.end_of_document, manifest.fingerprint
         self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
             path, dtype=manifest.dtype, mode="r", shape=(manifest.tokens,)
         )
@@ -65,29 +81,22 @@ class TokenStore:
     def __len__(self) -> int:
         return self.manifest.tokens
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the content: nodes of one run compare it when they join."""
-        return self.manifest.fingerprint
-
-    @property
-    def end_of_document(self) -> int:
-        return self.manifest.end_of_document
-
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens start..stop-1 without a copy. Shapes: (stop - start,) uint16 or uint32, not writable."""
+        """Tokens start..stop-1 without a copy, not writable."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._tokens[start:stop]
 
 
 def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None) -> TokenStore:
-    """Open the tokenised corpus of a run, building it first when this machine does not have it yet.
+    """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
 
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
     Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, and for a corpus without text.
     """
-    tokenizer = open_tokenizer(config.tokenizer)
-    entry = _entry_of(config, seed, tokenizer)
+    tokenizer = tokenizer_of(config)
+    if isinstance(config.source, SyntheticTokensSource):
+        return SyntheticTokens(config.source, seed, tokenizer.vocab_size)
+    entry = _entry_of(config, config.source, seed, tokenizer)
     folder = entry.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,13 +110,15 @@ def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None
 
 
 def is_prepared(config: DataConfig, seed: int) -> bool:
-    """Whether this machine has the tokenised corpus of a run. Raises ConfigError as `prepare` does."""
-    return _open(_entry_of(config, seed, open_tokenizer(config.tokenizer))) is not None
+    """Whether this machine has all that `prepare` would build. Raises ConfigError as `prepare` does."""
+    if isinstance(config.source, SyntheticTokensSource):
+        return True
+    return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 
 
-def _entry_of(config: DataConfig, seed: int, tokenizer: Tokenizer) -> Path:
+def _entry_of(config: DataConfig, source: DocumentSource, seed: int, tokenizer: Tokenizer) -> Path:
     """Where the ids of a corpus lie, or would."""
-    identity = [_FORMAT, tokenizer.fingerprint, source_identity(config.source, seed)]
+    identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed)]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
 
@@ -117,7 +128,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroband"
 
 
-def _open(entry: Path) -> TokenStore | None:
+def _open(entry: Path) -> MappedTokens | None:
     """The entry if it is committed and whole, else None."""
     try:
         manifest = TypeAdapter(TokenManifest).validate_json(entry.with_suffix(".json").read_bytes(), strict=True)
@@ -126,7 +137,7 @@ def _open(entry: Path) -> TokenStore | None:
         return None
     if size != manifest.tokens * np.dtype(manifest.dtype).itemsize:
         return None
-    return TokenStore(entry, manifest)
+    return MappedTokens(entry, manifest)
 
 
 @contextmanager
@@ -148,7 +159,9 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_progress: OnProgress | None) -> TokenStore:
+def _build(
+    entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_progress: OnProgress | None
+) -> MappedTokens:
     dtype = _dtype(tokenizer)
     digest = hashlib.blake2b(f"{dtype.str}/{tokenizer.vocab_size}/".encode(), digest_size=16)
     n_tokens = n_documents = n_empty = 0
@@ -178,7 +191,7 @@ def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_pro
         fingerprint=digest.hexdigest(),
     )
     _commit(entry, manifest)
-    return TokenStore(entry, manifest)
+    return MappedTokens(entry, manifest)
 
 
 def _commit(entry: Path, manifest: TokenManifest) -> None:

@@ -89,6 +89,7 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
+        model.tokenizer.save(draft, seq_length=model.seq_length)  # first: a model without one is refused
         _write_weights(draft, model, DTYPES[dtype], max_bytes)
         end = model.tokenizer.end_of_document
         described = hf_config(
@@ -96,11 +97,13 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
         )
         _write_json(draft / CONFIG_FILE, described)
         _write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        model.tokenizer.save(draft, seq_length=model.seq_length)
         for path in draft.iterdir():  # save_file keeps weights from other users
             shutil.copymode(draft / CONFIG_FILE, path)
         size = sum(path.stat().st_size for path in draft.iterdir())
         draft.replace(out)
+    except ConfigError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     except OSError as error:
         raise ConfigError(f"cannot write the export to {out}: {error}") from error
     return size

@@ -11,7 +11,7 @@ from zeroband.config import load_config
 from zeroband.config.schema import DataConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
-from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokenizer import tokenizer_of
 from zeroband.data.tokens import TokenStore, prepare
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate
@@ -69,8 +69,11 @@ def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
         raise ConfigError(f"{opened.what} does not record its data; add the run's @config.toml")
     if recorded is None:
         data = data.model_copy(update={"tokenizer": opened.tokenizer})
-    elif open_tokenizer(data.tokenizer).fingerprint != opened.model.tokenizer.fingerprint:
-        raise ConfigError(f"data.tokenizer={data.tokenizer!r} is not the tokenizer that {opened.what} was trained with")
+    if tokenizer_of(data).fingerprint != opened.model.tokenizer.fingerprint:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer!r} and data.source.type={data.source.type!r} do not give the ids that "
+            f"{opened.what} was trained with"
+        )
     tokens = prepare(data, seed)
     if not rest and recorded is not None and tokens.fingerprint != recorded.fingerprint:
         raise ConfigError(

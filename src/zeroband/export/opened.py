@@ -13,7 +13,7 @@ from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.schema import ModelConfig
-from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokenizer import open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
@@ -97,7 +97,7 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
         config, corpus = ModelConfig.model_validate(described), Corpus.of_record(stamp.data)
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
-    tokenizer = open_tokenizer(corpus.data.tokenizer)
+    tokenizer = tokenizer_of(corpus.data)
     if tokenizer.fingerprint != corpus.tokenizer_fingerprint:
         raise ConfigError(f"data.tokenizer={corpus.data.tokenizer!r} is not what it was when {what} was saved")
     with torch.device("meta"):

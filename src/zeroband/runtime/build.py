@@ -12,7 +12,7 @@ from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
-from zeroband.data.tokenizer import Tokenizer, open_tokenizer
+from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -48,7 +48,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     """Data, model and inner optimizer of this rank. Called by all local ranks."""
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    tokenizer = open_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     tokens = prepare(config.data, config.run.seed, _log_progress if local.rank == 0 else None)
     index = SampleIndex(len(tokens), config.data.seq_length, config.run.seed, config.data.hold_out)
     loader = Loader(

@@ -261,7 +261,8 @@ def test_file_that_is_not_there_comes_with_those_that_are(refusal: Refusal, tmp_
     assert refusal(f"@{tmp_path}/one.toml").endswith(f"; there is no TOML file in {tmp_path}")
     (tmp_path / "once.toml").touch()
     assert refusal(f"@{tmp_path}/one.toml").endswith(f"; did you mean @{tmp_path}/once.toml?")
-    assert refusal(f"@{tmp_path}/150M.toml").endswith(f"; in {tmp_path} there are once.toml")
+    assert refusal(f"@{tmp_path}/151M.toml").endswith(f"; in {tmp_path} there are once.toml")
+    assert refusal(f"@{tmp_path}/150M.toml").endswith("; did you mean the preset @150M?")
     assert refusal(f"@{tmp_path}").endswith("Is a directory; name one of its files")
 
 

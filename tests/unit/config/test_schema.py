@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
-from zeroband.config.schema import FaultConfig, ModelConfig
+from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig
 from zeroband.config.time_outs import TimeOuts
+
+MADE_UP = {"type": "synthetic-tokens"}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,23 @@ def test_heads_that_do_not_divide_are_refused(sizes: dict[str, Any], message: st
 def test_sizes_left_out_follow_from_the_others() -> None:
     assert (ModelConfig(d_model=128).kv_heads, ModelConfig(d_model=128).ff_width) == (4, 384)
     assert (ModelConfig(n_kv_heads=2).kv_heads, ModelConfig(d_ff=100).ff_width) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": {"source": MADE_UP}}, "data.source.type='synthetic-tokens' needs data.vocab_size"),
+        ({"observe": {"sample_prompt": "a"}}, "observe.sample_prompt needs a tokenizer, and the ids"),
+        ({"export": {}}, re.escape("[export] needs a tokenizer, and the ids")),
+    ],
+)
+def test_made_up_tokens_are_refused_without_a_vocabulary_and_where_text_is_needed(
+    settings: dict[str, Any], message: str
+) -> None:
+    data = {"source": MADE_UP, "vocab_size": 1000}
+    RunConfig.model_validate({"data": data})
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate({"data": data, **settings})
 
 
 def test_time_outs_follow_detect_s() -> None:

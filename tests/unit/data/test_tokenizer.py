@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.tokenizer import ByteTokenizer, open_tokenizer
+from zeroband.config.schema import DataConfig
+from zeroband.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 
 
@@ -42,6 +43,13 @@ def test_padded_vocab_size_is_the_next_multiple_of_64() -> None:
     assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padded_vocab_size) == (257, 256, 320)
     tokenizer.vocab_size = 128
     assert tokenizer.padded_vocab_size == 128
+
+
+def test_room_widens_the_model_and_must_hold_every_id_of_the_tokenizer() -> None:
+    assert tokenizer_of(DataConfig(vocab_size=257)).padded_vocab_size == 320
+    assert tokenizer_of(DataConfig(vocab_size=32_001)).padded_vocab_size == 32_064
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256 has no room for the 257 ids of data.tokenizer='byte'"):
+        tokenizer_of(DataConfig(vocab_size=256))
 
 
 def test_open_tokenizer_gives_bytes_by_name() -> None:

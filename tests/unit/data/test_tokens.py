@@ -81,7 +81,7 @@ def test_store_takes_four_bytes_an_id_for_a_large_vocabulary(
 ) -> None:
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size, tokenizer.end_of_document = 100_001, 100_000
-    monkeypatch.setattr(tokens, "open_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(tokens, "tokenizer_of", lambda _: tokenizer)
     store = prepare(config, 0)
     assert store.read(0, len(store)).tolist() == [97, 98, 99, 100_000, 100, 101, 100_000]
 

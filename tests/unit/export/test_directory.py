@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.unit.export.trained import TINY, trained_of
 
 from zeroband.config import load_config
 from zeroband.config.schema import ModelConfig
+from zeroband.data.tokenizer import NoTokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.directory import write_directory
 from zeroband.export.hub_files import INDEX_FILE
@@ -187,3 +189,10 @@ def test_export_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write the export to .*file/out"):
         write_directory(trained_of(TINY), tmp_path / "file" / "out", "float32")
+
+
+def test_model_of_made_up_ids_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model = replace(trained_of(TINY), tokenizer=NoTokenizer(320))
+    with pytest.raises(ConfigError, match="its ids stand for no text"):
+        write_directory(model, tmp_path / "out", "float32")
+    assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,10 @@
-"""`zeroband launch --nproc-per-node N SCRIPT ...`: the ranks of one machine, started and watched.
+"""`zeroband launch --nproc-per-node N [SCRIPT] ...`: the ranks of one machine, started and watched.
 
-Takes torchrun's arguments for one machine. Opens no port: the ranks meet in a file without a name, where torchrun opens
-its store, and with `--standalone` a rendezvous too, to everybody who reaches the machine. Ends as Docker, Slurm and
-systemd expect: the first SIGTERM or SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did); a
-second one ends them at once (143). No rank outlives its launcher.
+Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's arguments for one
+machine. Opens no port: the ranks meet in a file without a name, where torchrun opens its store, and with `--standalone`
+a rendezvous too, to everybody who reaches the machine. Ends as Docker, Slurm and systemd expect: the first SIGTERM or
+SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did); a second one ends them at once (143). No
+rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def parse(argv: Sequence[str]) -> Launch:
         )
     if asked.max_restarts < 0:
         raise ConfigError(f"--max-restarts {asked.max_restarts} is negative; 0 starts the ranks once")
+    if asked.script.startswith("@"):
+        trainer = (sys.executable, "-u", "-m", "zeroband.train")
+        return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*trainer, asked.script, *asked.arguments))
     python = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
     return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*python, asked.script, *asked.arguments))
 
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband launch",
         description="Start the ranks of this machine, with torchrun's arguments and without a port of torchrun's.",
-        epilog="example: zeroband launch --nproc-per-node gpu src/zeroband/train.py @configs/150M.toml",
+        epilog="example: zeroband launch --nproc-per-node gpu @150M --run.id first-try",
         allow_abbrev=False,
     )
     add, env = parser.add_argument, os.environ  # torchrun reads its arguments from PET_... where they are not given
@@ -102,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nnodes", default=env.get("PET_NNODES", "1"), metavar="1", help="each machine has a launcher of its own")
     add("--standalone", action="store_true", help="changes nothing: it always is")
     add("--local-addr", "--local_addr", metavar="HOST", help="changes nothing: ranks meet without a port")
-    add("script", metavar="SCRIPT", help="what each rank runs")
+    add("script", metavar="[SCRIPT]", help="what each rank runs; left out before an @: the trainer")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zeroband.config.load import load_config
+from zeroband.config.presets import config_file
 from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, parse_claims
 from zeroband.tools.compare.methods import Arm, parse_arms
@@ -82,7 +83,7 @@ def read_options(argv: Sequence[str]) -> Options:
     inner_steps: int | None = None
     for argument in rest:
         if argument.startswith("@"):
-            content = _read_file(Path(argument[1:]))
+            content = _read_file(config_file(argument[1:]))
             outer = cast("dict[str, Any]", content.pop("outer", {}))
             inner_steps = outer.get("inner_steps", inner_steps)
             table |= cast("dict[str, Any]", content.pop(TABLE, {}))

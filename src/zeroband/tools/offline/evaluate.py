@@ -53,4 +53,5 @@ def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
     print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
     print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
     print(f"loss             {result.loss:.6f} nats per token")
-    print(f"bits per byte    {result.bits_per_byte:.6f}")
+    bits = f"{result.bits_per_byte:.6f}" if result.text_bytes else "none: the ids stand for no text"
+    print(f"bits per byte    {bits}")
