@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from zeroband.config import RunConfig, load_config
 from zeroband.data.loader import MicroBatch
-from zeroband.data.tokenizer import open_tokenizer
+from zeroband.data.tokenizer import tokenizer_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.model import Transformer, attend_plain, flops_per_token, init_weights, parameter_count
 from zeroband.model import loss as loss_module
@@ -304,7 +304,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> list[Loop]
 
 
 def report(loops: Sequence[Loop], config: RunConfig, steps: int) -> None:
-    vocab_size = open_tokenizer(config.data.tokenizer).padded_vocab_size
+    vocab_size = tokenizer_of(config.data).padded_vocab_size
     tokens = steps * config.train.batch_size * config.data.seq_length
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
