@@ -49,8 +49,16 @@ def ranks_in(proc: Path) -> Iterator[tuple[Path, Path]]:
     """
     for process in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or not ours
-            opened = {file.readlink() for file in (process / "fd").iterdir()}
+            opened = {_target_of(file) for file in (process / "fd").iterdir()}
             yield from ((process, file.parent) for file in opened if _STACKS.fullmatch(file.name))
+
+
+def _target_of(descriptor: Path) -> Path:
+    """What a descriptor stands for; an empty path where it was closed since the folder was read."""
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:
+        return Path()
 
 
 def ailments(ranks: Sequence[tuple[Path, Path]]) -> Iterator[str]:

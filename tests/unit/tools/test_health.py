@@ -15,6 +15,7 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EventLog
 from zeroband.observe.metrics import MetricsLog
+from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.run_folder import CONFIG_FILE
 from zeroband.tools.health import ailments, main, ranks_in
 
@@ -68,6 +69,14 @@ def flags(trainer: Trainer) -> Iterator[SharedFlags]:
 def test_ranks_are_found_by_the_file_that_they_hold_open(trainer: Trainer) -> None:
     (trainer.proc / "7").mkdir()  # a process of another user: its descriptors are not to be seen
     assert sorted(ranks_in(trainer.proc)) == [(trainer.proc / f"{pid}", trainer.node_dir) for pid in (100, 101)]
+
+
+def test_rank_that_registered_for_stack_dumps_is_found(tmp_path: Path) -> None:
+    close = register_stack_dump(tmp_path, 3)
+    found = set(ranks_in(Path("/proc")))
+    close()
+    rank = (Path(f"/proc/{os.getpid()}"), tmp_path)
+    assert rank in found and rank not in set(ranks_in(Path("/proc")))
 
 
 def test_node_that_writes_is_well(trainer: Trainer) -> None:
