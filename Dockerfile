@@ -1,33 +1,65 @@
-# A node in a container.
-#   GPU:  docker build -t zeroband .
-#   CPU:  docker build -t zeroband --build-arg TORCH=cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
-#         (or lay a CPU wheel for this Python into wheelhouse/ first)
-#   run:  docker run --rm --init --gpus all --network host --shm-size 64g -e ZERO_BAND_STORE__URL=redis://HOST:6379 \
-#             zeroband --nproc_per_node=8 src/zeroband/train.py @configs/10B.toml
+# A node in a container, and the Redis that nodes meet at.
+#   GPU:   docker build -t zeroband .
+#   CPU:   docker build -t zeroband --target cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> .
+#          (or lay a CPU wheel for this Python into wheelhouse/ first)
+#   look:  docker run --rm --gpus all --shm-size 4g zeroband doctor @configs/150M.toml
+#   run:   docker run --rm --init --gpus all --network host --shm-size 4g --read-only --tmpfs /tmp -v cache:/cache \
+#              -v runs:/app/runs -e ZERO_BAND_STORE__URL=redis://HOST:6379 \
+#              zeroband launch --nproc_per_node=gpu src/zeroband/train.py @configs/150M.toml
 # `docker stop --time 40` lets the node hand over its work (fault.grace_s); after the 10 s of the default it is killed.
 # --shm-size: the node's canonical state lives in /dev/shm, 16 to 40 bytes for each parameter (`zeroband doctor`).
-FROM python:3.12-slim-bookworm AS build
-ARG TORCH=cuda
-ARG PIP_EXTRA_INDEX_URL=
-WORKDIR /app
+# The same bytes each time: --build-arg BASE=python:3.12-slim-bookworm@sha256:..., of which
+# `docker buildx imagetools inspect python:3.12-slim-bookworm` shows the newest.
+ARG BASE=python:3.12-slim-bookworm
+
+FROM ${BASE} AS base
+# While it trains, a node compiles: Triton with gcc, torch.compile on CPUs with g++ and openssl (for a digest), against the
+# headers of libc and Python. Redis is for the store, and for `zeroband demo`.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ openssl redis-server \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /app
+
+FROM base AS build
+ARG PIP_EXTRA_INDEX_URL=
+# Who runs a node may not write here, so bytecode is made now.
+ENV UV_COMPILE_BYTECODE=1
 COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
 COPY scripts/setup.sh scripts/check_lock.py scripts/
 COPY wheelhouse wheelhouse
 COPY src src
-# Who runs a node may not write here, so bytecode is made now. The second step takes uv and the simulator's Redis out again.
-RUN export UV_COMPILE_BYTECODE=1 \
-    && ./scripts/setup.sh --torch "$TORCH" \
-    && .venv/bin/uv sync --quiet --frozen --no-default-groups \
+
+# The second step of each brings the extras, and takes uv and the wheel of Redis out again.
+FROM build AS build-cpu
+RUN ./scripts/setup.sh --torch cpu \
+    && .venv/bin/uv sync --quiet --frozen --no-default-groups --all-extras \
     && rm -rf /root/.cache wheelhouse
 
-FROM python:3.12-slim-bookworm
-RUN useradd --create-home --uid 1000 zeroband && install -d -o zeroband /app/runs
-WORKDIR /app
-COPY --from=build /app /app
+FROM build AS build-cuda
+RUN ./scripts/setup.sh --torch cuda \
+    && .venv/bin/uv sync --quiet --frozen --no-default-groups --all-extras \
+    && rm -rf /root/.cache wheelhouse
+
+FROM base AS node
+# Everything that is written while it runs goes here, so that the rest may be read-only.
+RUN useradd --uid 1000 --home-dir /cache zeroband && install -d -o zeroband /cache runs
+ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1 \
+    HOME=/cache XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 COPY configs configs
-ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
+COPY examples examples
 USER 1000
-ENTRYPOINT ["zeroband", "launch"]
-CMD ["--nproc_per_node=1", "src/zeroband/train.py", "@configs/debug/normal.toml"]
+VOLUME ["/cache", "/app/runs"]
+HEALTHCHECK --interval=30s --timeout=10s --start-period=10m CMD ["zeroband", "health"]
+ENTRYPOINT ["zeroband"]
+CMD ["launch", "--nproc_per_node=1", "src/zeroband/train.py", "@configs/debug/normal.toml"]
+
+FROM node AS cpu
+COPY --from=build-cpu /app /app
+RUN zeroband doctor @configs/debug/normal.toml --train.compile && python -c "from zeroband.kernels.native import load; load()"
+
+FROM node AS cuda
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-cuda /app /app
+RUN zeroband doctor @configs/debug/normal.toml --train.compile && python -c "from zeroband.kernels.native import load; load()"

@@ -10,10 +10,11 @@ import mmap
 import os
 import struct
 import threading
+import time
 from pathlib import Path
 
 _WORD = struct.Struct("<q")
-_PROGRESS, _ABORTED, _FENCED, _SERVES, _LISTED, _SESSION = range(6)
+_PROGRESS, _ADVANCED, _ABORTED, _FENCED, _SERVES, _LISTED, _SESSION = range(7)
 _SESSION_BYTES = 256
 """Bytes of the session behind the last word, which holds its length."""
 
@@ -46,6 +47,12 @@ class SharedFlags:
     def advance(self) -> None:
         if self._counts_only in (None, threading.get_ident()):
             self._write(_PROGRESS, self.progress + 1)
+            self._write(_ADVANCED, time.monotonic_ns())
+
+    @property
+    def advanced_at_s(self) -> float:
+        """When it was advanced, by `time.monotonic`, which is one clock for all processes of a machine; 0 before."""
+        return self._read(_ADVANCED) / 1e9
 
     def count_only(self, thread: int | None) -> None:
         """Have only this thread of this process show the trainer alive, by its ident; None: all do.

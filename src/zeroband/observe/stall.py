@@ -114,7 +114,7 @@ def write_bundle(node_dir: Path, *, reason: str, view: Mapping[str, Any], rank_p
         unfinished = folder / f".{number}"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        _fill(unfinished, reason, view, stacks, _last_lines(node_dir / EVENTS_FILE))
+        _fill(unfinished, reason, view, stacks, last_lines(node_dir / EVENTS_FILE))
         bundle = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         unfinished.rename(bundle)
         _remove_old(folder)
@@ -197,7 +197,7 @@ def _fill(folder: Path, reason: str, view: Mapping[str, Any], stacks: Sequence[s
     (folder / EVENTS_FILE).write_bytes(events)
 
 
-def _last_lines(path: Path) -> bytes:
+def last_lines(path: Path) -> bytes:
     """The last `EVENT_LINES` whole lines of a file; none where it is missing."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - _EVENT_BYTES)

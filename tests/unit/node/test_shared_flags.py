@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,13 @@ def test_words_do_not_touch_each_other(flags: SharedFlags) -> None:
     flags.set_fenced(True)
     flags.set_fenced(False)
     assert (flags.progress, flags.aborted_version, flags.is_fenced, flags.serves_state) == (0, 2**40, False, False)
+
+
+def test_time_of_the_newest_advance_is_seen_by_others(flags: SharedFlags, other: SharedFlags) -> None:
+    assert other.advanced_at_s == 0
+    before_s = time.monotonic()
+    flags.advance()
+    assert before_s <= other.advanced_at_s <= time.monotonic()
 
 
 def test_abort_never_goes_back(flags: SharedFlags) -> None:
