@@ -103,9 +103,8 @@ def test_container_starts_commands_that_exist_on_files_that_it_has(stages: Mappi
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert settings.entrypoint[0] in scripts and settings.health[0] in scripts
     assert importlib.util.find_spec(f"zeroband.tools.{settings.health[1]}") is not None
-    launch = parse(settings.command[1:])
-    script, *arguments = launch.command[2:]
-    assert settings.command[0] == "launch" and {script, *(a.removeprefix("@") for a in arguments)} <= files
+    *_, configuration = parse(settings.command[1:]).command
+    assert settings.command[0] == "launch" and f"configs/{configuration.removeprefix('@')}.toml" in files
 
 
 def test_each_program_that_the_package_starts_is_accounted_for(stages: Mapping[str, Stage]) -> None:
@@ -151,12 +150,12 @@ def test_engine_builds_an_image_in_which_the_doctor_finds_no_fault() -> None:
     arguments = ["--build-arg", f"BASE=python:{python}-slim-bookworm", "--build-arg", "PIP_EXTRA_INDEX_URL"]
     subprocess.run(["docker", "build", "--target", "cpu", *arguments, "-t", "zeroband-test", "."], cwd=ROOT, check=True)
     run = ["docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", "zeroband-test"]
-    subprocess.run([*run, "doctor", "@configs/debug/normal.toml", "--train.compile"], check=True)
+    subprocess.run([*run, "doctor", "@debug/normal", "--train.compile"], check=True)
 
 
 # -- walked in chroots, by hand -------------------------------------------------------------------------------------
 
-TRAIN = ("launch", "--nproc_per_node=1", "src/zeroband/train.py", "@configs/debug/normal.toml")
+TRAIN = ("launch", "--nproc_per_node=1", "@debug/normal")
 SMALL = (
     "--model.d_model=64",
     "--model.n_layers=1",
@@ -176,7 +175,7 @@ sys.addaudithook(note)
 """
 
 HEALTH = """
-zeroband launch --nproc_per_node=1 src/zeroband/train.py @configs/debug/normal.toml --run.id=health &
+zeroband launch --nproc_per_node=1 @debug/normal --run.id=health &
 launcher=$!
 until zeroband health; do sleep 1; kill -0 $launcher || exit 11; done
 rank=$(cat /proc/$launcher/task/$launcher/children)
@@ -238,7 +237,7 @@ def container(tmp_path_factory: pytest.TempPathFactory, stages: dict[str, Stage]
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_doctor_finds_no_fault_in_the_container(container: Container) -> None:
-    done = container.run("doctor", "@configs/debug/normal.toml", "--train.compile")
+    done = container.run("doctor", "@debug/normal", "--train.compile")
     assert done.returncode == 0 and "FAIL" not in done.stdout
     assert re.search(r"^ok +native library", done.stdout, re.M) and "/usr/bin/g++" in done.stdout
 
@@ -284,7 +283,7 @@ def test_two_containers_and_a_third_with_their_store_train_one_model(container: 
         port = free.getsockname()[1]
     store = f"redis-server --bind 127.0.0.1 --port {port} --requirepass secret --save '' --appendonly no"
     until_asked = f"{store} & until [ -e runs/over ]; do sleep 0.2; done"
-    node = (*TRAIN[:-1], "@configs/debug/diloco.toml", *SMALL, "--elastic.start_nodes=2", "--run.id=two")
+    node = (*TRAIN[:-1], "@debug/diloco", *SMALL, "--elastic.start_nodes=2", "--run.id=two")
     env = {"ZERO_BAND_STORE__URL": f"redis://:secret@127.0.0.1:{port}", "ZERO_BAND_RUN__TOKEN": "0123456789abcdef" * 2}
     with ThreadPoolExecutor() as pool:
         server = pool.submit(container.run, until_asked, shell=True)
