@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv ready: ./scripts/setup.sh [--dev] [--torch auto|cpu|cuda]
+# Make .venv ready: ./scripts/setup.sh [--dev] [--torch auto|cpu|cuda|RELEASE] [--python VERSION] [--env FOLDER]
 #
 # --dev     also the tools of the tests
 # --torch   cpu: the CPU-only wheel; cuda: the registry's torch; auto (default): cpu where no NVIDIA GPU is seen and
-#           pip's sources offer a CPU-only wheel, else the registry's
+#           pip's sources offer a CPU-only wheel, else the registry's; a release such as 2.11, or newest: that one
+#           instead of the pinned one, chosen as with auto, and all else as in requirements.lock
+# --python  such as 3.12, instead of the first on the PATH that is recent enough
+# --env     another folder than .venv
 #
 # Needs Python 3.11+ and either pip or uv. Writes only inside the clone (.venv, uv.lock, wheelhouse/) and into the
 # caches of pip and uv; where those of uv cannot be written, into .uv-cache. Run again, it does what is missing and
@@ -11,10 +14,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset VIRTUAL_ENV UV_PROJECT_ENVIRONMENT
-PATH=${PATH//"$PWD/.venv/bin:"/} # the environment has no pip of its own, so the Python that made it is asked
+shopt -s extglob
+PATH=${PATH//"$PWD"\/.venv*([^:\/])\/bin:/} # an environment has no pip of its own, so the Python that made it is asked
 export PIP_ROOT_USER_ACTION=ignore
-quiet=()
-[[ -t 2 ]] || quiet=(--quiet) # progress bars are for people
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() {
@@ -23,17 +25,23 @@ die() {
 }
 
 has_pip() { "$python" -m pip --version >/dev/null 2>&1; }
-works() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+works() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+        [[ -z $wanted_python || $(python_version "$1") == "$wanted_python" ]]
+}
 
 find_python() {
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11; do
+    for candidate in ${wanted_python:+"python$wanted_python"} python3 python3.14 python3.13 python3.12 python3.11; do
         if works "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    die "no Python 3.11 or newer on the PATH"
+    if [[ -z $wanted_python ]]; then die "no Python 3.11 or newer on the PATH"; fi
+    uv python find --quiet --no-python-downloads "$wanted_python" 2>/dev/null ||
+        die "no Python $wanted_python on the PATH, nor one of uv's; install it, e.g. with: uv python install $wanted_python"
 }
 
 is_recent_uv() { # required-version of pyproject.toml
@@ -45,18 +53,16 @@ is_recent_uv() { # required-version of pyproject.toml
 fetch_uv() { # the version and hash of requirements.lock, without touching the user's Python
     say "no uv here: fetching it with pip"
     has_pip || die "$python has no pip, and there is no uv; install one of them"
-    scratch=$(mktemp -d)
-    trap 'rm -rf "$scratch"' EXIT
     awk '/^uv==/ {on = 1} on {print} on && !/\\$/ {exit}' requirements.lock >"$scratch/uv.txt"
-    "$python" -m pip install "${quiet[@]}" --require-hashes --no-deps --target "$scratch/uv" -r "$scratch/uv.txt"
+    "$python" -m pip install --require-hashes --no-deps --target "$scratch/uv" -r "$scratch/uv.txt"
     uv=$scratch/uv/bin/uv
 }
 
 find_uv() {
     had_uv=true uv=uv
     if is_recent_uv "$uv"; then return; fi
-    had_uv=false uv=.venv/bin/uv
-    if works .venv/bin/python && is_recent_uv "$uv"; then return; fi
+    had_uv=false uv=$env/bin/uv
+    if works "$env/bin/python" && is_recent_uv "$uv"; then return; fi
     fetch_uv
 }
 
@@ -88,28 +94,39 @@ honour_pip_settings() {
 
 has_gpu() { [[ -e /proc/driver/nvidia/version || -e /dev/nvidiactl || -e /dev/dxg ]] || nvidia-smi -L >/dev/null 2>&1; }
 
-torch_version() { sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml; }
-python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+is_release() { [[ ! $torch =~ ^(auto|cpu|cuda)$ ]]; } # instead of the pinned one
+pinned_torch() { sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/p' pyproject.toml; }
+
+# The pins for another torch: of requirements.lock all but what a torch brings with it, and that as the registry's asks.
+resolve_torch() {
+    local range
+    range=$(sed -n 's/^    "\(torch[^"]*\)",$/\1/p' pyproject.toml)
+    awk '/^[a-z0-9]/ {on = !/^(torch|triton|setuptools|cuda-|nvidia-)/} on' requirements.lock >"$scratch/others.txt"
+    if [[ $torch != newest ]]; then range+=$'\n'torch==$torch.*; fi
+    "$uv" pip compile --quiet --no-config --python "$python" --constraint "$scratch/others.txt" \
+        --output-file "$scratch/torch.txt" - <<<"$range" >/dev/null ||
+        die "the index has no torch $torch for $("$python" --version)"
+    sed -n 's/^torch==\([^ ]*\).*/\1/p' "$scratch/torch.txt"
+}
 
 has_cpu_torch() { # for this Python
     local tag
     tag=cp$(python_version "$1" | tr -d .)
-    compgen -G "wheelhouse/torch-$(torch_version)+cpu-$tag-*.whl" >/dev/null
+    compgen -G "wheelhouse/torch-$torch_version+cpu-$tag-*.whl" >/dev/null
 }
 
 # pip is asked because its sources (find-links, extra indexes) are where such a wheel is offered. With the local version
 # +cpu named in full it cannot fall back to the registry's torch and its gigabytes of CUDA libraries.
 fetch_cpu_torch() {
-    local version errors
-    version=$(torch_version)
+    local errors
     if has_cpu_torch "$python"; then return; fi
     if ! has_pip; then
-        say "no NVIDIA GPU, but $python has no pip to ask for torch $version+cpu"
+        say "no NVIDIA GPU, but $python has no pip to ask for torch $torch_version+cpu"
         return 1
     fi
-    say "no NVIDIA GPU: asking pip's sources for torch $version+cpu"
-    errors=$("$python" -m pip download "${quiet[@]}" --no-deps --only-binary :all: --dest wheelhouse \
-        "torch==$version+cpu" 3>&1 1>&2 2>&3) && return
+    say "no NVIDIA GPU: asking pip's sources for torch $torch_version+cpu"
+    errors=$("$python" -m pip download --no-deps --only-binary :all: --dest wheelhouse \
+        "torch==$torch_version+cpu" 3>&1 1>&2 2>&3) && return
     # the first is the cause: a source that was not reached, or none that has it
     errors=$(grep -m 1 -E '^ERROR|connection broken|Could not fetch' <<<"$errors" || tail -n 1 <<<"$errors")
     say "pip: ${errors% (from versions*}"
@@ -120,11 +137,12 @@ choose_torch() {
     case $torch in
         cuda) rm -f wheelhouse/torch-*+cpu-*.whl ;;
         cpu) fetch_cpu_torch || die "no CPU-only torch came; put its wheel into wheelhouse/" ;;
-        auto)
-            if compgen -G '.venv/lib/python*/site-packages/torch-*.dist-info' >/dev/null &&
-                ! compgen -G '.venv/lib/python*/site-packages/torch-*+cpu.dist-info' >/dev/null; then return; fi
+        *)
+            if compgen -G "$env/lib/python*/site-packages/torch-*.dist-info" >/dev/null &&
+                ! compgen -G "$env/lib/python*/site-packages/torch-*+cpu.dist-info" >/dev/null; then return; fi
             if has_gpu || [[ $(uname -s) != Linux ]]; then return; fi
-            fetch_cpu_torch || say "none came: taking the registry's torch with its CUDA libraries"
+            fetch_cpu_torch || say "none came: taking the registry's torch with its CUDA libraries; for a CPU-only one stop" \
+                "here, set PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels> or lay its wheel into wheelhouse/, and begin again"
             ;;
     esac
 }
@@ -138,37 +156,71 @@ lock() {
     if [[ $offered != "$locked" ]]; then rm -f uv.lock; fi # an existing lock would keep the other torch
     if [[ $offered == true && $locked == false ]]; then    # of itself uv prefers the registry's, which covers more
         here="sys_platform == 'linux' and platform_machine == '$(uname -m)'"
-        taken=(--upgrade-package "torch==$(torch_version)+cpu; $here and python_version == '$(python_version "$1")'")
+        taken=(--upgrade-package "torch==$torch_version+cpu; $here and python_version == '$(python_version "$1")'")
     fi
     "$uv" lock --quiet --python "$1" "${taken[@]}"
     "$uv" export --quiet --frozen --all-groups --all-extras --no-emit-project | "$1" scripts/check_lock.py
 }
 
-dev=()
-torch=auto
+# Say what a command of uv is about to download: its dry run names what its cache lacks, the registry the sizes.
+announce() {
+    local megabytes
+    "$uv" "$@" --dry-run --verbose 2>&1 | sed -n 's/^DEBUG Identified uncached distribution: \([^ +]*==[^ +]*\)$/\1/p' |
+        awk -F == '!seen[$1]++' >"$scratch/new.txt" || return 0 # a build may need another setuptools than the environment
+    [[ -s $scratch/new.txt ]] || return 0
+    megabytes=$("$uv" pip compile --quiet --no-config --no-deps --python "$python" --format pylock.toml "$scratch/new.txt" |
+        awk -F 'size = ' '/^wheels = / {sum += $2} END {printf "%.0f", sum / 1e6}') || return 0
+    say "about $megabytes MB to download; wheels that uv's cache lacks: $(wc -l <"$scratch/new.txt")"
+}
+
+run_announced() {
+    announce "$@"
+    "$uv" "$@"
+}
+
+install_locked() {
+    lock "$env/bin/python"
+    run_announced sync --locked --inexact --python "$env/bin/python" "${dev[@]}"
+}
+
+install_release() {
+    local build=
+    if has_cpu_torch "$env/bin/python"; then build=+cpu; fi
+    run_announced pip install --no-config --python "$env/bin/python" --find-links wheelhouse \
+        --constraint "$scratch/others.txt" --constraint "$scratch/torch.txt" \
+        --editable . --group local "${dev[@]}" "torch==$torch_version$build"
+}
+
+dev=() torch=auto wanted_python='' env=.venv
+usage="usage: ./scripts/setup.sh [--dev] [--torch auto|cpu|cuda|RELEASE|newest] [--python VERSION] [--env FOLDER]"
 while (($#)); do
     case $1 in
         --dev) dev=(--group dev) ;;
-        --torch)
-            torch=${2-}
-            shift
-            ;;
-        *) die "unknown argument $1; usage: ./scripts/setup.sh [--dev] [--torch auto|cpu|cuda]" ;;
+        --torch) torch=${2-} && shift ;;
+        --python) wanted_python=${2-} && shift ;;
+        --env) env=${2-} && shift ;;
+        *) die "unknown argument $1; $usage" ;;
     esac
-    shift
+    shift || die "the last argument needs a value; $usage"
 done
-[[ $torch =~ ^(auto|cpu|cuda)$ ]] || die "--torch needs auto, cpu or cuda, not '$torch'"
+[[ $torch =~ ^(auto|cpu|cuda|newest|[0-9]+(\.[0-9]+)+)$ ]] ||
+    die "--torch needs auto, cpu, cuda, newest or a release such as 2.11, not '$torch'"
+[[ $wanted_python =~ ^(3\.(1[1-9]|[2-9][0-9]))?$ ]] || die "--python needs 3.11 or later, not '$wanted_python'"
+export UV_PROJECT_ENVIRONMENT=$env
 
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 python=$(find_python)
 find_uv
 find_cache
 honour_pip_settings
+if is_release; then torch_version=$(resolve_torch); else torch_version=$(pinned_torch); fi
 choose_torch
 # Bytecode that Python may not keep is made here, once: else each process of a node compiles torch anew, 2 s of a core.
 if [[ -n ${PYTHONDONTWRITEBYTECODE-} ]]; then export UV_COMPILE_BYTECODE=1; fi
-works .venv/bin/python || "$uv" venv --quiet --clear --python "$python" .venv
-lock .venv/bin/python
-"$uv" sync --locked --inexact "${quiet[@]}" --python .venv/bin/python "${dev[@]}"
-if [[ -n ${UV_COMPILE_BYTECODE-} ]]; then .venv/bin/python -m compileall -q src; fi
-say ".venv is ready: $(.venv/bin/python --version), torch $(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')"
-if [[ $had_uv == false ]]; then say "uv came with it; once per shell: source .venv/bin/activate"; fi
+works "$env/bin/python" || "$uv" venv --quiet --clear --python "$python" "$env"
+if is_release; then install_release; else install_locked; fi
+if [[ -n ${UV_COMPILE_BYTECODE-} ]]; then "$env/bin/python" -m compileall -q src; fi
+installed=$("$env/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
+say "$env is ready: $("$env/bin/python" --version), torch $installed"
+if [[ $had_uv == false ]]; then say "uv came with it; once per shell: source $env/bin/activate"; fi

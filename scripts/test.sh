@@ -2,11 +2,22 @@
 # Set up, then check everything as CI does: ./scripts/test.sh
 # With arguments, set up and run only pytest with them: ./scripts/test.sh tests/unit/data -k ledger
 # What the tests reach, their processes too: ./scripts/test.sh --cov -n2 --dist=loadfile
+# With another torch or Python, in an environment of its own such as .venv-torch-2.11, the unit, contract and integration tests:
+#   ./scripts/test.sh --torch 2.11
+#   ./scripts/test.sh --torch newest --python 3.12
+# or only pytest with the arguments that follow.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-./scripts/setup.sh --dev
-export PATH=$PWD/.venv/bin:$PATH
+env=.venv
+setup=(--dev)
+while [[ ${1-} =~ ^--(torch|python)$ ]]; do
+    setup+=("$1" "${2?"$1 needs a version"}")
+    env+=-${1#--}-$2
+    shift 2
+done
+./scripts/setup.sh "${setup[@]}" --env "$env"
+export PATH=$PWD/$env/bin:$PATH
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of one test share the cores
 
 if (($#)); then exec pytest "$@"; fi
@@ -15,13 +26,18 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
+# Two workers, the longest files first.
+parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder)
+if [[ $env != .venv ]]; then
+    step pytest -q --durations=10 "${parallel[@]}" tests/integration tests/contract tests/unit
+    exit
+fi
 step ruff check .
 step ruff format --check .
 step pyright
 step hadolint Dockerfile
-# Two workers, the longest files first; then, one after the other, what would fail if it were kept waiting for a core.
+# What would fail if it were kept waiting for a core runs by itself.
 timed=(tests/faults/test_daily.py tests/faults/test_guardian.py)
-parallel=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder "${timed[@]/#/--ignore=}")
 folders=(tests/faults tests/integration tests/native tests/house tests/contract tests/unit)
-step pytest -q --durations=10 "${parallel[@]}" "${folders[@]}"
+step pytest -q --durations=10 "${parallel[@]}" "${timed[@]/#/--ignore=}" "${folders[@]}"
 step pytest -q --durations=10 "${timed[@]}"

@@ -98,6 +98,13 @@ def test_check_lock_refuses_what_the_lock_does_not_hold(
     assert check_lock.differences(export, LOCKED) == ([complaint] if complaint else [])
 
 
+def test_extra_all_brings_every_extra(pyproject: dict[str, Any]) -> None:
+    extras = pyproject["project"]["optional-dependencies"]
+    (every,) = map(Requirement, extras["all"])
+    assert canonicalize_name(every.name) == canonicalize_name(pyproject["project"]["name"])
+    assert every.extras == extras.keys() - {"all"}
+
+
 def test_command_of_the_distribution_exists(pyproject: dict[str, Any]) -> None:
     module, _, function = pyproject["project"]["scripts"]["zeroband"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -1,23 +1,46 @@
-"""`scripts/setup.sh` on machines that lack something, with a uv and a Python that only say what they were asked."""
+"""`scripts/setup.sh` on machines that lack something, with a uv and a Python that only say what they were asked.
+
+`scripts/test.sh` and the matrix of `.github/workflows/ci.yml`, which hand it releases of torch and Python.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
+import threading
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 UV = """\
-case "$1 $2" in
-    "--version "*) echo "uv 99.0" ;;
+case "$*" in
+    --version) echo "uv 99.0" ;;
     "cache dir") echo "${UV_CACHE_DIR:-$HOME/.cache/uv}" ;;
-    "lock "*) shift 4; echo "lock $*" ;;
-    "sync "*) echo "cache ${UV_CACHE_DIR:-its own}" ;;
+    "python find "*) exit 2 ;;
+    *" --dry-run "*) exit 1 ;;
+    venv*) echo "$*" ;;
+    lock*) shift 4; echo "lock $*" ;;
+    sync*) echo "cache ${UV_CACHE_DIR:-its own}" ;;
+    "pip compile "*)
+        while [ "$1" != --output-file ]; do shift; done
+        echo "torch==2.11.4" >"$2"
+        cat >"$HOME/asked" ;;
+    "pip install "*)
+        while [ "$1" != --constraint ]; do shift; done
+        cp "$2" "$HOME/others"
+        shift 4; echo "install $*" ;;
 esac
 """
 
@@ -50,10 +73,12 @@ def torch_version(root: Path) -> str:
 
 @pytest.fixture
 def run_setup(clone: Path) -> Setup:
-    def run(*arguments: str, pip: str, home: str | None = None) -> subprocess.CompletedProcess[str]:
-        """`pip`: what `python3 -m pip` does."""
+    def run(
+        *arguments: str, pip: str, home: str | None = None, path: str = "/nowhere"
+    ) -> subprocess.CompletedProcess[str]:
+        """`pip`: what `python3 -m pip` does; `path`: what stands first on the PATH."""
         put_command(clone / "bin" / "python3", f'if [ "$2" = pip ]; then {pip}; fi')
-        env = {"PATH": f"{clone / 'bin'}:{os.environ['PATH']}", "HOME": home or str(clone / "home")}
+        env = {"PATH": f"{path}:{clone / 'bin'}:{os.environ['PATH']}", "HOME": home or str(clone / "home")}
         return subprocess.run(
             [str(clone / "scripts" / "setup.sh"), *arguments],
             env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
@@ -122,3 +147,151 @@ def test_wheel_for_another_python_is_not_locked(run_setup: Setup, clone: Path, t
     (clone / "wheelhouse" / f"torch-{torch_version}+cpu-cp311-cp311-any.whl").touch()
     done = run_setup("--torch", "cpu", pip="true")
     assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
+
+
+@pytest.mark.parametrize("wheels", [[], ["torch-2.11.4+cpu-cp312-cp312-any.whl"]], ids=["registry", "CPU-only"])
+def test_another_torch_leaves_all_else_as_locked(run_setup: Setup, clone: Path, wheels: list[str]) -> None:
+    (clone / "wheelhouse").mkdir()
+    for wheel in wheels:
+        (clone / "wheelhouse" / wheel).touch()
+    done = run_setup("--dev", "--torch", "2.11", pip="exit 1")
+    build = "+cpu" if wheels else ""
+    assert done.stdout == f"install --editable . --group local --group dev torch==2.11.4{build}\n", done.stderr
+    assert (clone / "home" / "asked").read_text(encoding="utf-8").splitlines() == ["torch>=2.11,<3", "torch==2.11.*"]
+    entries = re.findall(r"^([\w.-]+)==", (clone / "home" / "others").read_text(encoding="utf-8"), re.MULTILINE)
+    locked = re.findall(r"^([\w.-]+)==", (clone / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    left_out = {name for name in set(locked) - set(entries) if not name.startswith(("cuda-", "nvidia-"))}
+    assert left_out == {"setuptools", "torch", "triton"} and set(entries) < set(locked)
+
+
+def test_newest_torch_is_the_newest_that_pyproject_allows(run_setup: Setup, clone: Path) -> None:
+    run_setup("--torch", "newest", pip="exit 1")
+    assert (clone / "home" / "asked").read_text(encoding="utf-8") == "torch>=2.11,<3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--torch", "new"], "--torch needs auto, cpu, cuda, newest or a release such as 2.11, not 'new'"),
+        (["--python", "3.10"], "--python needs 3.11 or later, not '3.10'"),
+        (["--python", "3.99"], "no Python 3.99 on the PATH, nor one of uv's"),
+        (["--env"], "the last argument needs a value; usage: ./scripts/setup.sh"),
+        (["--fast"], "unknown argument --fast; usage: ./scripts/setup.sh"),
+    ],
+)
+def test_what_cannot_be_set_up_is_said(run_setup: Setup, arguments: list[str], says: str) -> None:
+    done = run_setup(*arguments, pip="true")
+    assert (done.returncode, done.stdout) == (1, "") and says in done.stderr
+
+
+def test_environments_of_the_clone_are_not_asked_for_pip(run_setup: Setup, clone: Path) -> None:
+    put_command(clone / ".venv-torch-2.11" / "bin" / "python3", "exit 1")
+    done = run_setup("--torch", "cpu", pip="true", path=f"{clone}/.venv-torch-2.11/bin:{clone}/.venv/bin")
+    assert done.returncode == 0, done.stderr
+
+
+def test_environment_with_another_python_is_made_anew(run_setup: Setup, clone: Path) -> None:
+    put_command(clone / "bin" / "python3.99", """case "$2" in *print*info*) echo 3.99 ;; esac""")
+    done = run_setup("--python", "3.99", "--torch", "cuda", pip="true")
+    assert f"venv --quiet --clear --python {clone}/bin/python3.99 .venv\n" in done.stdout, done.stderr
+
+
+GPU = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+
+
+@pytest.mark.skipif(any(Path(path).exists() for path in GPU), reason="there is a GPU")
+def test_way_to_a_cpu_only_torch_is_named(run_setup: Setup) -> None:
+    done = run_setup(pip="exit 1")
+    assert done.returncode == 0 and "PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels>" in done.stderr
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    """The address of an index that claims to have one package, of 123 MB."""
+    wheel = "tiny-1-py3-none-any.whl"
+    told = {"hashes": {"sha256": "0" * 64}, "size": 123_000_000, "core-metadata": True}
+    file = {"filename": wheel, "url": f"/{wheel}", **told}
+    listing = {"meta": {"api-version": "1.1"}, "name": "tiny", "versions": ["1"], "files": [file]}
+    answers = {
+        "/simple/tiny/": ("application/vnd.pypi.simple.v1+json", json.dumps(listing)),
+        f"/{wheel}.metadata": ("text/plain", "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"),
+    }
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kind, text = answers[self.path]
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        thread = threading.Thread(target=server.serve_forever, name="index")
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+        thread.join()
+
+
+def test_download_that_is_announced_is_what_uv_lacks(root: Path, tmp_path: Path, index: str) -> None:
+    """With the real uv: its debug lines and the sizes in its pylock.toml are what the script reads."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
+    script = f"""
+        set -euo pipefail
+        {re.search(r"^announce[(][)].*?^}$", (root / "scripts/setup.sh").read_text(), re.DOTALL | re.MULTILINE)[0]}
+        say() {{ echo "$*"; }}
+        uv={Path(sys.executable).with_name("uv")} python={sys.executable} scratch={tmp_path}
+        announce pip install --no-config --python {tmp_path}/env/bin/python tiny
+    """
+    env = os.environ | {"UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "about 123 MB to download; wheels that uv's cache lacks: 1\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("versions", "folder", "chosen", "tested"),
+    [
+        ("--torch 2.11", ".venv-torch-2.11", "", "tests/integration tests/contract tests/unit"),
+        ("--python 3.12 --torch newest", ".venv-python-3.12-torch-newest", "tests/unit -x", "tests/unit -x"),
+        ("", ".venv", "-k ledger", "-k ledger"),
+    ],
+)
+def test_other_versions_are_tested_in_an_environment_of_their_own(
+    root: Path, tmp_path: Path, versions: str, folder: str, chosen: str, tested: str
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(root / "scripts" / "test.sh", tmp_path / "scripts")
+    put_command(tmp_path / "scripts" / "setup.sh", 'echo "$*"')
+    put_command(tmp_path / folder / "bin" / "pytest", 'echo "$*"')
+    command = [str(tmp_path / "scripts" / "test.sh"), *versions.split(), *chosen.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0].split() == ["--dev", *versions.split(), "--env", folder]
+    assert lines[-1].endswith(tested)
+
+
+def test_matrix_begins_with_the_oldest_versions_and_runs_the_script_alone(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch = next(need for need in map(Requirement, project["dependencies"]) if need.name == "torch")
+    jobs = yaml.safe_load((root / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    matrix = jobs["versions"]["strategy"]["matrix"]
+    assert matrix["torch"] == [_lower_bound(torch.specifier), "newest"]
+    first = _lower_bound(SpecifierSet(project["requires-python"]))
+    assert matrix["python"] == [f"3.{int(first[2:]) + after}" for after in range(len(matrix["python"]))]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert {step["uses"].partition("@")[0] for step in steps if "uses" in step} == {
+        "actions/checkout",
+        "actions/setup-python",
+    }
+    assert {step["run"] for step in steps if "run" in step} == {
+        "./scripts/test.sh",
+        "./scripts/test.sh --torch ${{ matrix.torch }} --python ${{ matrix.python }}",
+    }
+
+
+def _lower_bound(specifier: SpecifierSet) -> str:
+    return next(part.version for part in specifier if part.operator == ">=")
