@@ -127,10 +127,11 @@ def choose_kernel(
     tl.store(values + chunk * k + to, coefficients * (exponent << 23).to(tl.float32, bitcast=True), mask=is_chosen)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit
 def restore_kernel(
-    places, values, row_basis, column_basis, chunks, rows, columns, k, height: tl.constexpr, width: tl.constexpr
-):
+    places, values, row_basis, column_basis, chunks, rows, columns,
+    k: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
     """Add up the waves of one chunk, each the product of one down and one across."""
     chunk = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, height), tl.arange(0, width)
