@@ -285,6 +285,20 @@ class OptimConfig(Section):
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
+class ProfileConfig(Section):
+    """A trace of some inner steps, for chrome://tracing and Perfetto."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(default=(10, 15), json_schema_extra=NODE_LOCAL)
+    """The first and the last step of it, counted from 1 as in metrics.jsonl; a few, each makes megabytes."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ProfileConfig:
+        first, last = self.steps
+        if first > last:
+            raise ValueError(f"train.profile.steps=[{first}, {last}] ends before it begins; set [{last}, {first}]")
+        return self
+
+
 class TrainConfig(Section):
     """Length and shape of the training."""
 
@@ -312,8 +326,19 @@ class TrainConfig(Section):
     """When the ranks of a node add up their gradients. step: once, and until then each rank holds all of them in
     float32; micro_batch: after each one, into its own shard. None: on GPUs, step where that fits easily; on CPUs, step.
     """
+    profile: ProfileConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Trace some steps of each rank, into the node's folder of the run directory. None: none."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """CPU threads of one rank. None: torch's choice."""
+
+    @model_validator(mode="after")
+    def _is_profiled_while_it_trains(self) -> TrainConfig:
+        if self.profile is not None and self.profile.steps[1] > self.total_steps:
+            first, last = self.profile.steps
+            raise ValueError(
+                f"train.profile.steps=[{first}, {last}] ends after the last step, train.total_steps={self.total_steps}"
+            )
+        return self
 
 
 class CommConfig(Section):

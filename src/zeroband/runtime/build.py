@@ -27,6 +27,7 @@ from zeroband.node.mesh import LocalMesh, make_room, parallelize
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)
@@ -42,6 +43,7 @@ class TrainerParts(NodeParts):
     model: Transformer
     placement: Placement
     inner: InnerOptimizer
+    profiler: StepProfiler
 
 
 def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> TrainerParts:
@@ -84,6 +86,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         model=model,
         placement=placed,
         inner=inner,
+        profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )

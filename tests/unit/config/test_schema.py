@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
-from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig
+from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig, TrainConfig
 from zeroband.config.time_outs import TimeOuts
 
 MADE_UP = {"type": "synthetic-tokens"}
@@ -190,3 +190,17 @@ def test_overlap_of_a_whole_phase_ends_with_the_next_one(
 def test_round_of_diloco_without_steps_or_time_is_refused(key: str, value: int) -> None:
     with pytest.raises(ValidationError, match=key):
         DilocoConfig(type="diloco", **{key: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"profile": {"steps": (15, 10)}}, r"train.profile.steps=\[15, 10\] ends before it begins; set \[10, 15\]"),
+        ({"profile": {"steps": (0, 3)}}, "greater than 0"),
+        ({"profile": {"steps": (3,)}}, "steps.1"),
+        ({"profile": {}, "total_steps": 14}, "ends after the last step, train.total_steps=14"),
+    ],
+)
+def test_profile_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(**arguments)
