@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from zeroband.config.placement import Placement, placement
 from zeroband.config.schema import ActivationCheckpointing, TrainConfig
 from zeroband.errors import ConfigError
+from zeroband.node.float8 import float8_problem, use_float8
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
 
@@ -225,6 +226,8 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
     """
     for block in cast(_Model, model).layers:
         cast(_Block, block).checkpointing = train.activation_checkpointing
+    if train.float8 is not None and not float8_problem(mesh.device):
+        use_float8(cast(_Model, model).layers, train.float8)
     if mesh.device.type == "cuda" if train.compile is None else train.compile:
         _compile(model)
     params = sum(parameter.numel() for parameter in model.parameters())
