@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from zeroband.config.placement import Placement, placement
 from zeroband.config.schema import ActivationCheckpointing, TrainConfig
 from zeroband.errors import ConfigError
+from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
@@ -228,13 +229,20 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
         cast(_Block, block).checkpointing = train.activation_checkpointing
     if train.float8 is not None and not float8_problem(mesh.device):
         use_float8(cast(_Model, model).layers, train.float8)
-    if mesh.device.type == "cuda" if train.compile is None else train.compile:
+    if compiles(train, mesh.device):
         _compile(model)
     params = sum(parameter.numel() for parameter in model.parameters())
     placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
     if mesh.world_size > 1 or train.dtype != "float32":
         _shard(model, train, mesh, placed)
     return placed
+
+
+def compiles(train: TrainConfig, device: torch.device) -> bool:
+    """Whether the model is compiled on this device: on GPUs where it can be, on CPUs where it is asked for."""
+    if device.type == "cuda":
+        return train.compile is not False and not triton_problem(device)
+    return bool(train.compile)
 
 
 def _compile(model: nn.Module) -> None:
