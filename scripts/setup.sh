@@ -101,7 +101,7 @@ pinned_torch() { sed -n 's/^constraint-dependencies = .*"torch==\([^"]*\)".*/\1/
 resolve_torch() {
     local range
     range=$(sed -n 's/^    "\(torch[^"]*\)",$/\1/p' pyproject.toml)
-    awk '/^[a-z0-9]/ {on = !/^(torch|triton|setuptools|cuda-|nvidia-)/} on' requirements.lock >"$scratch/others.txt"
+    awk '/^[a-z0-9]/ {on = !/^((torch|triton|setuptools)==|cuda-|nvidia-)/} on' requirements.lock >"$scratch/others.txt"
     if [[ $torch != newest ]]; then range+=$'\n'torch==$torch.*; fi
     "$uv" pip compile --quiet --no-config --python "$python" --constraint "$scratch/others.txt" \
         --output-file "$scratch/torch.txt" - <<<"$range" >/dev/null ||

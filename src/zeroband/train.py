@@ -32,7 +32,7 @@ from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.launched import end_without_a_word, local_rank, tell_torchrun
+from zeroband.node.launched import end_without_a_word, let_segments_grow, local_rank, tell_torchrun
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.runtime.signals import Ending
 
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     die_with_launcher()
     end_without_a_word()
+    let_segments_grow(os.environ)
     try:
         config = asked_config(sys.argv[1:] if argv is None else argv)
         departure = Departure(config.fault.grace_s)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import ModelConfig, OptimConfig, TrainConfig
+from zeroband.config.schema import Float8Recipe, ModelConfig, OptimConfig, ProfileConfig, TrainConfig
 from zeroband.model import Transformer, attend_plain, attention_on, init_weights, linear_loss
 from zeroband.model.optim import InnerOptimizer
+from zeroband.node.float8 import float8_problem
 from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize
 from zeroband.node.sharding import is_sharded, local_part
+from zeroband.runtime.profile import StepProfiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -102,6 +108,27 @@ def test_steps_of_a_sharded_bfloat16_model_follow_plain_float32(
     assert all(local_part(parameter).dtype == torch.float32 for parameter in model.parameters())
     assert losses == pytest.approx(expected_losses, rel=0.01)
     assert norms == pytest.approx(expected_norms, rel=0.05)
+
+
+@pytest.mark.parametrize("recipe", get_args(Float8Recipe))
+def test_steps_in_float8_follow_plain_float32(mesh: LocalMesh, recipe: Float8Recipe) -> None:
+    pytest.importorskip("torchao")
+    if why := float8_problem(mesh.device):
+        pytest.skip(why)
+    expected_losses, _, _ = trained(mesh, 4, dtype="float32", compile=False)
+    losses, _, model = trained(mesh, 4, float8=recipe)
+    assert "Float8Linear" in {type(module).__name__ for module in model.modules()}
+    assert losses == pytest.approx(expected_losses, rel=0.03) and losses != expected_losses
+
+
+def test_trace_has_what_the_gpu_did(device: torch.device, tmp_path: Path) -> None:
+    profiler = StepProfiler(ProfileConfig(steps=(1, 1)), tmp_path, rank=0, device=device)
+    profiler.begin(1)
+    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+    profiler.end(1)
+    (file,) = tmp_path.iterdir()
+    kinds = {event.get("cat") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert ("kernel" if device.type == "cuda" else "cpu_op") in kinds
 
 
 def test_head_and_loss_of_the_10b_model_take_at_most_four_gigabytes(device: torch.device) -> None:

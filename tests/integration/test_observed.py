@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ SETTINGS = {
     "train.micro_bs": 2,  # two or four micro-batches on each rank
     "train.dtype": "bfloat16",
     "train.activation_checkpointing": "full",
+    "train.profile.steps": [2, 4],  # in both rounds
     "outer.inner_steps": STEPS // ROUNDS,
     "outer.clip_to_median": True,
     "comm.lanes": 3,
@@ -223,6 +225,14 @@ def test_sample_continues_the_prompt(run: Observed) -> None:
 
 
 @pytest.mark.slow
+def test_each_rank_traces_the_steps_that_were_named(run: Observed) -> None:
+    files = sorted(run.folder.rglob("profile-rank*-step2-4.json.gz"))
+    assert sorted(file.name.split("-")[1] for file in files) == ["rank0", "rank0", "rank1"]
+    for file in files:
+        names = {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+        assert {name for name in names if name.startswith("inner step")} == {f"inner step {n}" for n in (2, 3, 4)}
+
+
 def test_wandb_writes_offline(run: Observed) -> None:
     (written,) = (run.folder / "node0" / "wandb").glob("offline-run-*/run-*.wandb")
     content = written.read_bytes()

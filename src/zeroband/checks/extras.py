@@ -25,6 +25,7 @@ _EXTRA_OF = {
     "datasets": "hf",
     "huggingface_hub": "hf",
     "wandb": "wandb",
+    "torchao": "float8",
 }
 """The extra of the package by the module that it brings."""
 
@@ -52,6 +53,8 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
     if isinstance(config.data.source, HuggingFaceSource):
         yield "data.source.type='huggingface'", "datasets"
+    if config.train.float8 is not None:
+        yield f"train.float8={config.train.float8!r}", "torchao"
     if config.observe.wandb is not None:
         yield "observe.wandb", "wandb"
     for key, protocol in _protocols(config):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import sysconfig
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
-from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
 from zeroband.elastic.transport.descriptors import needed
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
+from zeroband.kernels.compiler import compiler_problem
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
@@ -32,26 +29,10 @@ def descriptors(config: RunConfig, nodes: int) -> Finding:
 
 
 def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What torch.compile and Triton run while training: a C++ compiler on CPUs, one for C on GPUs, Python's headers."""
-    on_gpu = has_gpu(environ)
-    fuses = on_gpu and isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
-    if not (config.train.compile or fuses):
-        return
-    why = "train.compile = true" if config.train.compile else 'outer.state_device = "cuda"'
-    off = "train.compile = false" if config.train.compile else 'outer.state_device = "cpu"'
-    named, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
-    candidates = (environ[named],) if environ.get(named) else usual
-    found = next((path for name in candidates if (path := shutil.which(name, path=environ.get("PATH", "")))), None)
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    advice = f"install them (Debian: build-essential, python3-dev), or set {off}"
-    if found is None:
-        seen = f"{why} runs {' or '.join(candidates)} while training, which is not on the PATH"
-        yield Finding("compiler", seen, advice, stops="start")
-    elif not headers.is_file():
-        seen = f"{why} compiles against Python's headers, and {headers} is missing"
-        yield Finding("compiler", seen, advice, stops="start")
-    else:
-        yield Finding("compiler", found)
+    """What torch.compile runs on a CPU, where it is asked for; on a GPU `plain_paths` tells what serves without one."""
+    if config.train.compile and not has_gpu(environ) and (problem := compiler_problem(environ, for_gpu=False)):
+        advice = "install them (Debian: build-essential, python3-dev), or set train.compile = false"
+        yield Finding("compiler", f"train.compile = true compiles while training: {problem}", advice, stops="start")
 
 
 def native_library(config: RunConfig) -> Iterator[Finding]:

@@ -283,6 +283,24 @@ class OptimConfig(Section):
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+_FLOAT8_MULTIPLE = 16
+"""Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
+
+
+class ProfileConfig(Section):
+    """A trace of some inner steps, for chrome://tracing and Perfetto."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(default=(10, 15), json_schema_extra=NODE_LOCAL)
+    """The first and the last step of it, counted from 1 as in metrics.jsonl; a few, each makes megabytes."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ProfileConfig:
+        first, last = self.steps
+        if first > last:
+            raise ValueError(f"train.profile.steps=[{first}, {last}] ends before it begins; set [{last}, {first}]")
+        return self
 
 
 class TrainConfig(Section):
@@ -312,8 +330,29 @@ class TrainConfig(Section):
     """When the ranks of a node add up their gradients. step: once, and until then each rank holds all of them in
     float32; micro_batch: after each one, into its own shard. None: on GPUs, step where that fits easily; on CPUs, step.
     """
+    float8: Float8Recipe | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Multiply in float8 in the blocks' linear layers, by torchao's recipe of this name (extra `float8`): tensorwise is
+    the fastest, rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. It
+    rounds a node's own gradients, not what nodes agree on, so nodes with and without it train together. None: off."""
+    profile: ProfileConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Trace some steps of each rank, into the node's folder of the run directory. None: none."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """CPU threads of one rank. None: torch's choice."""
+
+    @model_validator(mode="after")
+    def _is_profiled_while_it_trains(self) -> TrainConfig:
+        if self.profile is not None and self.profile.steps[1] > self.total_steps:
+            first, last = self.profile.steps
+            raise ValueError(
+                f"train.profile.steps=[{first}, {last}] ends after the last step, train.total_steps={self.total_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_rounds_bfloat16(self) -> TrainConfig:
+        if self.float8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f'train.float8={self.float8!r} needs train.dtype = "bfloat16", not {self.dtype!r}')
+        return self
 
 
 class CommConfig(Section):
@@ -609,6 +648,19 @@ class RunConfig(Section):
             )
         if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
             raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
+        return self
+
+    @model_validator(mode="after")
+    def _float8_has_sizes_for_it(self) -> RunConfig:
+        sizes = {
+            "data.seq_length": self.data.seq_length,
+            "model.d_model": self.model.d_model,
+            "model.d_ff": self.model.ff_width,
+            "model.n_kv_heads times the head size": self.model.kv_heads * self.model.head_size,
+        }
+        for name, size in sizes.items():
+            if self.train.float8 is not None and size % _FLOAT8_MULTIPLE:
+                raise ValueError(f"train.float8 needs {name} to be a multiple of {_FLOAT8_MULTIPLE}, not {size}")
         return self
 
     @model_validator(mode="after")

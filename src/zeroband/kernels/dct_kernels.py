@@ -56,4 +56,4 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
 def dct_kernels_on(device: torch.device, *, longest: int) -> DctKernels:
     """What serves on a device for chunks whose sides are at most `longest`."""
     triton = "zeroband.kernels.dct_gpu" if longest <= MOST_IN_TRITON else __name__
-    return cast(DctKernels, module_for(device, triton=triton, plain=__name__, what="the cosine transform of momenta"))
+    return cast(DctKernels, module_for(device, triton=triton, plain=__name__))

@@ -76,5 +76,5 @@ def take_step(
 
 def passes_on(device: torch.device) -> Passes:
     """What serves on a device."""
-    found = module_for(device, triton="zeroband.kernels.gpu", plain=__name__, what="the outer round")
+    found = module_for(device, triton="zeroband.kernels.gpu", plain=__name__)
     return cast(Passes, found)

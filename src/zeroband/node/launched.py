@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 RANKS_FILE = "ZEROBAND_RANKS_FILE"
 """Where the ranks of a node find one another: a file without a name that `zeroband launch` gives them."""
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where torch reads its allocator's settings; all releases from 2.11 know the first, and some warn of the others."""
 
 
 def local_rank(environ: Mapping[str, str]) -> int:
@@ -45,6 +48,15 @@ def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
         Path(file).write_text(json.dumps({"message": record}), encoding="utf-8")
         return True
     return False
+
+
+def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+    """Have CUDA's allocator enlarge its segments, so that freed memory of other sizes is not lost to fragments.
+
+    Acts on the torch that is loaded afterwards. Settings of the user's own stay as they are.
+    """
+    if not any(name in environ for name in _ALLOCATOR_SETTINGS):
+        environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def end_without_a_word() -> dict[signal.Signals, Handler]:

@@ -24,11 +24,20 @@ from torch.distributed.rendezvous import rendezvous
 from zeroband.config.placement import Placement, placement
 from zeroband.config.schema import ActivationCheckpointing, TrainConfig
 from zeroband.errors import ConfigError
+from zeroband.kernels.probe import triton_problem
+from zeroband.node.float8 import float8_problem, use_float8
 from zeroband.node.launched import RANKS_FILE
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
-"""Ranks wait so long for one another: above the longest wait of rank 0 for other nodes, which bounds itself."""
+"""Ranks wait so long for one another where rank 0 may be waiting for other nodes: above its longest wait for them,
+which bounds itself."""
+
+DATA_TIMEOUT_S = 600.0
+"""Ranks wait so long for one another in a collective of training. None of them then waits for other nodes: they meet in
+the control group before. What keeps one longer than the others is its first step, in which it compiles for minutes, and
+what rank 0 alone writes between two steps. After that NCCL's watchdog aborts the process (torch's default,
+TORCH_NCCL_ASYNC_ERROR_HANDLING=3), gloo raises in it, and the launcher ends the others."""
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -86,9 +95,15 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, gpu: torch.devi
     if gpus:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
-    timeout = timedelta(seconds=CONTROL_TIMEOUT_S)
-    store = _store_of_this_start(environ, rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store = _store_of_this_start(environ, rank, world_size, timedelta(seconds=CONTROL_TIMEOUT_S))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=DATA_TIMEOUT_S),
+        device_id=device if "nccl" in backend else None,  # a GPU that NCCL cannot use fails here, not at the first step
+    )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     return LocalMesh(rank, world_size, device, mesh, _control_group(), _share_of_gpu(device, world_size))
 
@@ -212,13 +227,22 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
     """
     for block in cast(_Model, model).layers:
         cast(_Block, block).checkpointing = train.activation_checkpointing
-    if mesh.device.type == "cuda" if train.compile is None else train.compile:
+    if train.float8 is not None and not float8_problem(mesh.device):
+        use_float8(cast(_Model, model).layers, train.float8)
+    if compiles(train, mesh.device):
         _compile(model)
     params = sum(parameter.numel() for parameter in model.parameters())
     placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
     if mesh.world_size > 1 or train.dtype != "float32":
         _shard(model, train, mesh, placed)
     return placed
+
+
+def compiles(train: TrainConfig, device: torch.device) -> bool:
+    """Whether the model is compiled on this device: on GPUs where it can be, on CPUs where it is asked for."""
+    if device.type == "cuda":
+        return train.compile is not False and not triton_problem(device)
+    return bool(train.compile)
 
 
 def _compile(model: nn.Module) -> None:

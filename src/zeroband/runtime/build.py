@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroband.checks.plain_paths import plain_paths
 from zeroband.config.load import shared_items
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
@@ -17,16 +18,17 @@ from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
-from zeroband.model.attention import Attend, attention_on
+from zeroband.model.attention import attention_on
 from zeroband.model.init import init_weights
 from zeroband.model.optim import InnerOptimizer, StepRule
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, compiles, make_room, parallelize
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
 
 _log = get_logger(__name__)
@@ -42,6 +44,7 @@ class TrainerParts(NodeParts):
     model: Transformer
     placement: Placement
     inner: InnerOptimizer
+    profiler: StepProfiler
 
 
 def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> TrainerParts:
@@ -59,10 +62,14 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_rank=local.rank,
         local_world_size=local.world_size,
         document_mask=config.data.document_mask,
-        even_micro_batches=bool(config.train.compile) or (config.train.compile is None and local.device.type == "cuda"),
+        even_micro_batches=compiles(config.train, local.device),
     )
     with torch.device("meta"):
-        model = Transformer(config.model, tokenizer.padded_vocab_size, _attention(config, local))
+        attend, _ = attention_on(local.device, getattr(torch, config.train.dtype), config.model)
+        model = Transformer(config.model, tokenizer.padded_vocab_size, attend)
+    if local.rank == 0:
+        for finding in plain_paths(config, local.device):
+            _log.warning(str(finding))
     placed = parallelize(model, config.train, local)
     make_room(model, local)
     init_weights(model, config.run.seed)
@@ -84,17 +91,10 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         model=model,
         placement=placed,
         inner=inner,
+        profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
-
-
-def _attention(config: RunConfig, local: LocalMesh) -> Attend:
-    attend, why_slower = attention_on(local.device, getattr(torch, config.train.dtype), config.model)
-    if why_slower and config.data.document_mask and local.rank == 0:
-        fields = {"why": why_slower, "cost": "masked attention, about half as fast"}
-        _log.warning("attention over packed documents takes the plain path", extra={"fields": fields})
-    return attend
 
 
 def _shared(

@@ -172,6 +172,7 @@ def train_round(training: Training) -> None:
     for step in itertools.count(first):
         if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
             break
+        node.profiler.begin(step + 1)
         lr, before, blocked = inner.lr, outer.progress, Stopwatch()
         passed = make_gradients(training, lambda: outer.is_time_over(step + 1 - first))  # noqa: B023
         with blocked:
@@ -187,6 +188,7 @@ def train_round(training: Training) -> None:
             checkpoints.take_if_due(synced)
         learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
         training.report.stepped(step + 1, learned, synced, committed, checkpoints.measured())
+        node.profiler.end(step + 1)
 
 
 def make_gradients(training: Training, is_time_over: Callable[[], bool]) -> PassResult:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
-from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig
+from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig, TrainConfig
 from zeroband.config.time_outs import TimeOuts
 
 MADE_UP = {"type": "synthetic-tokens"}
@@ -190,3 +190,37 @@ def test_overlap_of_a_whole_phase_ends_with_the_next_one(
 def test_round_of_diloco_without_steps_or_time_is_refused(key: str, value: int) -> None:
     with pytest.raises(ValidationError, match=key):
         DilocoConfig(type="diloco", **{key: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"profile": {"steps": (15, 10)}}, r"train.profile.steps=\[15, 10\] ends before it begins; set \[10, 15\]"),
+        ({"profile": {"steps": (0, 3)}}, "greater than 0"),
+        ({"profile": {"steps": (3,)}}, "steps.1"),
+        ({"profile": {}, "total_steps": 14}, "ends after the last step, train.total_steps=14"),
+        ({"float8": "rowwise", "dtype": "float32"}, "train.float8='rowwise' needs train.dtype = \"bfloat16\""),
+        ({"float8": "e4m3"}, "tensorwise"),
+    ],
+)
+def test_profile_and_float8_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": {"seq_length": 1000}}, "data.seq_length to be a multiple of 16, not 1000"),
+        ({"model": {"d_model": 40, "n_heads": 4, "d_ff": 64}}, "model.d_model to be a multiple of 16, not 40"),
+        ({"model": {"d_ff": 100}}, "model.d_ff to be a multiple of 16, not 100"),
+        (
+            {"model": {"d_model": 96, "n_heads": 12, "n_kv_heads": 1}},
+            "model.n_kv_heads times the head size to be a multiple of 16, not 8",
+        ),
+    ],
+)
+def test_float8_needs_sizes_that_tensor_cores_take(sizes: dict[str, Any], message: str) -> None:
+    RunConfig(**sizes)
+    with pytest.raises(ValidationError, match=message):
+        RunConfig(**sizes, train={"float8": "tensorwise"})

@@ -1,7 +1,9 @@
 """A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
 
-from collections.abc import Iterator
-from functools import partialmethod
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
 from zeroband.model.init import local_shard
 from zeroband.node import mesh as parallel
+from zeroband.node.launched import RANKS_FILE
 from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
@@ -88,8 +91,10 @@ def test_mesh_in_a_program_with_groups_of_its_own_closes_only_what_it_made(mesh:
 def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs by name: a machine of the tests has none."""
     current: list[torch.device] = []
+    options: list[dict[str, object]] = []
 
-    def ignore(*_: object, **__: object) -> None: ...
+    def ignore(*_: object, **given: object) -> None:
+        options.append(given)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -103,6 +108,34 @@ def test_one_process_keeps_the_gpu_of_its_parameters(monkeypatch: pytest.MonkeyP
     assert (second.device, second.gpu_bytes) == (on_second, 80)
     assert join_local_mesh(torch.device("cpu")).device == init_local_mesh({}).device == torch.device("cuda", 0)
     assert current == [on_second, torch.device("cuda", 0), torch.device("cuda", 0)]
+    assert [given["device_id"] for given in options if "device_id" in given] == current
+
+
+@pytest.mark.parametrize(("gpus", "bound"), [(2, torch.device("cuda", 1)), (1, None), (0, None)])
+def test_rank_is_bound_to_a_gpu_of_its_own_and_trains_with_a_time_out_of_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, bound: torch.device | None
+) -> None:
+    """Rank 1 of 2. Those that share a GPU, or have none, talk through gloo, and the control group waits for days."""
+    asked: dict[str, dict[str, object]] = {}
+
+    def note(name: str) -> Callable[..., object]:
+        def called(*_: object, **given: object) -> object:
+            asked[name] = given
+            return dist.ProcessGroup(1, 2) if name == "control" else None
+
+        return called
+
+    card = SimpleNamespace(total_memory=80)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", note("set"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(dist, "init_process_group", note("default"))
+    monkeypatch.setattr(dist, "new_group", note("control"))
+    monkeypatch.setattr(parallel, "init_device_mesh", note("mesh"))
+    init_local_mesh({"RANK": "1", "WORLD_SIZE": "2", RANKS_FILE: str(tmp_path / "ranks")})
+    assert asked["default"]["device_id"] == bound
+    assert asked["default"]["timeout"] == timedelta(minutes=10)
+    assert asked["control"]["timeout"] == timedelta(days=7)
 
 
 def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:
@@ -235,7 +268,7 @@ def test_compile_gives_the_loss_and_gradients_of_eager(
     mesh: LocalMesh, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """Traced every day; the machine code that inductor, the default, makes of it takes a C++ compiler its time."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     config = CONFIG.model_copy(update={"n_layers": 1})
     eager, compiled = sharded(mesh, config), sharded(mesh, config, compile=True)
     backward(eager)

@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 import zeroband
 from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.inputs import open_inputs
 from zeroband.checks.memory import gpus, local_world_size
 from zeroband.checks.needs import Needs
+from zeroband.checks.plain_paths import plain_paths
 from zeroband.checks.quick import quick_checks
 from zeroband.config.schema import RunConfig
 
@@ -35,6 +38,7 @@ def look_at_machine(config: RunConfig, environ: Mapping[str, str], nodes: int | 
     needs = Needs(config, opened.vocab_size, opened.sections)
     yield from quick_checks(config, environ, needs=needs, nodes=nodes)
     yield from gpus(needs, local_world_size(environ))
+    yield from plain_paths(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     yield from _tcp()
 
 
