@@ -31,7 +31,9 @@ def _on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
 
     _, why = attention_on(device, getattr(torch, config.train.dtype), config.model)
     if why and config.data.document_mask:
-        yield Finding("attention over packed documents", f"masked, {why}", "about half as fast")
+        yield Finding(
+            "attention over packed documents", f"masked, {why}", "slower: bench/train_loop.py says by how much"
+        )
     if not (why := triton_problem(device)):
         return
     way_out = "install triton and a C compiler with Python's headers (Debian: build-essential, python3-dev)"
@@ -40,4 +42,6 @@ def _on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
     if isinstance(config.outer, DemoConfig) or (
         isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
     ):
-        yield Finding("outer kernels", f"in plain torch, {why}", f"several times slower on the GPU; {way_out}")
+        yield Finding(
+            "outer kernels", f"in plain torch, {why}", f"slower: bench/kernels.py says by how much; {way_out}"
+        )
