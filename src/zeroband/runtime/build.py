@@ -59,6 +59,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_rank=local.rank,
         local_world_size=local.world_size,
         document_mask=config.data.document_mask,
+        pins=local.device.type == "cuda",
         even_micro_batches=bool(config.train.compile) or (config.train.compile is None and local.device.type == "cuda"),
     )
     with torch.device("meta"):
