@@ -228,14 +228,14 @@ class Session:
         self._steps += 1
         if self._steps == 1 and self._company is not None:
             self._company.learned(self._parameters.named.values())
-        node.step_loss.nats = math.nan if loss is None else loss
+        hooks.learned(self._wish.batch_size, math.nan if loss is None else loss)
         node.faults.at("inner", hooks.round + 1)
         ends_round = self._ends_round()
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._company is not None:
             self._company.offer(hooks.round + 1, self._run.mesh.member_id)
         try:
-            synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
+            synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
         except Fenced as fence:
             self._end_if_due()  # others go on, and one that leaves need not come back
             if not self.is_done:
