@@ -43,7 +43,7 @@ class Rows(SilentReport):
 class Reads(TorchDispatchMode):
     """Counts the operations for which the host waits until a GPU has come to a value."""
 
-    KINDS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero", "aten._to_cpu")
+    KINDS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero")
 
     def __init__(self) -> None:
         super().__init__()
