@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -39,13 +38,13 @@ from zeroband.node.mesh import (
 )
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
-from zeroband.observe.metrics import MetricValue
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
-from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
+from zeroband.runtime.late_reports import InnerStep, LateReports
+from zeroband.runtime.report import Report, RunProgress, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
 
@@ -181,7 +180,7 @@ def train_round(training: Training) -> None:
     node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
     first, ends_round = outer.inner_step, False
     node.loader.assign(outer.upcoming())
-    with LateReports(training) as reports:
+    with LateReports(outer, training.report, node.departure) as reports:
         for step in itertools.count(first):
             if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
                 break
@@ -222,7 +221,7 @@ def is_round_over(training: Training, steps: int) -> bool:
 
 
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
-    """Have the optimizer step by the gradients, those of this node or of all. Nobody waits for the device.
+    """Have the optimizer step by the gradients of this node, for which nobody waits, or by those of all nodes.
 
     A gradient of this node's own that is not finite moves the schedule of the optimizer alone.
     """
@@ -245,91 +244,9 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     node.inner.step(found_inf)
     node.inner.zero_grad()
     shown = Reading(torch.stack([passed.nats.double(), norm.double()]))
-    return InnerStep(step, lr, passed, shown)
-
-
-@dataclass
-class InnerStep:
-    """An inner step that was given to the device, and what is to be told of it."""
-
-    number: int
-    """Counted from 0."""
-    lr: float
-    passed: PassResult
-    shown: Reading
-    """Cross entropy of the node's targets, summed up, in nats; norm of the gradient."""
-    ended_at_s: float | None = None
-    blocked_s: float = 0.0
-    synced: Sequence[RoundReport] = ()
-    committed: RunProgress | None = None
-    checkpoints: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
-
-
-class LateReports:
-    """Tells outer algorithm and report of each inner step when the next one was given to the device, which so has work.
-
-    At a boundary the algorithm is told before it. As a context: tells of the last step at the end, too.
-    """
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._late: InnerStep | None = None
-
-    def __enter__(self) -> LateReports:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, Leaving):
-            self._tell_late()
-
-    def learn(self, made: InnerStep) -> None:
-        """Tell the algorithm of all steps up to this one, before a boundary. Waits for the device."""
-        self._tell_late()
-        self._learn(made)
-
-    def end(self, made: InnerStep, *, is_late: bool) -> None:
-        """The hooks of a step were called. `is_late`: tell of it with the next one."""
-        if is_late:
-            self._tell_late()
-            self._late = made
-        else:
-            made.ended_at_s = time.monotonic()
-            self._report(made)
-
-    def _tell_late(self) -> None:
-        made, self._late = self._late, None
-        if made is not None:
-            self._learn(made)
-            self._report(made)
-
-    def _learn(self, made: InnerStep) -> None:
-        node, outer = self._training.node, self._training.world.outer
-        if not outer.has_own_steps:  # told with the gradient
-            return
-        with node.departure.in_step():
-            nats, norm = made.shown.read()
-        loss, is_finite = nats / made.passed.tokens, math.isfinite(norm)
-        if not is_finite:
-            fields = {"step": made.number, "norm": norm, "loss": loss}
-            _log.warning("the gradient of an inner step is not finite, so it is left out", extra={"fields": fields})
-        outer.learned(made.passed.tokens if is_finite else 0, loss)
-
-    def _report(self, made: InnerStep) -> None:
-        nats, norm = made.shown.read()
-        passed, ended_at_s = made.passed, made.ended_at_s or made.shown.ready_at_s
-        learned = StepResult(
-            loss=nats / passed.tokens,
-            tokens=passed.tokens,
-            lr=made.lr,
-            grad_norm=norm,
-            data_s=passed.data_s,
-            blocked_s=made.blocked_s,
-            data_pass=passed.data_pass,
-            ended_at_s=ended_at_s,
-        )
-        assert made.committed is not None, "its hooks come first"
-        report, step = self._training.report, made.number + 1
-        report.stepped(step, learned, made.synced, made.committed, made.checkpoints)
+    return InnerStep(
+        number=step, lr=lr, tokens=passed.tokens, data_s=passed.data_s, data_pass=passed.data_pass, shown=shown
+    )
 
 
 class Stopwatch:

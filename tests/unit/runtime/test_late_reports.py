@@ -81,10 +81,11 @@ def train(node: TrainerParts, steps: int = STEPS) -> Rows:
 
 
 @pytest.mark.slow  # a dispatch mode loads torch's compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
-    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    node, read, made = build(), Reading.read, list[int]()
+    node, read, made = build(**{"train.dtype": dtype}), Reading.read, list[int]()
 
     def note(reading: Reading) -> list[float]:
         made.append(node.inner.step_count)
