@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any
 
@@ -17,6 +17,8 @@ from zeroband.errors import ConfigError
 
 T = 8
 END = 256
+OPEN: list[Loader] = []
+"""The loaders of a test, closed at its end."""
 TEXTS = (b"the first document is longer than a sample", b"x", b"", "ünï→code".encode(), b"the last one")
 
 
@@ -27,7 +29,15 @@ def store(make_store: Callable[..., TokenStore]) -> TokenStore:
 
 def loader(store: TokenStore, *, hold_out: float = 0.0, **options: Any) -> Loader:
     defaults = {"batch_size": 4, "micro_bs": 2, "local_rank": 0, "local_world_size": 1, "document_mask": True}
-    return Loader(store, SampleIndex(len(store), T, 0, hold_out), **{**defaults, **options})
+    OPEN.append(Loader(store, SampleIndex(len(store), T, 0, hold_out), **{**defaults, **options}))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def _close_loaders() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 def rows(batches: list[MicroBatch], name: str) -> list[list[int]]:
@@ -273,10 +283,10 @@ def test_error_of_the_thread_is_that_of_the_step_it_built(store: TokenStore, mon
 
 
 def test_close_ends_the_thread(store: TokenStore) -> None:
-    reader = loader(store)
+    reader, before = loader(store), set(threading.enumerate())
     reader.assign([(0, 12)])
     reader.next_step()
-    (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith("batches"))
+    (thread,) = set(threading.enumerate()) - before
     reader.close()
     thread.join(10)
     assert not thread.is_alive()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +55,9 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def build(local: LocalMesh, tmp_path: Path) -> Callable[..., TrainerParts]:
+def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
     """build(**settings): a node that trains a small model alone."""
+    nodes: list[TrainerParts] = []
 
     def build(**settings: Any) -> TrainerParts:
         small = {"model.d_model": 16, "model.n_layers": 1, "model.n_heads": 2, "data.seq_length": 16}
@@ -64,9 +65,12 @@ def build(local: LocalMesh, tmp_path: Path) -> Callable[..., TrainerParts]:
         small |= {"train.batch_size": BATCH, "train.micro_bs": 2, "train.dtype": "float32", "train.compile": "false"}
         small |= {"optim.warmup_steps": 0, "optim.clip_norm": 0.5, "train.total_steps": 100}
         config = load_config([f"--{key}={value}" for key, value in {**small, **settings}.items()])
-        return build_trainer(config, local, Departure(1.0))
+        nodes.append(build_trainer(config, local, Departure(1.0)))
+        return nodes[-1]
 
-    return build
+    yield build
+    for node in nodes:
+        node.loader.close()
 
 
 def training_of(node: TrainerParts, outer: Any, report: Rows) -> loop.Training:
