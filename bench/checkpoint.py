@@ -113,17 +113,17 @@ class Bench:
             self.hooks.sync_gradients(step, tokens)
             self.node.inner.step()
             self.node.inner.zero_grad()
-            self.hooks.sync_parameters(step, tokens, ends_round=True)
+            self.hooks.sync_parameters(step, ends_round=True)
 
     def gradients(self) -> int:
         """The passes of one inner step; how many tokens were learned from."""
         self.node.loader.assign(self.hooks.progress.assigned["alone"])
-        return forward_backward(self.node, lambda: False).tokens
+        return forward_backward(self.node).tokens
 
     def pass_step(self) -> None:
         """Go on by a step without computing one, so that the next checkpoint is another one."""
         self.hooks.sync_gradients(0, 0)
-        self.hooks.sync_parameters(0, 0, ends_round=True)
+        self.hooks.sync_parameters(0, ends_round=True)
 
     def take(self) -> None:
         assert self.snapshots.take((self.node.node_id,), waits=False), "the writer is still busy"

@@ -127,7 +127,8 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     norms: list[float] = []
     for step in range(STEPS):
         backward(model, placed, mesh, scenario.micro_bs, step)
-        norms.append(clip_grad_norm_(model, OPTIM.clip_norm))
+        beside = torch.tensor(float(mesh.rank + 1))
+        norms.append(clip_grad_norm_(model, OPTIM.clip_norm, beside=beside).item())
         optimizer.step()
         optimizer.zero_grad()
     backward(model, placed, mesh, scenario.micro_bs, STEPS)
@@ -142,7 +143,13 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
         held_out = model(tokens, documents_of(BATCH), targets).cross_entropy.item()
     sample = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=8, temperature=0.8, seed=0, context=LENGTH)
     shard_rows = {name: first.shape[0] for name, (first, _) in optimizer.moments().items()}
-    seen = {"norms": norms, "held_out": held_out, "sample": sample.tolist(), "shard_rows": shard_rows}
+    seen = {
+        "norms": norms,
+        "beside": beside.item(),
+        "held_out": held_out,
+        "sample": sample.tolist(),
+        "shard_rows": shard_rows,
+    }
     return seen, tensors
 
 

@@ -114,7 +114,7 @@ def step(node: TrainerParts, hooks: NoAlgorithm, checkpoints: Checkpoints) -> No
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
     hooks.sync_gradients(0, 64)
-    hooks.sync_parameters(0, 64, ends_round=True)
+    hooks.sync_parameters(0, ends_round=True)
     checkpoints.take_if_due(())
 
 

@@ -120,9 +120,9 @@ class Reference:
         """Inner steps on the samples from `first` on; the parameters afterwards."""
         self.parts.loader.assign([(first, first + steps * self.parts.config.train.batch_size)])
         for _ in range(steps):
-            passed = forward_backward(self.parts, lambda: False)
-            self.losses.append(passed.loss)
-            self.norms.append(clip_grad_norm_(self.parts.model, self.parts.config.optim.clip_norm))
+            passed = forward_backward(self.parts)
+            self.losses.append(passed.nats.item() / passed.tokens)
+            self.norms.append(clip_grad_norm_(self.parts.model, self.parts.config.optim.clip_norm).item())
             self.parts.inner.step()
             self.parts.inner.zero_grad()
         return self.flat

@@ -85,8 +85,9 @@ def train_ours(parts: TrainerParts) -> tuple[list[float], list[float]]:
     parts.loader.assign([(0, STEPS * BATCH)])
     losses, norms = list[float](), list[float]()
     for _ in range(STEPS):
-        losses.append(forward_backward(parts, lambda: False).loss)
-        norms.append(clip_grad_norm_(parts.model, parts.config.optim.clip_norm))
+        passed = forward_backward(parts)
+        losses.append(passed.nats.item() / passed.tokens)
+        norms.append(clip_grad_norm_(parts.model, parts.config.optim.clip_norm).item())
         parts.inner.step()
         parts.inner.zero_grad()
     return losses, norms

@@ -32,7 +32,6 @@ from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import FetchedRound, OuterAlgorithm, OuterParts, StateCopy
 from zeroband.elastic.rounds.journal import Journal, JournalEntry
-from zeroband.elastic.rounds.loss_record import StepLoss
 from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack, StagedState
@@ -287,7 +286,7 @@ class FakeNode:
     departure: Departure
     faults: FaultPoints
     outer: OuterAlgorithm
-    step_loss: StepLoss = field(default_factory=StepLoss)
+    loss: float = 0.0
     """Of its next inner steps."""
     steps: int = 0
     """Made since this node was last dealt samples."""
@@ -332,7 +331,7 @@ class FakeNode:
             self.dealt, self.steps = self.dealt if self.steps else self.dealt_steps, self.steps + 1
             assert self.dealt, "a node that is to train holds samples"
             is_over = self.steps >= self.dealt
-            self.reports += self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+            self.reports += self._end_step(tokens, ends_round=is_over)
             self.steps = 0 if is_over else self.steps
 
     def diloco_step(self, update: Tensor, tokens: int, *, ends_round: bool | None = None) -> RoundReport | None:
@@ -345,18 +344,29 @@ class FakeNode:
         self.inner.seek(self.inner.step_count + 1)
         self.steps += 1
         is_over = self.steps >= self.dealt_steps if ends_round is None else ends_round
-        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=is_over)
+        reports = self._end_step(tokens, ends_round=is_over)
         self.reports += reports
         self.steps = 0 if is_over else self.steps
         return reports[-1] if reports else None
 
+    def _end_step(self, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        """The hooks after an inner step of this node's own, as late as the trainer calls them."""
+        is_boundary = self.outer.is_boundary(ends_round=ends_round)
+        if is_boundary:
+            self.outer.learned(tokens, self.loss)
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, ends_round=ends_round)
+        if not is_boundary:
+            self.outer.learned(tokens, self.loss)
+        return reports
+
     def gradient_step(self, gradient: Tensor, tokens: int = 10) -> Sequence[RoundReport]:
         """An inner step of DDP or DeMo with this local gradient, as the trainer makes it."""
         self.set_gradient(gradient)
+        self.outer.learned(tokens, self.loss)
         self.outer.sync_gradients(self.inner.step_count, tokens)
         self.inner.step()
         self.inner.zero_grad()
-        reports = self.outer.sync_parameters(self.inner.step_count - 1, tokens, ends_round=True)
+        reports = self.outer.sync_parameters(self.inner.step_count - 1, ends_round=True)
         self.reports += reports
         return reports
 
@@ -484,7 +494,7 @@ class FakeRun:
         )
         outer = build_algorithm(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (parts.inner, parts.buffers, parts.feedback, parts.journal, parts.departure, parts.faults, outer)
-        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest, step_loss=parts.step_loss)
+        self.nodes[name] = FakeNode(member, lanes, mesh, model, *rest)
         return self.nodes[name]
 
     def _a_member(self, store: Store, name: str, flags: SharedFlags, departure: Departure) -> Member:

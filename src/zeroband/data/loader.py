@@ -1,9 +1,14 @@
-"""The micro-batches of one rank. Reads the token store where the sample index says; talks to no other rank."""
+"""The micro-batches of one rank. Reads the token store where the sample index says; talks to no other rank.
+
+A thread builds the batches of the next inner step beside this one.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +27,9 @@ IGNORED = -100
 _NO_SAMPLE = -1
 """Position of a row that only pads a batch."""
 
+_CLOSE_S = 5.0
+"""A step is built in milliseconds, unless the storage of the tokens hangs."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -37,10 +45,24 @@ class MicroBatch:
     token alone. None without document mask."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return these rows on a device."""
-        lengths = self.cu_seqlens
-        lengths = None if lengths is None else lengths.to(device)
-        return MicroBatch(self.tokens.to(device), self.targets.to(device), lengths)
+        """Return these rows on a device; pinned ones get there when it comes to them, and nobody waits."""
+        tokens, targets = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.targets))
+        lengths = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
+        return MicroBatch(tokens, targets, lengths)
+
+    def pinned(self) -> MicroBatch:
+        """Return these rows in memory that a GPU copies from by itself."""
+        lengths = None if self.cu_seqlens is None else self.cu_seqlens.pin_memory()
+        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths)
+
+
+@dataclass(frozen=True)
+class _BuiltStep:
+    """What one inner step reads."""
+
+    batches: list[MicroBatch]
+    targets: int
+    data_pass: int
 
 
 class Loader:
@@ -62,6 +84,7 @@ class Loader:
         local_world_size: int,
         document_mask: bool,
         even_micro_batches: bool = False,
+        pins: bool = False,
     ) -> None:
         require_even_shares(batch_size, local_world_size)
         self._store = store
@@ -72,9 +95,14 @@ class Loader:
         self._local_world_size = local_world_size
         self._document_mask = document_mask
         self._even_micro_batches = even_micro_batches
+        self._pins = pins
         self._ranges: tuple[Range, ...] = ()
         self._targets_in_step = 0
         self._data_pass = 0
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: tuple[tuple[Range, ...], Future[_BuiltStep]] | None = None
+        """The samples of the step after the last one, while or after the thread builds it. It is not read before it is
+        asked for, and of no use where the assignment changes."""
 
     @property
     def remaining(self) -> int:
@@ -96,18 +124,25 @@ class Loader:
         self._ranges = tuple(ranges)
 
     def next_step(self) -> list[MicroBatch]:
-        """This rank's part of the next inner step; the last micro-batch may be smaller than the others."""
+        """This rank's part of the next inner step; the last micro-batch may be smaller than the others.
+
+        On the CPU. Has the step after it built meanwhile, if that is assigned already.
+        """
         assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
         batch, self._ranges = take(self._ranges, self._batch_size)
-        indices = list(itertools.chain.from_iterable(range(start, stop) for start, stop in batch))
-        positions = self._index.positions(indices)
-        self._targets_in_step = self._index.targets(positions)
-        self._data_pass = self._index.data_pass(indices[-1])
-        share = rank_share(positions.tolist(), self._local_rank, self._local_world_size)
-        size = min(self._micro_bs, len(share))
-        if self._even_micro_batches:
-            share = [*share, *[_NO_SAMPLE] * (-len(share) % size)]
-        return list(self._micro_batches(share, size))
+        ahead, self._ahead = self._ahead, None
+        step = ahead[1].result() if ahead is not None and ahead[0] == batch else self._build(batch)
+        if self.remaining >= self._batch_size:
+            after, _ = take(self._ranges, self._batch_size)
+            self._ahead = after, self._builder.submit(self._build, after)
+        self._targets_in_step, self._data_pass = step.targets, step.data_pass
+        return step.batches
+
+    def close(self) -> None:
+        """End the thread. Called once, by whoever made this."""
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead[1]], timeout=_CLOSE_S)
+        self._builder.shutdown(wait=False, cancel_futures=True)
 
     def held_out_batches(self, n: int, batch: int) -> Iterator[MicroBatch]:
         """This rank's share of the first n held-out samples, `batch` rows at a time.
@@ -127,6 +162,17 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where the loader that gave the state was; it may have had other ranks and another micro_bs."""
         self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
+
+    def _build(self, batch: Sequence[Range]) -> _BuiltStep:
+        """Read the samples of an inner step. Any thread."""
+        indices = list(itertools.chain.from_iterable(range(start, stop) for start, stop in batch))
+        positions = self._index.positions(indices)
+        share = rank_share(positions.tolist(), self._local_rank, self._local_world_size)
+        size = min(self._micro_bs, len(share))
+        if self._even_micro_batches:
+            share = [*share, *[_NO_SAMPLE] * (-len(share) % size)]
+        batches = [batch.pinned() if self._pins else batch for batch in self._micro_batches(share, size)]
+        return _BuiltStep(batches, self._index.targets(positions), self._index.data_pass(indices[-1]))
 
     def _micro_batches(self, positions: Sequence[int], size: int) -> Iterator[MicroBatch]:
         for start in range(0, len(positions), size):

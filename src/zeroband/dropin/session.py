@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
@@ -33,7 +32,7 @@ from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, join_local_mesh
+from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_ok, join_local_mesh
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
@@ -228,14 +227,14 @@ class Session:
         self._steps += 1
         if self._steps == 1 and self._company is not None:
             self._company.learned(self._parameters.named.values())
-        node.step_loss.nats = math.nan if loss is None else loss
+        hooks.learned(self._wish.batch_size, math.nan if loss is None else loss)
         node.faults.at("inner", hooks.round + 1)
         ends_round = self._ends_round()
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._company is not None:
             self._company.offer(hooks.round + 1, self._run.mesh.member_id)
         try:
-            synced = hooks.sync_parameters(hooks.inner_step, self._wish.batch_size, ends_round=ends_round)
+            synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
         except Fenced as fence:
             self._end_if_due()  # others go on, and one that leaves need not come back
             if not self.is_done:
@@ -253,12 +252,10 @@ class Session:
     def _ends_round(self) -> bool:
         """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
         hooks, departure = self._run.outer, self._node.departure
-        asks, is_over = departure.is_hurried, hooks.is_time_over(self._steps)
-        votes = torch.tensor([int(asks), int(is_over)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._local.control)  # pyright: ignore[reportUnknownMemberType]
-        if votes[0]:
+        stays, has_time = each_ok([not departure.is_hurried, not hooks.is_time_over(self._steps)], self._local)
+        if not stays:
             departure.ask(time.monotonic())
-        return bool(votes.any()) or self._steps >= self._dealt
+        return not (stays and has_time) or self._steps >= self._dealt
 
     def _end_if_due(self) -> None:
         """Have this node be done where the run is complete, or where it was asked to leave and has handed over."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -93,7 +94,7 @@ class InnerOptimizer:
         self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
         """Names of the moments of each parameter."""
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
-        self._is_fused = all(parameter.device.type in devices for parameter in self._names.values())
+        self._is_fused = rule == "adamw" and all(p.device.type in devices for p in self._names.values())
         self._step_count = 0
         self._states = {
             name: {
@@ -118,12 +119,17 @@ class InnerOptimizer:
         """Learning rate of the next `step()`."""
         return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps)
 
-    def step(self) -> None:
+    def step(self, found_inf: Tensor | None = None) -> None:
         """Update the parameters from their gradients and move on by one inner step.
 
-        Without gradients parameters and moments stay as they are.
+        Without gradients parameters and moments stay as they are, and so they do where `found_inf`, () float32 on the
+        parameters' device, is 1: that is read on the device if the kernel is fused.
         """
-        update = self._update if self._rule == "adamw" else self._step_by_signs
+        if found_inf is not None and not self._is_fused:
+            if found_inf.item():
+                self.zero_grad()
+            found_inf = None
+        update = partial(self._update, found_inf=found_inf) if self._rule == "adamw" else self._step_by_signs
         config = self._optim.adamw
         of_vectors = config.weight_decay if config.decay_vectors else 0.0
         with torch.no_grad():
@@ -131,7 +137,7 @@ class InnerOptimizer:
             update([name for name, p in self._names.items() if p.ndim < 2], of_vectors)
         self._step_count += 1
 
-    def _update(self, names: Iterable[str], weight_decay: float) -> None:
+    def _update(self, names: Iterable[str], weight_decay: float, *, found_inf: Tensor | None) -> None:
         gradients = {name: gradient for name in names if (gradient := self._names[name].grad) is not None}
         states = [self._states[name] for name in gradients]
         config = self._optim.adamw
@@ -143,6 +149,7 @@ class InnerOptimizer:
             [],
             [state["step"] for state in states],
             fused=self._is_fused,
+            found_inf=found_inf,
             amsgrad=False,
             beta1=config.betas[0],
             beta2=config.betas[1],

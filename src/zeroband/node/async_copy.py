@@ -1,11 +1,13 @@
 """Copies that go on beside training: from host memory in a thread, from a GPU on a stream of its own.
 
 Who begins one leaves its sources as they are until `finish`; forward and backward passes do, they only read parameters.
+A few numbers that a device has still to compute are read with `Reading`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -87,6 +89,28 @@ class GpuCopier:
 
     def finish(self) -> None:
         self._copied.synchronize()
+
+
+class Reading:
+    """Numbers of a device, on their way to the host behind what it was given before: whoever asks late does not wait.
+
+    `values`: (n,) of any float type.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._held = values.detach().to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self._copied = torch.cuda.Event(blocking=True) if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+        self.ready_at_s = time.monotonic()
+        """When they were there, by the process's monotonic clock; from a GPU, when they were found there."""
+
+    def read(self) -> list[float]:
+        """Return the numbers, once the device has come to them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied, self.ready_at_s = None, time.monotonic()
+        return self._held.tolist()
 
 
 def pin(buffer: Tensor, device: torch.device) -> int:

@@ -196,6 +196,8 @@ def all_ok(flag: bool, mesh: LocalMesh) -> bool:
 
 def each_ok(flags: Sequence[bool], mesh: LocalMesh) -> list[bool]:
     """Combine several flags over the ranks as `all_ok` does one, as many on all ranks."""
+    if mesh.world_size == 1:
+        return [bool(flag) for flag in flags]
     votes = torch.tensor([int(flag) for flag in flags])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
     return [bool(vote) for vote in votes.tolist()]
@@ -295,24 +297,31 @@ def set_gradient_sync(model: nn.Module, on: bool) -> None:
         model.set_requires_gradient_sync(on)
 
 
-def clip_grad_norm_(model: Parameters, max_norm: float | None) -> float:
-    """The global norm of the gradient over all shards; scales the gradient down to `max_norm` where it is larger.
+def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor | None = None) -> Tensor:
+    """Return the global norm of the gradient over all shards; scale the gradient to `max_norm` where it is larger.
 
-    None only measures. A norm that is not finite is returned and the gradient left alone: the caller decides.
+    None only measures. A gradient whose norm is not finite is left alone: the caller decides. Shapes: the norm ()
+    float32, on the gradient's device, which nobody waits for here. `beside`: () float32 there, a number of this rank,
+    which becomes its sum over the ranks in the same exchange.
     Every local rank calls this; all get the same number.
     """
     gradients = [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
     local = [local_part(gradient) for gradient in gradients]
-    norm = _norm_over_ranks(gradients, torch.nn.utils.get_total_norm(local))
-    if max_norm is not None and max_norm < norm < float("inf"):
-        torch._foreach_mul_(local, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    norm = torch.nn.utils.get_total_norm(local)
+    if gradients and is_sharded(gradients[0]) and gradients[0].device_mesh.size() > 1:
+        shares = torch.stack([norm.square()] if beside is None else [norm.square(), beside])
+        dist.all_reduce(shares, group=gradients[0].device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
+        norm = shares[0].sqrt()
+        if beside is not None:
+            beside.copy_(shares[1])
+    if max_norm is not None and local:
+        limit = torch.full_like(norm, max_norm, dtype=torch.float64)  # one rounding, to float32
+        scale = torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0).to(norm.dtype), 1.0)
+        torch._foreach_mul_(local, scale)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     return norm
 
 
-def _norm_over_ranks(gradients: list[Tensor], local_norm: Tensor) -> float:
-    first = gradients[0] if gradients else None
-    if first is None or not is_sharded(first) or first.device_mesh.size() == 1:
-        return local_norm.item()
-    squared = local_norm.square()
-    dist.all_reduce(squared, group=first.device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
-    return squared.sqrt().item()
+def sum_over_ranks(value: Tensor, mesh: LocalMesh) -> None:
+    """Replace a tensor of this rank by its sum over the ranks, on its device, which nobody waits for here."""
+    if mesh.world_size > 1:
+        dist.all_reduce(value, group=mesh.mesh.get_group())  # pyright: ignore[reportUnknownMemberType]

@@ -38,7 +38,8 @@ Made by `python -m zeroband.observe.metrics > docs/metrics.md` from the tables i
 
 Every node writes two files into `<run.dir>/<run.id>/<node id>/`. They are the truth about a run: the console, Weights &
 Biases, the demo and `zeroband status` show what is in them. Each line is one JSON object, written with one system call,
-so a killed node leaves whole lines. A node that starts again appends.
+so a killed node leaves whole lines. A node that starts again appends. The line of an inner step is written when the
+next one is under way, with an outer step at once.
 
 - `at_s`: wall clock of the node in seconds since 1970, for people. No two nodes' clocks are ever compared.
 - Numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`.

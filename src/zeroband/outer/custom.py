@@ -27,7 +27,10 @@ from zeroband.errors import ConfigError
 from zeroband.outer.every_step import EveryStep
 
 _NAME = "ALGORITHM"
-_NEEDED = ("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state")
+_NEEDED = (
+    *("sections", "sync_gradients", "sync_parameters", "found", "join", "adopt", "replay", "copy_state"),
+    *("learned", "is_boundary"),
+)
 
 
 @dataclass(frozen=True)

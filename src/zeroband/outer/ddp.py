@@ -32,7 +32,7 @@ class Ddp(EveryStep):
         super().__init__(parts)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._count(tokens)
+        self._count_step()
         contribution, gradients = self._buffers[CONTRIBUTION], gradient_shards(self._parts.model)
         self._parts.shards.store(gradients, contribution)
         self._parts.feedback.add_to(contribution, gradients)

@@ -60,8 +60,8 @@ class Demo(EveryStep):
         super().__init__(parts, self._payloads)
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        self._count(tokens)
-        norm = clip_grad_norm_(self._parts.model, self._clip_norm)
+        self._count_step()
+        norm = clip_grad_norm_(self._parts.model, self._clip_norm).item()
         self._committed = self._arrived_before()
         self._is_finite = self._contribute(norm)
         if not self._overlaps:
@@ -72,7 +72,7 @@ class Demo(EveryStep):
             self._set_gradients(self._committed.result, self._committed.verdict.record)
         return norm
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
         reports = [] if self._committed is None else [self._apply_committed()]
         if self._overlaps:
             reports += self._send()

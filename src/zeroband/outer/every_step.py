@@ -66,7 +66,7 @@ class EveryStep(RoundCoordinator):
 
     # -- the round ----------------------------------------------------------------------------------------------
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
         report = self._apply_committed()
         self._begin_phase()
         return (report,)

@@ -114,8 +114,11 @@ class ManySteps(RoundCoordinator):
         """Do nothing: gradients stay inside the node."""
         return None
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        self._count(tokens)
+    def is_boundary(self, *, ends_round: bool) -> bool:
+        return ends_round or self._steps + 1 == self._overlap
+
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        self._count_step()
         if ends_round:
             return self._end_phase()
         return self.flush() if self._steps == self._overlap else ()

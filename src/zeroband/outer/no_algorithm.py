@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zeroband.data.ledger import Range
@@ -15,7 +16,7 @@ MEMBER_ID = "alone"
 
 
 class NoAlgorithm:
-    """A round is one inner step, as with DDP.
+    """A round is one inner step, as with DDP. All samples of the run are this node's from the start.
 
     `session`: of the run, where the trainer before this one had it already; empty: another one.
     """
@@ -23,20 +24,20 @@ class NoAlgorithm:
     has_own_steps = True
 
     def __init__(self, shape: RunShape, session: str = "") -> None:
-        self._shape = shape
+        self._shape = replace(shape, reads_ahead=True)
         self._session = session or uuid.uuid4().hex
-        self._tokens = self._steps = self._round = 0
-        self._progress = Progress.at_start().begin(self._opening(0), shape, after_round=None)
+        self._tokens = self._round = 0
+        self._progress = Progress.at_start().begin(self._opening(steps=0), self._shape, after_round=None)
 
-    def _opening(self, round: int) -> Opening:
-        lists = ((MEMBER_ID,), (self._tokens,), (self._steps,), (1,))
-        return Opening(round + 1, 1, round, *lists)
+    def _opening(self, *, steps: int) -> Opening:
+        lists = ((MEMBER_ID,), (self._tokens,), (steps,), (self._shape.total_steps,))
+        return Opening(self._round + 1, 1, self._round, *lists)
 
     def adopt(self, round: int, record: Mapping[str, Any]) -> None:
         """Go on after a checkpoint that was saved after this round."""
         before = Progress.from_record(record["progress"])
         self._round = round
-        self._progress = before.begin(self._opening(round), self._shape, after_round=round)
+        self._progress = before.begin(self._opening(steps=0), self._shape, after_round=round)
 
     @property
     def progress(self) -> Progress:
@@ -52,7 +53,7 @@ class NoAlgorithm:
 
     @property
     def inner_step(self) -> int:
-        return self._progress.inner_step + self._steps
+        return self._progress.inner_step
 
     def upcoming(self) -> Sequence[Range]:
         return self._progress.assigned.get(MEMBER_ID, ())
@@ -68,10 +69,14 @@ class NoAlgorithm:
         self._tokens += tokens
         return None
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        self._steps += 1
-        if ends_round:
-            self._round += 1
-            self._progress = self._progress.after(self._opening(self._round), self._shape)
-            self._tokens = self._steps = 0
+    def learned(self, tokens: int, loss: float) -> None:
+        """Nobody is told."""
+
+    def is_boundary(self, *, ends_round: bool) -> bool:
+        return False
+
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
+        self._round += 1
+        self._progress = self._progress.after(self._opening(steps=1), self._shape)
+        self._tokens = 0
         return ()

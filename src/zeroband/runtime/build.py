@@ -63,6 +63,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local_world_size=local.world_size,
         document_mask=config.data.document_mask,
         even_micro_batches=compiles(config.train, local.device),
+        pins=local.device.type == "cuda",
     )
     with torch.device("meta"):
         attend, _ = attention_on(local.device, getattr(torch, config.train.dtype), config.model)

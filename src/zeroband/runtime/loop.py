@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from zeroband.checks.finding import require_start
 from zeroband.checks.memory import gpu_memory
@@ -26,7 +25,17 @@ from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameter
 from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
 from zeroband.model.loss import gradient_scale
-from zeroband.node.mesh import LocalMesh, barrier, broadcast_json, clip_grad_norm_, init_local_mesh, set_gradient_sync
+from zeroband.node.async_copy import Reading
+from zeroband.node.mesh import (
+    LocalMesh,
+    all_ok,
+    barrier,
+    broadcast_json,
+    clip_grad_norm_,
+    init_local_mesh,
+    set_gradient_sync,
+    sum_over_ranks,
+)
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
@@ -34,7 +43,8 @@ from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
-from zeroband.runtime.report import Report, RunProgress, StepResult, open_report
+from zeroband.runtime.late_reports import InnerStep, LateReports
+from zeroband.runtime.report import Report, RunProgress, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
 
@@ -67,6 +77,7 @@ class Training:
 def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
     """The whole run of this rank; `stack` gives everything back at its end."""
     node = build_trainer(config, local, departure)
+    stack.callback(node.loader.close)
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
@@ -167,59 +178,77 @@ def finish(node: TrainerParts, report: Report) -> None:
 def train_round(training: Training) -> None:
     """The inner steps from one boundary to the next, and what they contribute to the outer step."""
     node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
-    inner, first, ends_round = node.inner, outer.inner_step, False
+    first, ends_round = outer.inner_step, False
     node.loader.assign(outer.upcoming())
-    for step in itertools.count(first):
-        if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
-            break
-        node.profiler.begin(step + 1)
-        lr, before, blocked = inner.lr, outer.progress, Stopwatch()
-        passed = make_gradients(training, lambda: outer.is_time_over(step + 1 - first))  # noqa: B023
-        with blocked:
-            norm = outer.sync_gradients(step, passed.tokens)
-        norm, learned_tokens = (norm, passed.tokens) if norm is not None else clip_own_gradient(training, step, passed)
-        inner.step()
-        inner.zero_grad()
-        ends_round = passed.ends_round or node.loader.remaining < node.config.train.batch_size
-        with blocked:
-            synced = outer.sync_parameters(step, learned_tokens, ends_round=ends_round)
-        committed = RunProgress(outer.progress, is_now=outer.progress is not before)
-        if committed.is_now:
-            checkpoints.take_if_due(synced)
-        learned = StepResult(passed.loss, passed.tokens, lr, norm, passed.data_s, blocked.total_s)
-        training.report.stepped(step + 1, learned, synced, committed, checkpoints.measured())
-        node.profiler.end(step + 1)
+    with LateReports(outer, training.report, node.departure) as reports:
+        for step in itertools.count(first):
+            if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
+                break
+            node.profiler.begin(step + 1)
+            before, blocked = outer.progress, Stopwatch()
+            passed = make_gradients(training)
+            made = take_inner_step(training, step, passed, blocked)
+            ends_round = is_round_over(training, step + 1 - first)
+            is_boundary = outer.is_boundary(ends_round=ends_round)
+            if is_boundary:
+                reports.learn(made)
+            with blocked:
+                made.synced = outer.sync_parameters(step, ends_round=ends_round)
+            made.committed = RunProgress(outer.progress, is_now=outer.progress is not before)
+            if made.committed.is_now:
+                checkpoints.take_if_due(made.synced)
+            made.blocked_s, made.checkpoints = blocked.total_s, checkpoints.measured()
+            reports.end(made, is_late=not is_boundary)
+            node.profiler.end(step + 1)
 
 
-def make_gradients(training: Training, is_time_over: Callable[[], bool]) -> PassResult:
+def make_gradients(training: Training) -> PassResult:
     """The passes of one inner step. After them nothing of the state has changed, and a copy of it must be whole."""
     node, began_at_s = training.node, time.monotonic()
     with node.departure.in_step():
-        passed = forward_backward(node, is_time_over)
+        passed = forward_backward(node)
     training.checkpoints.settle()
-    node.step_loss.nats = passed.loss
     with node.departure.in_step():
         node.faults.at("inner", training.world.outer.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
     return passed
 
 
-def clip_own_gradient(training: Training, step: int, passed: PassResult) -> tuple[float, int]:
-    """Clip this node's gradient, or drop one that is not finite; its norm, and from how many tokens it learns."""
+def is_round_over(training: Training, steps: int) -> bool:
+    """Whether the round ends with this step, the `steps`-th in it: one answer on all local ranks."""
     node = training.node
-    with node.departure.in_step():
-        norm = clip_grad_norm_(node.model, node.config.optim.clip_norm)
-    if math.isfinite(norm) or not training.world.outer.has_own_steps:  # else the others' step is not this one's
-        return norm, passed.tokens
-    leave_out_gradient(node, step, norm)
-    return norm, 0
+    if node.loader.remaining < node.config.train.batch_size:
+        return True
+    return not all_ok(not (node.departure.is_hurried or training.world.outer.is_time_over(steps)), node.local)
 
 
-def leave_out_gradient(node: TrainerParts, step: int, norm: float) -> None:
-    """Drop a gradient that is not finite: the next step of the optimizer moves its schedule alone."""
-    fields = {"step": step, "norm": norm, "loss": node.step_loss.nats}
-    _log.warning("the gradient of an inner step is not finite, so it is left out", extra={"fields": fields})
+def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
+    """Have the optimizer step by the gradients of this node, for which nobody waits, or by those of all nodes.
+
+    A gradient of this node's own that is not finite moves the schedule of the optimizer alone.
+    """
+    node, outer, found_inf = training.node, training.world.outer, None
+    lr, has_own_steps = node.inner.lr, outer.has_own_steps
+    if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
+        with node.departure.in_step():
+            sum_over_ranks(passed.nats, node.local)
+            outer.learned(passed.tokens, passed.nats.item() / passed.tokens)
+    with blocked:
+        common_norm = outer.sync_gradients(step, passed.tokens)
+    if common_norm is None:
+        with node.departure.in_step():
+            beside = passed.nats if has_own_steps else None
+            norm = clip_grad_norm_(node.model, node.config.optim.clip_norm, beside=beside)
+        found_inf = (~norm.isfinite()).float() if has_own_steps else None
+    else:
+        assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
+        norm = torch.full_like(passed.nats, common_norm, dtype=torch.float64)
+    node.inner.step(found_inf)
     node.inner.zero_grad()
+    shown = Reading(torch.stack([passed.nats.double(), norm.double()]))
+    return InnerStep(
+        number=step, lr=lr, tokens=passed.tokens, data_s=passed.data_s, data_pass=passed.data_pass, shown=shown
+    )
 
 
 class Stopwatch:
@@ -237,34 +266,30 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What the forward and backward passes of one inner step showed, over all ranks of the node."""
+    """What the forward and backward passes of one inner step gave."""
 
-    loss: float
-    """Mean over the node's targets, in nats."""
+    nats: Tensor
+    """() float32, on the device: cross entropy of this rank's targets, summed up."""
     tokens: int
+    """Targets of the whole node."""
     data_s: float
-    ends_round: bool
-    """A rank found that the round should end here."""
+    data_pass: int
 
 
-def forward_backward(node: TrainerParts, is_time_over: Callable[[], bool]) -> PassResult:
-    """Gradients of one inner step on this rank."""
+def forward_backward(node: TrainerParts) -> PassResult:
+    """Have the device compute the gradients of one inner step on this rank."""
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
     targets = node.loader.targets_in_step
     scale = gradient_scale(targets, node.local.world_size)
-    cross_entropy = torch.zeros((), device=node.local.device)
+    nats = torch.zeros((), device=node.local.device)
     for number, batch in enumerate(batches, start=1):
         set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
         loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss)
         (loss.objective * scale).backward()
-        cross_entropy += loss.cross_entropy
-    total = cross_entropy.cpu()
-    ends_round = node.departure.is_hurried or is_time_over()
-    agreed = torch.stack([total, torch.tensor(float(ends_round))])  # one exchange for both
-    dist.all_reduce(agreed, group=node.local.control)
-    return PassResult(agreed[0].item() / targets, targets, data_s, agreed[1].item() > 0)
+        nats += loss.cross_entropy
+    return PassResult(nats, targets, data_s, node.loader.data_pass)
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.rounds.loss_record import StepLoss
 from zeroband.node.faults import FaultPoints
 
 if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
@@ -33,5 +32,3 @@ class NodeParts:
     inner: Inner
     departure: Departure
     faults: FaultPoints
-    step_loss: StepLoss = field(default_factory=StepLoss)
-    """Loss of the newest inner step, for the outer algorithm."""

@@ -246,7 +246,6 @@ class Replica:
             fetch_entry=self._fetch_entry,
             stage=self._stage,
             flush_every=every if config.ckpt.path is not None else None,
-            step_loss=self._node.step_loss,
             auto_rollback=self._auto_rollback(),
             memory=self.memory if local.rank == 0 else None,
         )

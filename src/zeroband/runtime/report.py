@@ -228,6 +228,9 @@ class StepResult:
     data_s: float
     blocked_s: float
     """In which training stood still for the outer algorithm."""
+    data_pass: int
+    ended_at_s: float
+    """When the device was done with it, by the process's monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +324,7 @@ class TrainerReport(NodeReport):
         checkpoints: Mapping[str, MetricValue | None],
     ) -> None:
         """Inner step `step` (counted from 1) is done."""
-        now_s = time.monotonic()
-        step_s, self._step_from_s = now_s - self._step_from_s, now_s
+        step_s, self._step_from_s = learned.ended_at_s - self._step_from_s, learned.ended_at_s
         self._uncommitted_tokens += learned.tokens
         if committed.is_now:
             self._uncommitted_tokens = synced[-1].uncommitted_tokens if synced else 0
@@ -338,7 +340,7 @@ class TrainerReport(NodeReport):
             "train/data_s": learned.data_s,
             "outer/blocked_s": None if self._node.config.outer is None else learned.blocked_s,
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
-            "data/pass": self._trainer.loader.data_pass,
+            "data/pass": learned.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
             **checkpoints,

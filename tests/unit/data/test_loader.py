@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any
 
@@ -16,6 +17,8 @@ from zeroband.errors import ConfigError
 
 T = 8
 END = 256
+OPEN: list[Loader] = []
+"""The loaders of a test, closed at its end."""
 TEXTS = (b"the first document is longer than a sample", b"x", b"", "ünï→code".encode(), b"the last one")
 
 
@@ -26,7 +29,15 @@ def store(make_store: Callable[..., TokenStore]) -> TokenStore:
 
 def loader(store: TokenStore, *, hold_out: float = 0.0, **options: Any) -> Loader:
     defaults = {"batch_size": 4, "micro_bs": 2, "local_rank": 0, "local_world_size": 1, "document_mask": True}
-    return Loader(store, SampleIndex(len(store), T, 0, hold_out), **{**defaults, **options})
+    OPEN.append(Loader(store, SampleIndex(len(store), T, 0, hold_out), **{**defaults, **options}))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def _close_loaders() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
 
 
 def rows(batches: list[MicroBatch], name: str) -> list[list[int]]:
@@ -206,6 +217,79 @@ def test_loader_names_the_nearest_batch_sizes_when_ranks_do_not_divide_it(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"train\.batch_size={batch_size} .*{ranks} ranks.*{nearest}$"):
         loader(store, batch_size=batch_size, local_world_size=ranks)
+
+
+@pytest.fixture
+def readers(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that read samples, one for each sample."""
+    read, readers = TokenStore.read, list[str]()
+
+    def note(store: TokenStore, start: int, stop: int) -> Any:
+        readers.append(threading.current_thread().name.rpartition("_")[0])
+        return read(store, start, stop)
+
+    monkeypatch.setattr(TokenStore, "read", note)
+    return readers
+
+
+def test_the_next_step_is_built_beside_this_one_within_the_assignment(store: TokenStore, readers: list[str]) -> None:
+    reader = loader(store)
+    reader.assign([(0, 8)])
+    reader.next_step()
+    reader.next_step()
+    reader.close()
+    assert readers == [""] * 4 + ["batches"] * 4
+
+
+def test_what_was_built_ahead_is_not_read_before_it_is_asked_for(store: TokenStore, readers: list[str]) -> None:
+    reader, plain = loader(store), loader(store)
+    n_train = SampleIndex(len(store), T, 0, 0.0).n_train
+    reader.assign([(n_train - 4, n_train + 4)])
+    reader.next_step()
+    state = reader.state_dict()
+    assert (state, reader.remaining, reader.data_pass) == ({"ranges": [[n_train, n_train + 4]]}, 4, 0)
+    for ranges in ([(20, 28)], [(n_train, n_train + 4)]):
+        reader.assign(ranges)
+        plain.assign(ranges)
+        assert rows(reader.next_step(), "tokens") == rows(plain.next_step(), "tokens")
+    assert (reader.remaining, reader.data_pass) == (0, 1)
+
+
+def test_what_was_built_ahead_serves_the_next_assignment_where_it_begins_alike(
+    store: TokenStore, readers: list[str]
+) -> None:
+    reader = loader(store)
+    reader.assign([(0, 8)])
+    reader.next_step()
+    reader.assign([(4, 40)])
+    reader.next_step()
+    reader.close()
+    assert readers == [""] * 4 + ["batches"] * 8
+
+
+def test_error_of_the_thread_is_that_of_the_step_it_built(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, read = loader(store), TokenStore.read
+
+    def fail(store: TokenStore, start: int, stop: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("the storage is away")
+        return read(store, start, stop)
+
+    monkeypatch.setattr(TokenStore, "read", fail)
+    reader.assign([(0, 8)])
+    assert len(reader.next_step()) == 2
+    with pytest.raises(OSError, match="the storage is away"):
+        reader.next_step()
+
+
+def test_close_ends_the_thread(store: TokenStore) -> None:
+    reader, before = loader(store), set(threading.enumerate())
+    reader.assign([(0, 12)])
+    reader.next_step()
+    (thread,) = set(threading.enumerate()) - before
+    reader.close()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -90,6 +90,36 @@ def test_parameter_without_gradient_stays_as_it_is() -> None:
     assert torch.equal(model.matrix, before) and not torch.equal(model.norm, Tiny().norm)
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"slice_exact": True}, {"rule": "sign"}], ids=["fused", "slice by slice", "signs"]
+)
+def test_step_whose_gradient_is_not_finite_moves_the_schedule_alone(kind: dict[str, Any]) -> None:
+    model = Tiny()
+    optimizer = InnerOptimizer(model, OPTIM, total_steps=20, **kind)
+    train(model, optimizer, 0, 1)
+    before = [value.detach().clone() for value in (*model.parameters(), *optimizer.named_moments().values())]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    updates = optimizer.update_count
+    optimizer.step(found_inf=torch.ones(()))
+    after = [*model.parameters(), *optimizer.named_moments().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert (optimizer.step_count, optimizer.update_count) == (2, updates)
+
+
+@pytest.mark.parametrize("slice_exact", [False, True])
+def test_finite_gradient_makes_the_same_step_whether_or_not_that_is_asked(slice_exact: bool) -> None:
+    asked, plain = Tiny(), Tiny()
+    for model, found_inf in ((asked, torch.zeros(())), (plain, None)):
+        optimizer = InnerOptimizer(model, OPTIM, total_steps=20, slice_exact=slice_exact)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(found_inf)
+        assert optimizer.update_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(asked.parameters(), plain.parameters(), strict=True))
+    assert not torch.equal(asked.matrix, Tiny().matrix)
+
+
 def test_lr_is_that_of_the_next_step() -> None:
     model = Tiny()
     optimizer = optimizer_of(model)

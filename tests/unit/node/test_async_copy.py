@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroband.node import async_copy as copying
-from zeroband.node.async_copy import GpuCopier, HostCopier, copier_for, pin, unpin
+from zeroband.node.async_copy import GpuCopier, HostCopier, Reading, copier_for, pin, unpin
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -170,6 +170,28 @@ def test_gpu_copies_straight_into_pinned_memory_what_was_computed_before(stack: 
         copier.finish()
         source.zero_()
         assert (target == value).all()
+
+
+def test_reading_gives_what_was_computed_before_it_was_begun() -> None:
+    values = torch.tensor([1.5, float("inf")], dtype=torch.float64)
+    reading = Reading(values)
+    assert reading.read() == reading.read() == [1.5, float("inf")]
+
+
+@pytest.mark.gpu
+@gpu
+def test_reading_of_a_gpu_waits_for_it_when_it_is_asked_and_not_before() -> None:
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        reading = Reading(torch.stack([busy.isfinite().all().double()]))
+        begun_at_s = reading.ready_at_s
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert reading.read() == [1.0]
+    assert reading.ready_at_s > begun_at_s
 
 
 @pytest.mark.gpu

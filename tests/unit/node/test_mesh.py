@@ -246,10 +246,20 @@ def test_clip_scales_down_to_the_limit(mesh: LocalMesh) -> None:
     model = sharded(mesh)
     backward(model)
     expected = torch.cat([gradient.flatten() for gradient in gradients(model).values()]).norm().item()
-    assert clip_grad_norm_(model, None) == pytest.approx(expected, rel=1e-5)
-    assert clip_grad_norm_(model, expected * 2) == pytest.approx(expected, rel=1e-5)  # below the limit: only measured
-    assert clip_grad_norm_(model, 0.5) == pytest.approx(expected, rel=1e-5)
-    assert clip_grad_norm_(model, 0.5) == pytest.approx(0.5, rel=1e-5)
+    assert clip_grad_norm_(model, None).item() == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, expected * 2).item() == pytest.approx(expected, rel=1e-5)  # below the limit
+    assert clip_grad_norm_(model, 0.5).item() == pytest.approx(expected, rel=1e-5)
+    assert clip_grad_norm_(model, 0.5).item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 1e-3, 1e6])
+def test_clip_scales_by_a_number_that_was_rounded_once_and_not_at_all_below_the_limit(max_norm: float) -> None:
+    model = nn.Linear(40, 30)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    scale = min(1.0, max_norm / clip_grad_norm_(model, max_norm).item())
+    assert all(torch.equal(g * scale, p.grad) for g, p in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -258,7 +268,7 @@ def test_clip_returns_a_norm_that_is_not_finite_and_touches_nothing(mesh: LocalM
     backward(model)
     gradients(model)["norm.weight"][0] = poison
     before = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    assert not torch.tensor(clip_grad_norm_(model, 0.5)).isfinite()
+    assert not clip_grad_norm_(model, 0.5).isfinite()
     assert all(torch.equal(gradients(model)[name], value) for name, value in before.items() if name != "norm.weight")
 
 

@@ -47,6 +47,7 @@ def test_gradient_norm_is_the_nodes_common_one_before_clipping(start_run: StartR
 
     def norm_of(name: str) -> float | None:
         run[name].set_gradient(gradients[name])
+        run[name].outer.learned(10, 0.0)
         return run[name].outer.sync_gradients(0, 10)
 
     norms = run.together(a=lambda: norm_of("a"), b=lambda: norm_of("b"))

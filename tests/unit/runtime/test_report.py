@@ -18,7 +18,9 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.runtime.report import RunProgress, StepResult, TrainerReport
 
-LEARNED = StepResult(loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0)
+LEARNED = StepResult(
+    loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0, data_pass=0, ended_at_s=0.0
+)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def round_after(progress: Progress, uncommitted_tokens: int) -> RoundReport:
 def tokens_of(node: Any, steps: Sequence[tuple[RunProgress, Sequence[RoundReport]]]) -> list[int]:
     report = TrainerReport(node)
     for step, (committed, synced) in enumerate(steps, start=1):
-        report.stepped(step, LEARNED, synced, committed, {})
+        report.stepped(step, replace(LEARNED, ended_at_s=float(step)), synced, committed, {})
     report.close()
     return [json.loads(line)["train/tokens"] for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
 

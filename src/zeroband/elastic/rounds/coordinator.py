@@ -180,10 +180,17 @@ class RoundCoordinator(ABC):
         watch = self._parts.auto_rollback
         return watch is not None and watch.is_due(LossRecord.of(self.record))
 
-    def _count(self, tokens: int) -> None:
-        """Add an inner step, and show the guardian that this node trains. `tokens`: 0 where it learned nothing."""
-        self._loss_sum += self._parts.step_loss.nats * tokens if tokens else 0.0
+    def learned(self, tokens: int, loss: float) -> None:
+        """Count what an inner step showed, for the next contribution. `tokens`: 0 where this node learned nothing."""
+        self._loss_sum += loss * tokens if tokens else 0.0
         self._tokens += tokens
+
+    def is_boundary(self, *, ends_round: bool) -> bool:
+        """Whether the hook after this step needs all that was learned up to it; it may in any algorithm."""
+        return True
+
+    def _count_step(self) -> None:
+        """Add an inner step, and show the guardian that this node trains."""
         self._steps += 1
         if self._local.rank == 0:
             self._parts.mesh.flags.advance()

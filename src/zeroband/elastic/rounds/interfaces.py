@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from zeroband.elastic.membership.records import FOUNDING_ROUND
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.journal import Journal
-from zeroband.elastic.rounds.loss_record import LossRecord, StepLoss
+from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -107,8 +107,6 @@ class OuterParts:
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
     flush_every: int | None = None
     """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
-    step_loss: StepLoss = field(default_factory=StepLoss)
-    """Set by the trainer before the hooks of an inner step."""
     auto_rollback: RollbackRule | None = None
     """Answers rounds whose loss calls for going back; None: the run never does by itself."""
     memory: NodeMemory | None = None
@@ -134,7 +132,12 @@ class RollbackRule(Protocol):
 
 
 class SyncHooks(Protocol):
-    """The trainer's two hooks. Called by all local ranks."""
+    """What the trainer asks of an outer algorithm, and tells it, at each inner step. Called by all local ranks.
+
+    In this order: `sync_gradients`, the step of the inner optimizer, `is_boundary`, `sync_parameters`. `learned` comes
+    when the device has computed what it tells: after the hooks of the next step; but before `sync_parameters` at a
+    boundary, and before `sync_gradients` where nodes have no steps of their own.
+    """
 
     @property
     def has_own_steps(self) -> bool:
@@ -166,7 +169,7 @@ class SyncHooks(Protocol):
         ...
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        """Before the inner optimizer step. `tokens`: targets that this node learned from in this step.
+        """Before the inner optimizer step. `tokens`: targets of this node in this step.
 
         Returns the global norm of the gradient if it is the nodes' common one, clipped already; else None.
         """
@@ -180,10 +183,21 @@ class SyncHooks(Protocol):
         """Whether the round should end with this inner step, the `steps`-th that this node made in it."""
         ...
 
-    def sync_parameters(self, step: int, tokens: int, *, ends_round: bool) -> Sequence[RoundReport]:
+    def learned(self, tokens: int, loss: float) -> None:
+        """What an inner step showed, once for each, in order.
+
+        `tokens`: targets that this node learned from; 0 where its gradient was not finite. `loss`: mean over the node's
+        targets, in nats; NaN where it is not known.
+        """
+        ...
+
+    def is_boundary(self, *, ends_round: bool) -> bool:
+        """Whether `sync_parameters` of this step needs all that was learned up to it: sends it, or reports it."""
+        ...
+
+    def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
         """After the inner optimizer step; reports of the rounds that the state has got, which may be earlier ones.
 
-        `tokens`: as in `sync_gradients`; 0 where the gradient was not finite, so that this node learned nothing.
         `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
         """
         ...

@@ -23,14 +23,6 @@ _LEAST_ROUNDS = 5
 """Fewer make no mean to compare with."""
 
 
-@dataclass
-class StepLoss:
-    """What the newest inner step of this node showed. The trainer sets it before the hooks of the step."""
-
-    nats: float = 0.0
-    """Mean over the node's targets."""
-
-
 @dataclass(frozen=True)
 class LossRecord:
     """The loss of a round beside that of the rounds before it."""

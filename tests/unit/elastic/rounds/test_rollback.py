@@ -56,7 +56,7 @@ def go_back(run: FakeRun, **updates: Tensor) -> dict[str, RoundReport]:
 def learn(run: FakeRun, update: Tensor, **losses: float) -> dict[str, RoundReport]:
     """A round of nodes that see these losses."""
     for name, loss in losses.items():
-        run[name].step_loss.nats = loss
+        run[name].loss = loss
     return run.round(**dict.fromkeys(losses, update))
 
 
@@ -175,9 +175,9 @@ def test_round_in_which_no_update_is_finite_takes_the_run_back(
 
 def test_step_of_which_nothing_was_learned_has_no_part_in_the_loss(start_run: StartRun, noise: Noise) -> None:
     run = start_run(DilocoConfig(type="diloco", inner_steps=2, optimizer=OUTER), "a")
-    run["a"].step_loss.nats = 2.0
+    run["a"].loss = 2.0
     run["a"].diloco_step(noise(1), 10)
-    run["a"].step_loss.nats = float("nan")
+    run["a"].loss = float("nan")
     report = run["a"].diloco_step(0 * noise(1), 0)
     assert report is not None and report.weights == (10,)
     assert LossRecord.of(run["a"].outer.record).loss == 2.0

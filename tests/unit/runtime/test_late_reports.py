@@ -1,0 +1,198 @@
+"""What inner steps show is read late: the real steps of a small model, and who is told of them when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroband.config import load_config
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.progress import RunShape
+from zeroband.errors import Leaving
+from zeroband.node.async_copy import Reading
+from zeroband.node.mesh import LocalMesh, clip_grad_norm_
+from zeroband.outer.no_algorithm import NoAlgorithm
+from zeroband.runtime import loop
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.checkpointing import NoCheckpoints
+from zeroband.runtime.report import SilentReport, StepResult
+
+STEPS, BATCH = 5, 4
+
+
+class Rows(SilentReport):
+    """A report that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.results: list[StepResult] = []
+
+    def stepped(self, step: int, learned: StepResult, *_: object) -> None:
+        self.steps.append(step)
+        self.results.append(learned)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations for which the host waits until a GPU has come to a value."""
+
+    KINDS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith(self.KINDS)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
+    """build(**settings): a node that trains a small model alone."""
+    nodes: list[TrainerParts] = []
+
+    def build(**settings: Any) -> TrainerParts:
+        small = {"model.d_model": 16, "model.n_layers": 1, "model.n_heads": 2, "data.seq_length": 16}
+        small |= {"data.source.type": "synthetic", "data.source.documents": 40, "data.cache_dir": tmp_path}
+        small |= {"train.batch_size": BATCH, "train.micro_bs": 2, "train.dtype": "float32", "train.compile": "false"}
+        small |= {"optim.warmup_steps": 0, "optim.clip_norm": 0.5, "train.total_steps": 100}
+        config = load_config([f"--{key}={value}" for key, value in {**small, **settings}.items()])
+        nodes.append(build_trainer(config, local, Departure(1.0)))
+        return nodes[-1]
+
+    yield build
+    for node in nodes:
+        node.loader.close()
+
+
+def training_of(node: TrainerParts, outer: Any, report: Rows) -> loop.Training:
+    return loop.Training(node, MagicMock(outer=outer), MagicMock(), NoCheckpoints(), report)
+
+
+def train(node: TrainerParts, steps: int = STEPS) -> Rows:
+    """Make the run of a node alone; what was reported of it."""
+    report = Rows()
+    loop.train_round(training_of(node, NoAlgorithm(RunShape(steps, BATCH)), report))
+    return report
+
+
+@pytest.mark.slow  # a dispatch mode loads torch's compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
+    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    node, read, made = build(**{"train.dtype": dtype}), Reading.read, list[int]()
+
+    def note(reading: Reading) -> list[float]:
+        made.append(node.inner.step_count)
+        return read(reading)
+
+    monkeypatch.setattr(Reading, "read", note)
+    with Reads() as reads:
+        report = train(node)
+    assert reads.count == 0
+    assert report.steps == [1, 2, 3, 4, 5]
+    assert made == [2, 2, 3, 3, 4, 4, 5, 5, 5, 5]  # for the algorithm and for the report, when the next one was made
+
+
+def test_reported_steps_are_those_of_a_loop_that_reads_at_once(build: Callable[..., TrainerParts]) -> None:
+    report, plain = train(build()), build()
+    plain.loader.assign([(0, STEPS * BATCH)])
+    expected = list[tuple[float, float, float]]()
+    for _ in range(STEPS):
+        passed = loop.forward_backward(plain)
+        norm = clip_grad_norm_(plain.model, None).item()
+        for parameter in plain.model.parameters():
+            assert parameter.grad is not None
+            if norm > 0.5:
+                parameter.grad.mul_(0.5 / norm)
+        expected.append((passed.nats.item() / passed.tokens, norm, plain.inner.lr))
+        plain.inner.step()
+        plain.inner.zero_grad()
+    assert [(seen.loss, seen.grad_norm, seen.lr) for seen in report.results] == expected
+    assert expected[0][1] > 0.5 and expected[-1][0] < expected[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str) -> None:
+    node = build(**{"train.dtype": dtype, "model.d_model": 64})
+    train(node, 2)  # what is set up once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        report = train(node)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert report.steps == [1, 2, 3, 4, 5]
+    assert all(math.isfinite(seen.loss) for seen in report.results)
+
+
+# -- who is told when -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """An algorithm whose third step is a boundary, and the report; in the order in which they are called."""
+    losses = iter((1.0, 2.0, 3.0))
+
+    def pass_backward(node: TrainerParts) -> loop.PassResult:
+        node.loader.next_step()
+        return loop.PassResult(torch.tensor(10 * next(losses)), 10, 0.0, 0)
+
+    monkeypatch.setattr(loop, "forward_backward", pass_backward)
+    told = MagicMock()
+    told.outer.inner_step, told.outer.progress, told.outer.upcoming.return_value = (
+        0,
+        SimpleNamespace(is_complete=False),
+        ((0, 12),),
+    )
+    told.outer.is_time_over.return_value, told.outer.sync_gradients.return_value = False, None
+    told.outer.is_boundary.side_effect = [False, False, True]
+    return told
+
+
+def calls_of(told: MagicMock) -> list[Any]:
+    """The calls that tell of steps, without what else they say."""
+    said: list[Any] = []
+    for name, args, _ in told.mock_calls:
+        if name == "report.stepped":
+            said.append(("report", args[0]))
+        elif name == "outer.learned":
+            said.append(("learned", *args))
+        elif name == "outer.sync_parameters":
+            said.append(("synced", args[0]))
+    return said
+
+
+def test_steps_are_told_of_one_step_late_in_order_and_all_before_a_boundary(
+    build: Callable[..., TrainerParts], told: MagicMock
+) -> None:
+    loop.train_round(training_of(build(), told.outer, told.report))
+    assert told.outer.is_boundary.mock_calls == [call(ends_round=ends) for ends in (False, False, True)]
+    assert calls_of(told) == [
+        *(("synced", 0), ("synced", 1), ("learned", 10, 1.0), ("report", 1)),
+        *(("learned", 10, 2.0), ("report", 2), ("learned", 10, 3.0), ("synced", 2), ("report", 3)),
+    ]
+
+
+def test_step_before_the_one_that_is_cut_short_is_told_of(
+    build: Callable[..., TrainerParts], told: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(step: int, **_: Any) -> tuple[()]:
+        if step == 1:
+            raise Leaving("asked to leave")
+        return ()
+
+    told.outer.sync_parameters.side_effect = leave
+    with pytest.raises(Leaving):
+        loop.train_round(training_of(build(), told.outer, told.report))
+    assert ("report", 1) in calls_of(told)
