@@ -222,13 +222,13 @@ def test_loader_names_the_nearest_batch_sizes_when_ranks_do_not_divide_it(
 @pytest.fixture
 def readers(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that read samples, one for each sample."""
-    read, readers = TokenStore.read, list[str]()
+    read, readers = type(store).read, list[str]()
 
     def note(store: TokenStore, start: int, stop: int) -> Any:
         readers.append(threading.current_thread().name.rpartition("_")[0])
         return read(store, start, stop)
 
-    monkeypatch.setattr(TokenStore, "read", note)
+    monkeypatch.setattr(type(store), "read", note)
     return readers
 
 
@@ -268,14 +268,14 @@ def test_what_was_built_ahead_serves_the_next_assignment_where_it_begins_alike(
 
 
 def test_error_of_the_thread_is_that_of_the_step_it_built(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, read = loader(store), TokenStore.read
+    reader, read = loader(store), type(store).read
 
     def fail(store: TokenStore, start: int, stop: int) -> Any:
         if threading.current_thread() is not threading.main_thread():
             raise OSError("the storage is away")
         return read(store, start, stop)
 
-    monkeypatch.setattr(TokenStore, "read", fail)
+    monkeypatch.setattr(type(store), "read", fail)
     reader.assign([(0, 8)])
     assert len(reader.next_step()) == 2
     with pytest.raises(OSError, match="the storage is away"):
