@@ -13,9 +13,6 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from zeroband.checks.finding import require_start
-from zeroband.checks.memory import gpu_memory
-from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
@@ -49,7 +46,6 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh()
         stack.callback(local.close)
-        require_start(gpu_memory(Needs(config), local.world_size))
         train(config, local, departure, stack)
 
 
