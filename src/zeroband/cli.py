@@ -40,7 +40,7 @@ _COMMANDS = {
     "data": _Command("tools.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
     "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
     "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table, a page, figures"),
-    "plan": _Command("tools.plan.command", "which algorithm fits a link: bytes, time and utilisation from formulas"),
+    "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from zeroband.checks.finding import require_start
+from zeroband.checks.memory import gpu_memory, local_world_size, out_of_gpu_memory
+from zeroband.checks.needs import Needs
 from zeroband.checks.quick import asked_config, quick_checks
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
@@ -57,14 +59,20 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         config = asked_config(sys.argv[1:] if argv is None else argv)
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) as ending:
+        with Ending(departure, ranks=local_world_size(os.environ)) as ending:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
+            ranks = local_world_size(os.environ)
+            loop = import_module("zeroband.runtime.loop")  # torch
+            for finding in require_start(gpu_memory(Needs(config), ranks, rank=local_rank(os.environ))):
+                _log.warning(str(finding))
             try:
-                import_module("zeroband.runtime.loop").run(config, departure)  # torch
-            except RuntimeError as error:  # an exchange with another rank of this node broke off
+                loop.run(config, departure)
+            except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
+                if unfit := out_of_gpu_memory(error, Needs(config), ranks):
+                    raise unfit from error
                 code = ending.excuse()
                 if code is None:
                     leave_the_word_to_the_cause(error)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zeroband.runtime.loop
 import zeroband.runtime.replica
@@ -207,6 +208,25 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         handler.close()
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+@pytest.mark.slow
+def test_full_gpu_ends_the_trainer_with_3_and_what_to_turn(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_gpu(*_: object) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 24_000_000_000))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 23_000_000_000)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(zeroband.runtime.loop, "run", fill_gpu)
+    code, said = rank.main("--train.micro_bs=2", "--train.batch_size=4")
+    assert code == 3
+    assert re.fullmatch(
+        r"zeroband: out of memory on NVIDIA GeForce RTX 4090, of which a rank has 24 GB: its tensors took 23 GB at the "
+        r"peak, [\d.]+ MB were predicted in all; even --train\.micro_bs 1 .*",
+        said,
+    )
 
 
 @pytest.mark.parametrize(

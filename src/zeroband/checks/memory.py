@@ -7,19 +7,27 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroband.checks.finding import Finding, size_text
 from zeroband.checks.needs import Needs
 from zeroband.config.outer import DilocoConfig
-from zeroband.errors import ConfigError
+from zeroband.data.tokenizer import tokenizer_of
+from zeroband.errors import ConfigError, MachineUnfit
 from zeroband.node.identity import node_id_of
 from zeroband.node.shm import NodeFolder
+
+if TYPE_CHECKING:
+    from zeroband.checks.gpu_prediction import GpuRun
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_GPU = ("", "-1")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
 """Files that drivers make: NVIDIA's, the same under WSL, AMD's."""
+
+_LESS = 0.9
+"""Part of the predicted memory that a run is told to get into where that one ran out."""
 
 
 def shared_memory(needs: Needs) -> Finding:
@@ -67,20 +75,70 @@ def gpus(needs: Needs, local_world_size: int) -> Iterator[Finding]:
     yield from gpu_memory(needs, local_world_size)
 
 
-def gpu_memory(needs: Needs, local_world_size: int) -> Iterator[Finding]:
-    """Room on each GPU for its share of what the ranks train with. Loads torch."""
+def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) -> Iterator[Finding]:
+    """Room on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
+
+    Loads torch, and FSDP2 where there is a GPU, of which a look takes half a gigabyte. Rehearses with a default process
+    group of its own: to be asked before this process has one. Raises ConfigError where the tokenizer cannot be opened.
+    """
     import torch
 
     if not (gpus := torch.cuda.device_count()):
         return
-    ranks_on_one = -(-local_world_size // gpus)
-    share = needs.training_bytes * ranks_on_one // local_world_size
-    for index in range(min(gpus, local_world_size)):
+    from zeroband.checks.gpu_prediction import least_bytes, predict_gpu, way_out
+
+    predicted: dict[int, int] = {}  # by the memory of a GPU
+    for index in range(min(gpus, local_world_size)) if rank is None else [rank % gpus]:
         free, total = torch.cuda.mem_get_info(index)
-        seen = f"{size_text(free)} of {size_text(total)} free, this model needs {size_text(share)} and its activations"
-        stops = "start" if share > total else "finish" if share > free else None
-        advice = "train with more ranks on more GPUs, or take a smaller model"
-        yield Finding(f"GPU {index}", seen, advice if stops else "", stops=stops)
+        run, ranks = _run_on_gpu(needs, local_world_size, total)
+        try:
+            if total not in predicted:
+                predicted[total] = ranks * predict_gpu(run).peak_bytes
+        except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            # of torch's fake tensors and ranks, which change with its releases, and without which it trains
+            yield Finding(f"GPU {index}", f"{size_text(free)} free; what this run takes was not predicted: {error!r}")
+            continue
+        needed = predicted[total]
+        seen = f"{size_text(free)} of {size_text(total)} free, this run is predicted to take {size_text(needed)}"
+        if needed <= free:
+            yield Finding(f"GPU {index}", seen)
+        elif needed <= total:
+            yield Finding(f"GPU {index}", seen, "end what else runs on it", stops="finish")
+        else:
+            stops = "start" if ranks * least_bytes(run) > total else "finish"
+            yield Finding(f"GPU {index}", seen, way_out(run, run.gpu_bytes), stops=stops)
+
+
+def out_of_gpu_memory(error: Exception, needs: Needs, local_world_size: int) -> MachineUnfit | None:
+    """What to tell the user where the memory of this rank's GPU ran out; None where the error is another one.
+
+    To be asked when this process's default process group is closed. Loads torch.
+    """
+    import torch
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    from zeroband.checks.gpu_prediction import predict_gpu, way_out
+
+    card, peak = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
+    run, _ = _run_on_gpu(needs, local_world_size, torch.cuda.mem_get_info()[1])
+    predicted = predict_gpu(run).peak_bytes
+    return MachineUnfit(
+        f"out of memory on {card}, of which a rank has {size_text(run.gpu_bytes)}: its tensors took {size_text(peak)} "
+        f"at the peak, {size_text(predicted)} were predicted in all; "
+        f"{way_out(run, min(run.gpu_bytes, int(_LESS * predicted)))}"
+    )
+
+
+def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[GpuRun, int]:
+    """The run of a rank, and how many share its GPU. Opens the tokenizer where the vocabulary is not known."""
+    import torch
+
+    from zeroband.checks.gpu_prediction import GpuRun
+
+    ranks = -(-local_world_size // torch.cuda.device_count())
+    vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
+    return GpuRun(needs.config, vocab_size, local_world_size, total_bytes // ranks), ranks
 
 
 def has_gpu(environ: Mapping[str, str]) -> bool:

@@ -14,6 +14,13 @@ _VALUE_BYTES = 4
 """Size of a float32, as which everything is kept."""
 
 _HALF_BYTES = 2
+
+JOURNAL_BYTES = 4 << 30
+"""The newest committed updates are kept for nodes that join, up to so much; one always is."""
+
+PROCESS_BYTES = 3_000_000_000
+"""Memory of a rank with torch and CUDA's libraries, pinned batches included. Assumed, until it is measured."""
+
 _LEAST_SECTIONS = 1
 """An outer state has the parameters at least."""
 
@@ -37,8 +44,31 @@ class Needs:
     @property
     def shared_bytes(self) -> int:
         """Bytes in shared memory, but for encoded values and payloads."""
+        return sum(self.shared_parts.values())
+
+    @property
+    def shared_parts(self) -> dict[str, int]:
+        """`shared_bytes` by what they are there for."""
         held, work, inner = self._buffers
-        return _VALUE_BYTES * self.params * (held + work + (0 if self.config.ckpt.path is None else held + inner))
+        staged = 0 if self.config.ckpt.path is None else held + inner
+        values = {"outer state": held, "work buffers": work, "checkpoint staging": staged}
+        return {purpose: _VALUE_BYTES * self.params * each for purpose, each in values.items()}
+
+    def host_parts(self, ranks: int) -> dict[str, int]:
+        """Bytes of memory outside shared memory on a node whose ranks train on GPUs, by what they are there for.
+
+        A donor's copy lies there while another node joins, and twice where two rounds are fetched at a time.
+        """
+        held, model = self._buffers[0], self.config.model
+        largest = max(self.vocab_size, model.ff_width) * model.d_model
+        update = _VALUE_BYTES if self.config.codec_name == "fp32" else 1
+        is_alone = self.config.outer is None
+        return {
+            "donor's copy": _VALUE_BYTES * self.params * held,
+            "journal of rounds": 0 if is_alone else max(self.params * update, JOURNAL_BYTES),
+            "first weights": _VALUE_BYTES * largest * ranks,
+            "processes": PROCESS_BYTES * ranks,
+        }
 
     @property
     def training_bytes(self) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+PRODUCTS_OF_BLOCK = 7
+"""Query, key, value, output; gate, up, down. The last one's result goes into the residual stream alone."""
+
+_PRODUCTS = {"aten.mm.default", "aten._scaled_mm.default"}
 _COSTLY = {
-    "aten.mm.default",
-    "aten._scaled_mm.default",
+    *_PRODUCTS,
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -25,9 +27,25 @@ def recomputed(how: Literal["selective", "full"], run: Callable[..., Tensor], *a
     """Return run(*args), of whose activations the backward pass makes all (`full`) or the cheap ones again."""
     if how == "full":
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
 
 
-def _policy(_context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(operator) in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_CostlyResults())
+
+
+class _CostlyResults:
+    """The policy of one pass through a block, and of making its activations again."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}
+        """Products of matrices so far, in the pass and when they are made again."""
+
+    def __call__(self, context: Any, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+        if (name := str(operator)) not in _COSTLY:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if name in _PRODUCTS:
+            self._products[context.is_recompute] += 1
+            if self._products[context.is_recompute] == PRODUCTS_OF_BLOCK:
+                return CheckpointPolicy.PREFER_RECOMPUTE  # nothing needs it, so it is not made again either
+        return CheckpointPolicy.MUST_SAVE

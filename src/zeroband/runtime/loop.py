@@ -12,9 +12,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from zeroband.checks.finding import require_start
-from zeroband.checks.memory import gpu_memory
-from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
@@ -59,7 +56,6 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh()
         stack.callback(local.close)
-        require_start(gpu_memory(Needs(config), local.world_size))
         train(config, local, departure, stack)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
+from zeroband.checks.needs import JOURNAL_BYTES
 from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
@@ -55,7 +56,6 @@ from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
 
 _JOURNAL_ROUNDS = 1024
-_JOURNAL_BYTES = 4 << 30
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
 """Ends after which another start would make nothing better."""
 
@@ -126,7 +126,7 @@ class Replica:
             stack.callback(self._plane.close)
             self.mesh = self._build_mesh()
             stack.callback(self.mesh.close)
-            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=_JOURNAL_BYTES)
+            self.journal = Journal(max_rounds=_JOURNAL_ROUNDS, max_bytes=JOURNAL_BYTES)
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.recovery = RecoveryClient(

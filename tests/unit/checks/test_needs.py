@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from zeroband.checks import memory
+from zeroband.checks import gpu_prediction, memory
 from zeroband.checks.finding import Finding, require_start
-from zeroband.checks.memory import gpu_memory, host_memory
+from zeroband.checks.memory import gpu_memory, host_memory, out_of_gpu_memory
 from zeroband.checks.needs import Needs
 from zeroband.config import load_config
 from zeroband.errors import MachineUnfit
@@ -44,6 +45,12 @@ def test_shared_memory_is_what_the_algorithm_and_checkpoints_hold(
     alone, kept = needs_of(*arguments), needs_of(*arguments, "--ckpt.path=somewhere")
     assert alone.shared_bytes == bytes_each * alone.params
     assert kept.shared_bytes == with_checkpoints * kept.params
+
+
+def test_host_memory_has_the_donors_copy_and_each_rank_its_process() -> None:
+    alone, joined = needs_of().host_parts(2), needs_of(*DILOCO).host_parts(4)
+    assert (alone["donor's copy"], joined["donor's copy"]) == (0, 8 * needs_of().params)
+    assert joined["processes"] == 2 * alone["processes"] and joined["first weights"] == 2 * alone["first weights"]
 
 
 def test_needs_without_the_tokenizer_are_the_least_that_they_can_be() -> None:
@@ -84,24 +91,71 @@ def test_memory_of_a_container_is_its_limit(
     assert host_memory(needs, {}).stops == stops
 
 
+class Card:
+    """Two GPUs of so many bytes, as torch shows them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: float, total: float) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=0: (int(free), int(total)))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 79_000_000_000)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("free", "total", "ranks", "stops"),
     [
-        (10**6, 10**6, 1, [None]),
-        (10**6, 10**6, 2, [None, None]),
-        (300_000, 10**6, 1, ["finish"]),
-        (300_000, 400_000, 1, ["start"]),
-        (300_000, 400_000, 2, [None, None]),  # each holds half
-        (300_000, 400_000, 4, [None, None]),  # two ranks on each, a quarter each
+        (2e9, 2e9, 1, [None]),
+        (2e9, 2e9, 2, [None, None]),
+        (0.5e9, 2e9, 1, ["finish"]),
+        (2e9, 2e9, 4, ["start", "start"]),  # two on each
+        (4e9, 4e9, 4, [None, None]),
+        (0.6e9, 0.6e9, 1, ["start"]),
     ],
 )
-def test_gpu_holds_the_share_of_its_ranks(
-    free: int, total: int, ranks: int, stops: list[str | None], monkeypatch: pytest.MonkeyPatch
+def test_gpu_needs_room_for_what_its_ranks_are_predicted_to_take(
+    free: float, total: float, ranks: int, stops: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, total))
-    assert 400_000 < needs_of().training_bytes < 600_000
-    assert [finding.stops for finding in gpu_memory(needs_of(), ranks)] == stops
+    Card(monkeypatch, free=free, total=total)
+    needs = needs_of("--train.batch-size=4")
+    assert [finding.stops for finding in gpu_memory(needs, ranks)] == stops
+
+
+@pytest.mark.slow
+def test_run_that_no_gpu_holds_is_refused_with_the_setting_that_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, free=2e9, total=2e9)
+    needs = needs_of("--train.batch-size=512", "--train.micro-bs=512", "--data.seq-length=2048")
+    with pytest.raises(MachineUnfit, match=r"this run is predicted to take .* GB; set --train\.micro_bs \d+ needs"):
+        require_start(gpu_memory(needs, 1))
+
+
+@pytest.mark.slow
+def test_rank_looks_at_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, free=2e9, total=2e9)
+    assert [finding.what for finding in gpu_memory(needs_of("--train.batch-size=4"), 2, rank=1)] == ["GPU 1"]
+
+
+def test_torch_whose_fake_tensors_fail_keeps_no_run_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fake kernel")
+
+    Card(monkeypatch, free=2e9, total=2e9)
+    monkeypatch.setattr(gpu_prediction, "predict_gpu", fail)
+    (found,) = gpu_memory(needs_of(), 1)
+    assert not found.is_fatal and "was not predicted: RuntimeError('no fake kernel')" in found.seen
+
+
+@pytest.mark.slow
+def test_memory_that_ran_out_names_both_peaks_and_what_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, free=0, total=80e9)
+    needs = needs_of("--train.batch-size=512", "--train.micro-bs=512", "--data.seq-length=2048")
+    said = out_of_gpu_memory(torch.OutOfMemoryError("CUDA out of memory"), needs, 1)
+    assert said is not None and re.search(
+        r"NVIDIA H100, of which a rank has 80 GB: its tensors took 79 GB at the peak, [\d.]+ GB were predicted in all; "
+        r"set --train\.micro_bs 256 needs",
+        str(said),
+    )
+    assert out_of_gpu_memory(RuntimeError("CUDA error"), needs, 1) is None
 
 
 def test_gpus_are_not_looked_at_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,12 @@
-"""`zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2`: which method fits a link, before anything is rented.
+"""`zeroband plan`: what fits, before anything is rented.
 
-Predicts from formulas; measures nothing. Exit codes: 0, or 2 for arguments that make no sense.
+Two questions, which may be asked together:
+
+    zeroband plan @FILE --key value --gpus 8 --gpu-memory 80GB    does a run fit into the memory of a machine
+    zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2   which method fits a link
+    zeroband plan @FILE --gpus 8 --gpu-memory 80GB --nodes 8 --up 1gbit --gpu-tflops 989 --mfu 0.4   both
+
+Predicts; measures nothing. Exit codes: 0; 2 for arguments that make no sense; 3 where the memory does not suffice.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
 from zeroband.tools.plan.advice import Advice, OuterKnobs, advise, cautions_of
 from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
-from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_whole
+from zeroband.tools.plan.memory import Gpus, memory_plan, planned_config, step_seconds, vocabulary_of
+from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_size, parse_whole
 
-_EXIT_CONFIG = 2
+_EXIT_CONFIG, _EXIT_UNFIT = 2, 3
+_OF_A_LINK = ("params", "nodes", "up", "step_s")
 _COLUMNS = (
     "method",
     "values",
@@ -38,28 +46,64 @@ _T = TypeVar("_T")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table, a recommendation and warnings. Returns the exit code."""
-    options = _parser().parse_args(argv)
+    """Print what was asked for. Returns the exit code."""
+    options, of_run = _parser().parse_known_args(argv)
     try:
-        job, link, knobs, target = _read(options)
-        found = forecasts(job, link)
+        fits = _plan_memory(options, of_run) if of_run else True
+        if not of_run or options.up:
+            _plan_link(options)
     except ConfigError as error:
         print(f"zeroband plan: {error}", file=sys.stderr)
         return _EXIT_CONFIG
+    return 0 if fits else _EXIT_UNFIT
+
+
+def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
+    """Print whether a run fits into the GPUs; leaves in the options what the link's table takes from the run."""
+    config = planned_config(of_run)
+    if options.gpu_memory is None:
+        raise ConfigError("--gpu-memory is missing: that of one GPU, such as 80GB")
+    gpus = Gpus(_named("--gpus", parse_whole, options.gpus), _named("--gpu-memory", parse_size, options.gpu_memory))
+    vocab_size = vocabulary_of(config)
+    plan = memory_plan(config, vocab_size, gpus)
+    print(plan.text)
+    if options.gpu_tflops is not None:
+        flops = _named("--gpu-tflops", parse_positive, options.gpu_tflops) * 1e12
+        step_s = step_seconds(config, vocab_size, gpus=gpus.count, flops=flops, mfu=options.mfu)
+        options.step_s = options.step_s or str(step_s)
+        print(f"\nan inner step takes {step_s:.3g} s at an MFU of {100 * options.mfu:g} %, predicted")
+    options.params = str(plan.params)
+    return plan.fits
+
+
+def _plan_link(options: argparse.Namespace) -> None:
+    if missing := [f"--{name.replace('_', '-')}" for name in _OF_A_LINK if getattr(options, name) is None]:
+        raise ConfigError(f"{', '.join(missing)}: needed to say which method fits a link; --help shows an example")
+    job, link, knobs, target = _read(options)
+    found = forecasts(job, link)
     print(render(job, found, advise(found, job, knobs, target), knobs, target))
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zeroband plan", description=__doc__)
-    parser.add_argument("--params", required=True, help="of the model: 1e9, 150M, 7B")
-    parser.add_argument("--nodes", required=True, help="machines that train together")
-    parser.add_argument("--up", required=True, help="rate at which the slowest node sends: 20mbit, 1gbit")
+    parser = argparse.ArgumentParser(
+        prog="zeroband plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="zeroband plan [@FILE] [--key value ...] [options]",
+    )
+    parser.add_argument("--gpus", default="1", help="of one node, a rank on each; default: %(default)s")
+    parser.add_argument("--gpu-memory", help="of one GPU: 80GB, 79.6GiB")
+    parser.add_argument("--gpu-tflops", help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
+    parser.add_argument("--mfu", default=0.4, type=float, help="part of them that training uses; default: %(default)s")
+    parser.add_argument("--params", help="of the model: 1e9, 150M, 7B")
+    parser.add_argument("--nodes", help="machines that train together")
+    parser.add_argument("--up", help="rate at which the slowest node sends: 20mbit, 1gbit")
     parser.add_argument("--down", help="rate at which it receives; default: --up")
     parser.add_argument("--rtt-ms", default="100", help="round trip between the nodes; default: %(default)s")
     parser.add_argument("--store-rtt-ms", help="round trip to the store; default: --rtt-ms")
     parser.add_argument("--cores", default="4", help="of a node for its part of a round; default: %(default)s")
-    parser.add_argument("--step-s", required=True, help="seconds of an inner step of one node")
+    parser.add_argument("--step-s", help="seconds of an inner step of one node")
     parser.add_argument("--inner-steps", default="100", help="of diloco, streaming, eager; default: %(default)s")
     parser.add_argument("--sparse-steps", default="30", help="inner steps of sparseloco; default: %(default)s")
     parser.add_argument("--fragments", default="5", help="of streaming; default: %(default)s")

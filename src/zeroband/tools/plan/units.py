@@ -8,6 +8,7 @@ from zeroband.errors import ConfigError
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SIZES = {"mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
@@ -27,6 +28,15 @@ def parse_rate(text: str) -> float:
     if rate <= 0 or rate == float("inf"):
         raise ConfigError(f"{text!r} is not a rate above 0; write it in bits a second like 20mbit or 1gbit")
     return rate
+
+
+def parse_size(text: str) -> int:
+    """`80GB`, `79.6GiB`: bytes of memory. Raises ConfigError."""
+    match = re.fullmatch(_NUMBER + r"\s*(mb|gb|mib|gib)", text.strip().lower())
+    size = float(match[1]) * _SIZES[match[2]] if match else 0.0
+    if size < 1 or size == float("inf"):
+        raise ConfigError(f"{text!r} is not a size of memory; write it like 80GB or 79.6GiB")
+    return int(size)
 
 
 def parse_positive(text: str) -> float:

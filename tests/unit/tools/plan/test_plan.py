@@ -29,7 +29,7 @@ from zeroband.tools.plan.forecast import (
     Relay,
     forecasts,
 )
-from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_whole
+from zeroband.tools.plan.units import parse_count, parse_positive, parse_rate, parse_size, parse_whole
 
 LINK = Link(up_bytes_per_s=1e6, down_bytes_per_s=2e6, rtt_s=0.05)
 JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overlap=2)
@@ -242,4 +242,59 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
 )
 def test_command_says_what_is_wrong(changed: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--params", "1e9", "--nodes", "8", "--up", "20mbit", "--step-s", "2", *changed]) == 2
+    assert capsys.readouterr().err == f"zeroband plan: {message}\n"
+
+
+TINY = ("--model.d-model=32", "--model.n-layers=1", "--model.n-heads=2", "--model.d-ff=64", "--data.seq-length=64")
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GB", 80e9), ("79.6 GiB", 79.6 * 2**30), ("500mb", 5e8)])
+def test_size_of_memory_is_read(text: str, size: float) -> None:
+    assert parse_size(text) == int(size)
+
+
+@pytest.mark.parametrize("text", ["80", "80G", "-1GB", "GB", "0GB"])
+def test_size_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size of memory; write it like 80GB or"):
+        parse_size(text)
+
+
+@pytest.mark.slow
+def test_command_says_what_a_run_takes_and_which_link_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ("--gpus", "2", "--gpu-memory", "2GB", "--gpu-tflops", "100", "--mfu", "0.5")
+    assert main([*TINY, "--outer.type=diloco", *gpus, "--nodes", "4", "--up", "1gbit"]) == 0
+    shown = capsys.readouterr().out
+    for row in (
+        "each GPU",
+        "  parameters",
+        "  context",
+        "host memory",
+        "  donor's copy",
+        "shared memory",
+        "  outer state",
+    ):
+        assert f"\n{row} " in shown
+    assert "\nfits: 1." in shown
+    assert "\nan inner step takes" in shown and "at an MFU of 50 %, predicted" in shown
+    assert "\ntake " in shown
+
+
+@pytest.mark.slow
+def test_command_ends_with_3_and_names_the_settings_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--train.micro-bs=512", "--gpu-memory", "0.8GB"]) == 3
+    shown = capsys.readouterr().out
+    assert "\nDOES NOT FIT: " in shown and "fits  --train.micro_bs " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--params, --nodes, --up, --step-s: needed to say which method fits a link; --help shows an example"),
+        ([*TINY], "--gpu-memory is missing: that of one GPU, such as 80GB"),
+        ([*TINY, "--gpu-memory", "80"], "--gpu-memory: '80' is not a size of memory; write it like 80GB or 79.6GiB"),
+        (["--model.d_modl", "3"], "unknown key model.d_modl (from --model.d_modl): did you mean model.d_model?"),
+    ],
+)
+def test_command_says_what_it_lacks(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
     assert capsys.readouterr().err == f"zeroband plan: {message}\n"

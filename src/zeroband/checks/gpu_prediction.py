@@ -1,0 +1,194 @@
+"""How much memory a run takes on each GPU at its peak, and which setting brings it down: a prediction.
+
+Tensors are counted by rehearsing a step of the trainer (`rehearsal.py`); what lies beside them is assumed. Loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroband.checks.finding import size_text
+from zeroband.checks.rehearsal import EDGE, KINDS, Bytes, Moment, rehearse
+from zeroband.config.model_size import parameter_count
+from zeroband.config.outer import DilocoConfig
+from zeroband.config.placement import Placement, placement
+from zeroband.config.schema import RunConfig
+from zeroband.data.index import require_even_shares
+
+CONTEXT_BYTES = 750_000_000
+"""CUDA's context, loaded kernels and the workspaces of cuBLAS (32 MiB on Hopper). Assumed, until it is measured."""
+
+NCCL_BYTES = 500_000_000
+"""Buffers of one communicator: 32 channels that send and receive by ring and tree, 4 MiB each (NCCL_BUFFSIZE). Assumed,
+until it is measured."""
+
+MARGIN = 0.05
+"""Part of the tensors' bytes that the allocator holds besides, for blocks that do not fit. Assumed, until it is
+measured."""
+
+_OUTER_STATE_BYTES = 8
+"""Parameters and momentum of the outer optimizer, for each parameter, with outer.state_device = "cuda"."""
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """A run on the GPUs of one node, each for one of its ranks."""
+
+    config: RunConfig
+    vocab_size: int
+    ranks: int
+    gpu_bytes: int
+    """Memory of a GPU, or the part of it that a rank has."""
+
+    @property
+    def params(self) -> int:
+        return parameter_count(self.config.model, self.vocab_size)
+
+    @property
+    def placement(self) -> Placement:
+        return placement(self.config.train, params=self.params, ranks=self.ranks, gpu_bytes=self.gpu_bytes)
+
+    def with_settings(self, settings: Mapping[str, Any]) -> GpuRun:
+        """Return the run with other values for keys of its sections."""
+        config = self.config
+        for key, value in settings.items():
+            name, _, field = key.partition(".")
+            section = getattr(config, name).model_copy(update={field: value})
+            config = config.model_copy(update={name: section})
+        return replace(self, config=config)
+
+
+@dataclass(frozen=True)
+class GpuPrediction:
+    """Bytes on a GPU at the peak of an inner step."""
+
+    tensors: Bytes
+    outer_state: int
+    beside: int
+    """What torch does not allocate."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are there for; they add up to `peak_bytes`."""
+        return {**self.tensors, "outer state": self.outer_state, "context": self.beside, "margin": self.margin}
+
+    @property
+    def margin(self) -> int:
+        return int(MARGIN * (sum(self.tensors.values()) + self.outer_state))
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What a run takes with other settings."""
+
+    settings: Mapping[str, Any]
+    """By their keys."""
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return " ".join(f"--{key} {_on_command_line(value)}" for key, value in self.settings.items())
+
+
+def predict_gpu(run: GpuRun) -> GpuPrediction:
+    """Predict the peak of a rank's GPU. Raises ConfigError where the ranks cannot share the batch.
+
+    Deep models are rehearsed with few blocks: each further one adds as many bytes to each moment, exactly.
+    """
+    config, blocks, few = run.config, run.config.model.n_layers, 2 * EDGE
+    require_even_shares(config.train.batch_size, run.ranks)
+    if blocks <= few + 1:
+        moments: Mapping[Moment, Bytes] = _rehearsed(run, blocks)
+    else:
+        fewer, more = _rehearsed(run, few), _rehearsed(run, few + 1)
+        moments = {
+            moment: {kind: of[kind] + (blocks - few) * (more[moment][kind] - of[kind]) for kind in KINDS}
+            for moment, of in fewer.items()
+        }
+    on_gpu = isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
+    return GpuPrediction(
+        tensors=max(moments.values(), key=lambda of: sum(of.values())),
+        outer_state=_OUTER_STATE_BYTES * -(-run.params // run.ranks) if on_gpu else 0,
+        beside=CONTEXT_BYTES + (NCCL_BYTES if run.ranks > 1 else 0),
+    )
+
+
+def _rehearsed(run: GpuRun, blocks: int) -> Mapping[Moment, Bytes]:
+    shallow = run.with_settings({"model.n_layers": blocks})
+    return rehearse(shallow.config, run.vocab_size, ranks=run.ranks, placed=run.placement)
+
+
+def least_bytes(run: GpuRun) -> int:
+    """Bytes below which a run cannot get: without the margin, and compiled, which keeps what `selective` keeps."""
+    train = run.config.train
+    if train.compile is not False and train.activation_checkpointing == "none":
+        run = run.with_settings({"train.activation_checkpointing": "selective"})
+    found = predict_gpu(run)
+    return found.peak_bytes - found.margin
+
+
+def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
+    """Predict what each setting that saves memory would bring by itself, the cheapest first, to get into so many bytes.
+
+    The last one turns all of them, where no single one is enough.
+    """
+    is_enough, everything = False, dict[str, Any]()
+    for choices in _choices(run):
+        knob = _first_that_fits(run, choices, room)
+        is_enough = is_enough or knob.peak_bytes <= room
+        everything |= knob.settings
+        yield knob
+    if not is_enough and len(everything) > 1:
+        yield _turned(run, everything)
+
+
+def way_out(run: GpuRun, room: int) -> str:
+    """The setting that brings a run into so many bytes of a GPU, as a user types it; else what comes closest."""
+    tried = ""
+    for knob in knobs(run, room):
+        tried = f"{knob} needs {size_text(knob.peak_bytes)}"
+        if knob.peak_bytes <= room:
+            return f"set {tried}"
+    more = "train with more ranks on more GPUs, on larger ones, or a smaller model"
+    return f"even {tried}: {more}" if tried else more
+
+
+def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: int) -> Knob:
+    """The last of the choices where none fits."""
+    *others, last = choices
+    for settings in others:
+        if (knob := _turned(run, settings)).peak_bytes <= room:
+            return knob
+    return _turned(run, last)
+
+
+def _turned(run: GpuRun, settings: Mapping[str, Any]) -> Knob:
+    return Knob(settings, predict_gpu(run.with_settings(settings)).peak_bytes)
+
+
+def _choices(run: GpuRun) -> Iterator[list[dict[str, Any]]]:
+    """Settings that save memory, those of one key together: the first that fits is taken, else the last."""
+    train, outer, placed = run.config.train, run.config.outer, run.placement
+    share = train.batch_size // run.ranks
+    sizes = [train.micro_bs >> n for n in range(1, train.micro_bs.bit_length())]
+    if smaller := [{"train.micro_bs": size} for size in sizes if size < share]:
+        yield smaller
+    if train.activation_checkpointing == "none":
+        yield [{"train.activation_checkpointing": "selective"}]
+    if train.activation_checkpointing != "full":
+        yield [{"train.activation_checkpointing": "full"}]
+    if not placed.reshard_after_forward:
+        yield [{"train.reshard_after_forward": True}]
+    if not placed.reduces_micro_batches and run.ranks > 1 and share > train.micro_bs:
+        yield [{"train.reduce_gradients": "micro_batch"}]
+    if isinstance(outer, DilocoConfig) and outer.state_device == "cuda":
+        yield [{"outer.state_device": "cpu"}]
+
+
+def _on_command_line(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

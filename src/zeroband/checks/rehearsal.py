@@ -1,0 +1,236 @@
+"""The memory of a rank's GPU during an inner step, by the trainer's own code on fake tensors: sizes without bytes.
+
+Fake tensors lie on the CPU, where torch without CUDA can differentiate them. Compilation is not rehearsed: it fuses
+what is temporary. Loads torch and FSDP2, and takes the default process group for itself while it runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeroband.config.outer import DemoConfig
+from zeroband.config.placement import Placement
+from zeroband.config.schema import RunConfig
+from zeroband.model.attention import attend_plain, attend_varlen
+from zeroband.model.optim import InnerOptimizer
+from zeroband.model.transformer import Transformer
+from zeroband.node.mesh import LocalMesh, make_room, parallelize, set_gradient_sync
+
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "loss", "temporary"]
+"""What bytes are there for. gathered: whole parameters in the compute type, and what gathers them."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Bytes = Mapping[Kind, int]
+Moment = tuple[str, ...]
+"""A part of a step: the pass and where in it; the same words in deep models and in shallow ones."""
+
+EDGE = 1
+"""Blocks at each end of the model whose moments differ from those of the blocks between them."""
+
+_DOCUMENTS = 16
+"""Documents of a micro-batch; their borders take a few bytes."""
+
+
+class _Storage:
+    """What is known of a storage, while it lives and after that."""
+
+    __slots__ = ("kind", "nbytes", "reference")
+    kind: Kind | None
+
+    def __init__(self, nbytes: int, kind: Kind | None, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self.nbytes = nbytes
+        self.kind = kind
+        self.reference = reference
+
+
+class StorageTracker(TorchDispatchMode):
+    """Adds up the storages of one fake mode that live at a time, and keeps what lived at the peak of each moment.
+
+    torch's own FSDP2 tracker sees the same sum (a test compares them), but neither knows this optimizer nor tells
+    gradients and the loss from temporaries, and takes five times as long.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.making: Kind | None = None
+        """What storages are for that are made now; None: `settle` will tell."""
+        self._fake_mode = fake_mode
+        self._storages: dict[int, _Storage] = {}
+        self._bytes = self._peak_bytes = 0
+        self._moment: Moment = ("setup",)
+        self._peaks: dict[Moment, list[tuple[_Storage, int]]] = {}
+
+    def begin(self, moment: Moment) -> None:
+        """From now on the peak is that of this moment."""
+        self._moment, self._peak_bytes = moment, 0
+        self._note_peak()
+
+    @contextmanager
+    def making_all(self, kind: Kind) -> Generator[None]:
+        """What is made in here is for this."""
+        self.making = kind
+        yield
+        self.making = None
+
+    def settle(self, kind: Kind) -> None:
+        """Whatever lives now and was not known to be for something is for this."""
+        for storage in self._storages.values():
+            storage.kind = storage.kind or kind
+
+    def peaks(self) -> dict[Moment, Bytes]:
+        """Return the bytes at the peak of each moment."""
+        found: dict[Moment, dict[Kind, int]] = {}
+        empty = dict.fromkeys(KINDS, 0)
+        for moment, living in self._peaks.items():
+            of = found[moment] = empty.copy()
+            for storage, nbytes in living:
+                of[storage.kind or "temporary"] += nbytes
+        return dict(found)
+
+    def __enter__(self) -> StorageTracker:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if (known := self._storages.get(id(storage))) is not None:
+                self._add(size - known.nbytes)
+                known.nbytes, known.kind = size, "gathered"  # FSDP2 makes room so, and gives it back
+
+        torch.UntypedStorage.resize_ = noted  # pyright: ignore[reportAttributeAccessIssue]: no dispatch tells of it
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here by themselves
+        result = func(*args, **(kwargs or {}))
+        is_gather = "all_gather" in str(func)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake_mode:
+                self._see(tensor.untyped_storage(), "gathered" if is_gather else self.making)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
+        key = id(storage)
+        if key not in self._storages:
+            reference = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._storages[key] = _Storage(storage.nbytes(), kind, reference)
+            self._add(storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        self._add(-self._storages.pop(key).nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if self._bytes > self._peak_bytes:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._peak_bytes = self._bytes
+        self._peaks[self._moment] = [(storage, storage.nbytes) for storage in self._storages.values()]
+
+
+def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placement) -> dict[Moment, Bytes]:
+    """Take one inner step of two micro-batches with the first of `ranks`; returns the bytes at each moment's peak."""
+    train = config.train.model_copy(
+        update={
+            "compile": False,
+            "reshard_after_forward": placed.reshard_after_forward,
+            "reduce_gradients": "micro_batch" if placed.reduces_micro_batches else "step",
+        }
+    )
+    share = config.train.batch_size // ranks
+    rows = min(train.micro_bs, share)
+    fake_mode = FakeTensorMode()
+    with _fake_ranks(ranks) as local, fake_mode:
+        with torch.device("meta"):
+            model = Transformer(config.model, vocab_size, attend_varlen if train.dtype == "bfloat16" else attend_plain)
+        parallelize(model, train, local)
+        with StorageTracker(fake_mode) as tracker:
+            with tracker.making_all("parameters"):
+                make_room(model, local)
+            with tracker.making_all("optimizer"):
+                rule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
+                inner = InnerOptimizer(model, config.optim, total_steps=train.total_steps, rule=rule)
+            tokens = torch.zeros(rows, config.data.seq_length, dtype=torch.int64)
+            borders = torch.zeros(_DOCUMENTS, dtype=torch.int32) if config.data.document_mask else None
+            passes, count = _Passes(model, tracker), min(2, -(-share // rows))
+            for number in range(count):
+                set_gradient_sync(model, placed.reduces_micro_batches or number + 1 == count)
+                passes.begin(number)
+                loss = model(tokens, borders, tokens, config.optim.z_loss).objective * 1.0
+                passes.begin_backward()
+                loss.backward()
+                del loss
+                tracker.settle("gradients")
+            tracker.begin(("step",))
+            inner.step()
+            return tracker.peaks()
+
+
+class _Passes:
+    """Tells the tracker where in the passes the model is: in which of its first or last blocks, or in the loss."""
+
+    def __init__(self, model: Transformer, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+        self._pass = ""
+        last = len(model.layers) - 1
+        for i, block in enumerate(model.layers):
+            name = f"block {i}" if i < EDGE else f"block {i - last - 1}" if last - i < EDGE else "blocks between"
+            block.register_forward_pre_hook(partial(self._before_block, name))
+            block.register_forward_hook(partial(self._after_block, name))
+        model.norm.register_forward_hook(self._before_loss)
+
+    def begin(self, number: int) -> None:
+        self._pass = str(number)
+        self._enter("forward", "embedding")
+
+    def _enter(self, *where: str) -> None:
+        self._tracker.begin((self._pass, *where))
+
+    def _before_block(self, name: str, *_: object) -> None:
+        self._enter("forward", name)
+
+    def _after_block(self, name: str, _block: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(partial(self._before_backward, name))
+
+    def _before_backward(self, name: str, _gradient: Tensor) -> None:
+        self._enter("backward", name)
+
+    def _before_loss(self, *_: object) -> None:
+        self._tracker.settle("activations")
+        self._tracker.making = "loss"
+        self._enter("loss")
+
+    def begin_backward(self) -> None:
+        self._tracker.making = None
+        self._enter("backward", "loss")
+
+
+@contextmanager
+def _fake_ranks(ranks: int) -> Generator[LocalMesh]:
+    """The first of so many ranks, the others of which are not there and say nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+        assert dist.group.WORLD is not None
+        yield LocalMesh(0, ranks, torch.device("cpu"), mesh, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

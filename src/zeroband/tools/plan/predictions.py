@@ -1,0 +1,76 @@
+"""Predict what the presets take on usual cards, as docs/gpu.md has it; `python -m zeroband.tools.plan.predictions`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeroband.checks.finding import size_text
+from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
+from zeroband.observe.hardware import peak_flops_of
+from zeroband.tools.plan.memory import planned_config, step_seconds
+
+MFU = 0.4
+
+_CARDS = {"RTX 4090": 24, "A100": 80, "H100": 80}
+"""Gigabytes of memory."""
+
+_HEAD = f"""\
+## Predicted
+
+Not measured: what `zeroband plan` says of the presets. Memory is that of each GPU at its peak, found by a rehearsal of
+a step on fake tensors, uncompiled; context, NCCL and a margin of the allocator are assumed
+(`src/zeroband/checks/gpu_prediction.py`). Step and tokens/s of one node follow from the FLOPs at an assumed MFU of
+{100 * MFU:g} %. Printed by `python -m zeroband.tools.plan.predictions`.
+
+| preset | GPUs | settings | memory of each | fits | inner step | tokens/s |
+|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class _Case:
+    preset: str
+    vocab_size: int
+    gpus: int
+    settings_24_gb: tuple[str, ...]
+    """What a card of 24 GB needs beside the preset."""
+
+
+_CASES = (
+    _Case("150M", 32_000, 1, ("--train.micro_bs", "16")),
+    _Case("1B", 32_000, 1, ("--train.activation_checkpointing", "full")),
+    _Case("10B", 128_256, 8, ("--train.activation_checkpointing", "full")),
+)
+
+
+def document() -> str:
+    """The section of docs/gpu.md."""
+    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in _CASES for row in _rows(case))
+
+
+def _rows(case: _Case) -> Iterator[tuple[str, ...]]:
+    peaks: dict[int, int] = {}  # by the gigabytes of a card
+    for card, size in _CARDS.items():
+        settings = case.settings_24_gb if size == 24 else ()
+        config = planned_config([f"@{case.preset}", *settings])
+        if size not in peaks:
+            peaks[size] = predict_gpu(GpuRun(config, case.vocab_size, case.gpus, size * 10**9)).peak_bytes
+        flops = peak_flops_of(f"NVIDIA {card}")
+        assert flops is not None, f"observe/hardware.py knows every card of this table, and not {card}"
+        step_s = step_seconds(config, case.vocab_size, gpus=case.gpus, flops=flops, mfu=MFU)
+        tokens = config.train.batch_size * config.data.seq_length
+        yield (
+            f"`{case.preset}`",
+            f"{case.gpus} x {card}, {size} GB",
+            f"`{' '.join(settings)}`" if settings else "its own",
+            size_text(peaks[size]),
+            "yes" if peaks[size] <= size * 10**9 else "no",
+            f"{step_s:.3g} s",
+            f"{tokens / step_s:,.0f}",
+        )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,169 @@
+"""What a run is predicted to take on its GPUs, against torch's own tracker, whole models and sums by hand."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+from zeroband.checks import rehearsal
+from zeroband.checks.gpu_prediction import CONTEXT_BYTES, MARGIN, NCCL_BYTES, GpuRun, knobs, predict_gpu, way_out
+from zeroband.checks.rehearsal import EDGE, rehearse
+from zeroband.config import load_config
+from zeroband.config.placement import Placement
+from zeroband.model.optim import InnerOptimizer
+
+GB = 10**9
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SMALL = (
+    *("--model.d-model=64", "--model.n-heads=4", "--model.n-kv-heads=2", "--model.d-ff=128"),
+    *("--data.seq-length=128", "--train.batch-size=8", "--train.micro-bs=2"),
+)
+STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
+
+
+def small(*arguments: str, ranks: int = 2, gpu_bytes: int = GB) -> GpuRun:
+    return GpuRun(load_config([*SMALL, *arguments], environ={}), 512, ranks, gpu_bytes)
+
+
+def preset(name: str, *arguments: str, ranks: int, gpu_bytes: int, vocab_size: int) -> GpuRun:
+    config = load_config([f"@{CONFIGS / name}.toml", *arguments], environ=STORE)
+    return GpuRun(config, vocab_size, ranks, gpu_bytes)
+
+
+def ten_billion(*arguments: str) -> GpuRun:
+    return preset("10B", *arguments, ranks=8, gpu_bytes=80 * GB, vocab_size=128_256)
+
+
+@pytest.mark.slow
+def test_10b_takes_at_most_64_gb_of_each_of_eight_gpus() -> None:
+    assert 50 * GB < predict_gpu(ten_billion()).peak_bytes <= 64 * GB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "asked", "gpu_bytes", "setting"),
+    [
+        ("1B", ("--train.micro-bs=4",), 24 * GB, "--train.activation_checkpointing full"),
+        ("150M", (), 16 * GB, "--train.micro_bs 8"),
+    ],
+)
+def test_smaller_presets_fit_one_small_card_with_the_setting_that_is_named(
+    name: str, asked: tuple[str, ...], gpu_bytes: int, setting: str
+) -> None:
+    run = preset(name, *asked, ranks=1, gpu_bytes=gpu_bytes, vocab_size=32_000)
+    said = way_out(run, gpu_bytes)
+    assert predict_gpu(run).peak_bytes > gpu_bytes and said.startswith(f"set {setting} needs ")
+    turned = preset(name, *asked, *setting.split(), ranks=1, gpu_bytes=gpu_bytes, vocab_size=32_000)
+    assert predict_gpu(turned).peak_bytes <= gpu_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1B", "150M"])
+def test_smaller_presets_fit_one_large_card_as_they_are(name: str) -> None:
+    assert predict_gpu(preset(name, ranks=1, gpu_bytes=80 * GB, vocab_size=32_000)).peak_bytes < 64 * GB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("checkpointing", "placed"),
+    [("none", Placement(False, False)), ("selective", Placement(True, True)), ("full", Placement(True, False))],
+)
+def test_each_further_block_adds_the_same_to_each_moment(checkpointing: str, placed: Placement) -> None:
+    fewer, more, whole = (
+        rehearse(
+            small(f"--model.n-layers={blocks}", f"--train.activation-checkpointing={checkpointing}").config,
+            512,
+            ranks=2,
+            placed=placed,
+        )
+        for blocks in (2 * EDGE, 2 * EDGE + 1, 2 * EDGE + 5)
+    )
+    totals = [{moment: sum(of.values()) for moment, of in found.items()} for found in (fewer, more, whole)]
+    for moment, total in totals[0].items():
+        assert totals[2][moment] == total + 5 * (totals[1][moment] - total), moment
+    between = [total for moment, total in totals[2].items() if moment not in fewer]
+    assert between and max(between) <= max(totals[2][moment] for moment in fewer)
+
+
+@pytest.mark.slow
+def test_prediction_of_a_deep_model_is_that_of_all_its_blocks() -> None:
+    run = small("--model.n-layers=8", "--train.activation-checkpointing=selective")
+    whole = rehearse(run.config, run.vocab_size, ranks=run.ranks, placed=run.placement)
+    predicted = predict_gpu(run)
+    assert sum(predicted.tensors.values()) == max(sum(of.values()) for of in whole.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers: list[FSDPMemTracker] = []
+    stack = ExitStack()
+
+    class Stepping(InnerOptimizer):
+        def step(self) -> None:
+            super().step()
+            stack.close()
+
+    make_room, set_sync = rehearsal.make_room, rehearsal.set_gradient_sync
+
+    def make_room_and_track(model: Any, local: Any) -> None:
+        make_room(model, local)
+        trackers.append(stack.enter_context(FSDPMemTracker(model)))
+
+    def begin_pass(model: Any, on: bool) -> None:
+        trackers[0].reset_mod_stats()
+        set_sync(model, on)
+
+    monkeypatch.setattr(rehearsal, "make_room", make_room_and_track)
+    monkeypatch.setattr(rehearsal, "set_gradient_sync", begin_pass)
+    monkeypatch.setattr(rehearsal, "InnerOptimizer", Stepping)
+    run = small("--model.n-layers=3", f"--train.activation-checkpointing={checkpointing}")
+    ours = rehearse(run.config, run.vocab_size, ranks=2, placed=Placement(True, False))
+    theirs = trackers[0].get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert max(sum(of.values()) for of in ours.values()) == pytest.approx(theirs, rel=0.005)
+
+
+@pytest.mark.slow
+def test_one_rank_in_float32_holds_each_value_four_times_between_steps() -> None:
+    run = small("--model.n-layers=2", "--train.dtype=float32", "--train.batch-size=2", ranks=1)
+    of = rehearse(run.config, run.vocab_size, ranks=1, placed=Placement(False, False))["step",]
+    each = 4 * run.params
+    assert (of["parameters"], of["gradients"]) == (each, each)
+    assert of["optimizer"] == pytest.approx(2 * each, rel=0.001)
+    assert of["gathered"] == of["loss"] == 0 and of["activations"] < each / 100
+
+
+@pytest.mark.slow
+def test_ranks_share_what_lies_between_steps_and_outer_state_comes_to_it() -> None:
+    two = predict_gpu(small("--model.n-layers=2"))
+    outer = ("--outer.type=diloco", "--store.url=redis://localhost", "--outer.state-device=cuda")
+    one = predict_gpu(small("--model.n-layers=2", *outer, ranks=1))
+    assert two.tensors["parameters"] == pytest.approx(one.tensors["parameters"] / 2, rel=0.01)
+    assert (two.outer_state, one.outer_state) == (0, 8 * small("--model.n-layers=2").params)
+    assert (two.parts["context"], one.parts["context"]) == (CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES)
+    held = sum(one.tensors.values()) + one.outer_state
+    assert one.peak_bytes == held + int(MARGIN * held) + CONTEXT_BYTES
+
+
+@pytest.mark.slow
+def test_each_knob_saves_and_all_of_them_are_tried_where_one_is_not_enough() -> None:
+    outer = ("--outer.type=diloco", "--store.url=redis://localhost", "--outer.state-device=cuda")
+    run = small("--model.n-layers=1", *outer, gpu_bytes=GB)
+    peak, found = predict_gpu(run).peak_bytes, list(knobs(run, 0))
+    assert [str(knob) for knob in found[:-1]] == [
+        "--train.micro_bs 1",
+        "--train.activation_checkpointing selective",
+        "--train.activation_checkpointing full",
+        "--train.reshard_after_forward true",
+        "--train.reduce_gradients micro_batch",
+        "--outer.state_device cpu",
+    ]
+    assert max(knob.peak_bytes for knob in found[:3]) < peak and found[5].peak_bytes < peak
+    assert found[-1].peak_bytes == min(knob.peak_bytes for knob in found)
+    assert way_out(run, 0).startswith(f"even {found[-1]} needs ")
+    assert not torch.distributed.is_initialized()

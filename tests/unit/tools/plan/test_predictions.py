@@ -1,0 +1,18 @@
+"""What docs/gpu.md predicts is what the code predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroband.tools.plan.predictions import document
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "gpu.md"
+
+
+@pytest.mark.slow
+def test_predictions_of_the_document_are_those_of_the_code() -> None:
+    assert document() in DOCUMENT.read_text(encoding="utf-8"), (
+        "run: python -m zeroband.tools.plan.predictions, and put it in place of the section in docs/gpu.md"
+    )
