@@ -33,6 +33,7 @@ from evidence import count, finite, require, require_known
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
 from zeroband.config import RunConfig, load_config
 from zeroband.data.loader import MicroBatch
 from zeroband.data.tokenizer import tokenizer_of
@@ -328,6 +329,11 @@ def report(loops: Sequence[Loop], config: RunConfig, steps: int) -> None:
             f"{median_s / middle_s:.3f} | {best_s / min(loop.times_s):.3f} |"
         )
     print("\nRatios are to the faster of the loops by hand.")
+    if is_gpu:
+        run = GpuRun(config, vocab_size, 1, torch.cuda.get_device_properties(device).total_memory)
+        tensors = sum(predict_gpu(run).tensors.values())
+        uncompiled = next((loop for loop in loops if loop.name == "no compile"), loops[0]).turns[-1].peak_bytes
+        print(f"Predicted memory, uncompiled: {tensors / 1e9:.2f} GB, {tensors / uncompiled:.3f} of what was measured.")
 
 
 def main() -> None:
