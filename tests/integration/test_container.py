@@ -32,9 +32,9 @@ TARGETS = ("cpu", "cuda")
 
 RUNS: Mapping[str, tuple[str, ...]] = {
     "checkpoint/writer_process.py": ("python",),
-    "checks/limits.py": ("g++", "gcc"),
     "elastic/guardian/process.py": ("python",),
     "elastic/store/local_server.py": ("redis-server",),
+    "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
     "tools/cluster/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
