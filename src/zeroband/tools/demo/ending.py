@@ -18,7 +18,7 @@ _FOR_REAL = """\
 For real: one Redis that all machines reach, one secret, made once with `openssl rand -hex 32`, and on every machine:
   (umask 077; cat > token)      # the secret, Enter, Ctrl-D
   export ZERO_BAND_STORE__URL=redis://HOST:6379 ZERO_BAND_RUN__TOKEN_FILE=token ZERO_BAND_RUN__ID=first
-  uv run zeroband launch --nproc_per_node=8 src/zeroband/train.py @configs/150M.toml
+  uv run zeroband launch --nproc_per_node=gpu @150M
 A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
   ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
 
