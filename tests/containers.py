@@ -149,12 +149,13 @@ def copies(stage: Stage) -> Iterator[tuple[str | None, tuple[str, ...], str]]:
 
 
 def context(root: Path) -> list[str]:
-    """The files that .dockerignore leaves in the build context, as paths from the root."""
+    """The files and links that .dockerignore leaves in the build context, as paths from the root."""
     rules = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     tops = {rule[1:].split("/")[0] for rule in rules if rule.startswith("!")}
     assert rules[0] == "*", "everything is left out but what is named; else this would walk .venv"
-    paths = (path for top in sorted(tops) for path in [root / top, *(root / top).rglob("*")] if path.is_file())
-    return [name for path in paths if _is_sent(name := path.relative_to(root).as_posix(), rules)]
+    paths = (path for top in sorted(tops) for path in [root / top, *(root / top).rglob("*")])
+    files = (path for path in paths if path.is_file() or path.is_symlink())  # a link is copied as one
+    return [name for path in files if _is_sent(name := path.relative_to(root).as_posix(), rules)]
 
 
 def sent_of(source: str, sent: Sequence[str]) -> list[str]:
@@ -239,7 +240,7 @@ class Walk:
             for name in names:
                 place = staged / (Path(name).relative_to(source) if name != source else Path(name).name)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(self._root / name, place)
+                shutil.copy2(self._root / name, place, follow_symlinks=False)
         is_folder = target.endswith("/") or (len(sources) == 1 and (self._root / sources[0]).is_dir())
         assert is_folder, f"COPY to the file {target} is not known here"
         copy = f'mkdir -p "$at{to}" && cp -a --no-preserve=ownership {shlex.quote(str(staged))}/. "$at{to}"'
