@@ -239,7 +239,7 @@ def container(tmp_path_factory: pytest.TempPathFactory, stages: dict[str, Stage]
 def test_doctor_finds_no_fault_in_the_container(container: Container) -> None:
     done = container.run("doctor", "@debug/normal", "--train.compile")
     assert done.returncode == 0 and "FAIL" not in done.stdout
-    assert re.search(r"^ok +native library", done.stdout, re.M) and "/usr/bin/g++" in done.stdout
+    assert re.search(r"^ok +native library", done.stdout, re.M)
 
 
 @pytest.mark.soak
