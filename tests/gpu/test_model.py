@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import Float8Recipe, ModelConfig, OptimConfig, ProfileConfig, TrainConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.optim import OptimConfig
+from zeroband.config.training import Float8Recipe, ProfileConfig, TrainConfig
 from zeroband.model import Transformer, attend_plain, attention_on, init_weights, linear_loss
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.float8 import float8_problem

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from zeroband.checkpoint.inner_state import load_inner
 from zeroband.checkpoint.layout import inner_header
 from zeroband.checkpoint.manifest import StoredFile
-from zeroband.config.schema import ModelConfig, TrainConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
 from zeroband.node.mesh import LocalMesh, barrier, init_local_mesh, parallelize

@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zeroband.config.model import ModelConfig
+from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.placement import Placement
-from zeroband.config.schema import AdamWConfig, ModelConfig, OptimConfig, TrainConfig
+from zeroband.config.training import TrainConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
 from zeroband.export.hub_files import start_from

@@ -23,8 +23,9 @@ from tests.memory_store import MemoryRecord, MemoryStore
 from tests.unit.elastic.transport.oracle import averaged
 from torch import Tensor, nn
 
+from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
-from zeroband.config.schema import AdamWConfig, OptimConfig, RollbackConfig
+from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.progress import RunShape

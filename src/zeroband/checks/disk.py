@@ -12,7 +12,8 @@ from pathlib import Path
 from zeroband.checkpoint.layout import step_of
 from zeroband.checks.finding import Finding, Stops, size_text
 from zeroband.checks.needs import Needs
-from zeroband.config.schema import RunConfig, SyntheticTokensSource, TextSource
+from zeroband.config.data import SyntheticTokensSource, TextSource
+from zeroband.config.schema import RunConfig
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
 from zeroband.errors import ConfigError

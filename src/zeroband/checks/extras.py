@@ -8,14 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroband.checks.finding import Finding
-from zeroband.config.schema import (
-    HuggingFaceSource,
-    JsonlSource,
-    ParquetSource,
-    RunConfig,
-    SyntheticTokensSource,
-    TextSource,
-)
+from zeroband.config.data import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticTokensSource, TextSource
+from zeroband.config.schema import RunConfig
 from zeroband.errors import way_to_extra
 
 _EXTRA_OF = {

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.checks.finding import Finding
+from zeroband.config.data import JsonlSource, ParquetSource, SyntheticTokensSource, TextSource
 from zeroband.config.outer import CustomConfig
-from zeroband.config.schema import JsonlSource, ParquetSource, RunConfig, SyntheticTokensSource, TextSource
+from zeroband.config.schema import RunConfig
 from zeroband.data.files import find_files
 from zeroband.data.sources import documents, require_beginning_of_text
 from zeroband.data.tokenizer import tokenizer_of

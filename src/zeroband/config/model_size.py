@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroband.config.schema import TrainConfig
+from zeroband.config.training import TrainConfig
 
 _STATE_BYTES = 16
 """Parameter, gradient and two moments in float32, for each parameter that a rank holds."""

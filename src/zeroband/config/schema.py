@@ -5,14 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
+from zeroband.config.data import DataConfig, SyntheticTokensSource
+from zeroband.config.model import ModelConfig
+from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
 from zeroband.config.store_url import parse_store_url
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
+from zeroband.config.training import FLOAT8_MULTIPLE, TrainConfig
 
 
 class RunSection(Section):
@@ -56,303 +60,6 @@ class NodeSection(Section):
     shm_dir: Path = Field(default=Path("/dev/shm"), json_schema_extra=NODE_LOCAL)
     """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
     eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
-
-
-class ModelConfig(Section):
-    """The decoder."""
-
-    d_model: PositiveInt = 256
-    """Width of the residual stream."""
-    n_layers: PositiveInt = 4
-    """Number of decoder blocks."""
-    n_heads: PositiveInt = 4
-    """Query heads; d_model must be a multiple of it."""
-    n_kv_heads: PositiveInt | None = None
-    """Key and value heads (grouped-query attention). None: as many as query heads."""
-    d_ff: PositiveInt | None = None
-    """Hidden width of SwiGLU. None: 8/3 of d_model, rounded up to a multiple of 64."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary position embedding; larger for long contexts."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool = False
-    """Share the embedding with the output head; saves parameters in small models."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
-        if self.d_model % self.n_heads:
-            raise ValueError(f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}")
-        if self.d_model // self.n_heads % 2:
-            size = self.d_model // self.n_heads
-            raise ValueError(f"model.d_model / model.n_heads = {size} is odd; rotary embedding needs an even head size")
-        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
-            raise ValueError(f"model.n_heads={self.n_heads} is not a multiple of model.n_kv_heads={self.n_kv_heads}")
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_heads or self.n_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.d_model // self.n_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or -(-self.d_model * 8 // 3 // 64) * 64
-
-
-class TextSource(Section):
-    """Plain text files."""
-
-    type: Literal["text"] = "text"
-    paths: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs; one document each. Empty: this machine's Python standard library."""
-    binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
-
-
-class JsonlSource(Section):
-    """JSON Lines files."""
-
-    type: Literal["jsonl"]
-    paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one document each line."""
-    field: str = "text"
-    """Key that holds the document."""
-
-
-class ParquetSource(Section):
-    """Parquet files."""
-
-    type: Literal["parquet"]
-    paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of Parquet; one document each row."""
-    column: str = "text"
-    """Column that holds the document."""
-    binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
-
-
-class HuggingFaceSource(Section):
-    """A dataset by its name on the Hugging Face Hub, or a folder of one."""
-
-    type: Literal["huggingface"]
-    name: str
-    """Name or local path for `datasets.load_dataset`; needs the extra `hf`."""
-    subset: str | None = None
-    """Configuration of the data set."""
-    split: str = "train"
-    """Split of the data set."""
-    column: str = "text"
-    """Column that holds the document."""
-    binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
-
-
-class SyntheticSource(Section):
-    """Text that is made up, for tests and simulations."""
-
-    type: Literal["synthetic"]
-    documents: PositiveInt = 1000
-    """How many documents the seed makes."""
-    mean_length: PositiveInt = 512
-    """Mean length of a document in bytes."""
-
-
-class SyntheticTokensSource(Section):
-    """Token ids that are made up, to measure speed: no tokenizer, no download, nothing to prepare or to store."""
-
-    type: Literal["synthetic-tokens"]
-    tokens: PositiveInt = 1_000_000_000
-    """How many ids the seed makes, of data.vocab_size, ends of documents among them."""
-    mean_document_length: PositiveInt = 500
-    """Mean length of a document in tokens; short ones are frequent, long ones rare."""
-
-
-BytesSource = TextSource | ParquetSource | HuggingFaceSource
-"""Sources whose documents may be bytes that are no text."""
-
-DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource
-"""Sources of text, which a tokenizer makes into ids."""
-
-Source = Annotated[DocumentSource | SyntheticTokensSource, Field(discriminator="type")]
-
-
-class DataConfig(Section):
-    """What is trained on."""
-
-    source: Source = TextSource()
-    """Where the documents come from."""
-    tokenizer: str = "byte"
-    """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`)."""
-    vocab_size: int | None = Field(default=None, ge=2)
-    """Ids that the model has room for, at least those of the tokenizer; decides the model's size together with [model],
-    and what synthetic-tokens draw from. None: as many as the tokenizer has."""
-    seq_length: PositiveInt = 1024
-    """Tokens in one sample."""
-    document_mask: bool = True
-    """Attention does not cross the border between two documents packed into one sample."""
-    cache_dir: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Where the tokenised documents are kept between runs. None: `zeroband` in the user's cache folder."""
-    hold_out: float = Field(default=0.005, ge=0, lt=0.5)
-    """Share of the samples kept back from training, for evaluation."""
-
-    @model_validator(mode="after")
-    def _bytes_are_for_byte_models(self) -> DataConfig:
-        if isinstance(self.source, BytesSource) and self.source.binary and self.tokenizer != "byte":
-            raise ValueError(
-                f'data.source.binary=true needs data.tokenizer = "byte", not {self.tokenizer!r}: other tokenizers take '
-                "text alone"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _made_up_ids_are_of_a_vocabulary(self) -> DataConfig:
-        if isinstance(self.source, SyntheticTokensSource) and self.vocab_size is None:
-            raise ValueError(
-                "data.source.type='synthetic-tokens' needs data.vocab_size, the number of ids to draw from, such as "
-                "32000: no tokenizer is opened for them"
-            )
-        return self
-
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class AdamWConfig(Section):
-    """AdamW."""
-
-    lr: PositiveFloat = 4e-4
-    """Peak learning rate."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of matrices and embeddings."""
-    decay_vectors: bool = False
-    """Whether norms and other vectors are decayed, too, as in DeMo's source."""
-
-
-class CosineSchedule(Section):
-    """Half a cosine from the peak down."""
-
-    type: Literal["cosine"] = "cosine"
-    final_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
-
-
-class LinearSchedule(Section):
-    """A straight line from the peak down."""
-
-    type: Literal["linear"]
-    final_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
-
-
-class WarmupStableDecaySchedule(Section):
-    """The peak, held until the last part of the run, then a straight line down."""
-
-    type: Literal["wsd"]
-    decay_ratio: float = Field(default=0.2, gt=0, le=1)
-    """Share of all steps spent in the final decay."""
-    final_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
-
-
-LrSchedule = Annotated[CosineSchedule | LinearSchedule | WarmupStableDecaySchedule, Field(discriminator="type")]
-
-
-class OptimConfig(Section):
-    """The inner optimizer and its schedule."""
-
-    adamw: AdamWConfig = AdamWConfig()
-    """The inner optimizer."""
-    schedule: LrSchedule = CosineSchedule()
-    """Learning rate after warm-up; counts inner steps."""
-    warmup_steps: int = Field(default=1000, ge=0)
-    """Inner steps over which the learning rate grows linearly to its peak."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest global norm of the gradient. None: no clipping."""
-    z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-partition term that keeps logits small; 1e-4 where training diverges."""
-
-
-ActivationCheckpointing = Literal["none", "selective", "full"]
-Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
-
-_FLOAT8_MULTIPLE = 16
-"""Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
-
-
-class ProfileConfig(Section):
-    """A trace of some inner steps, for chrome://tracing and Perfetto."""
-
-    steps: tuple[PositiveInt, PositiveInt] = Field(default=(10, 15), json_schema_extra=NODE_LOCAL)
-    """The first and the last step of it, counted from 1 as in metrics.jsonl; a few, each makes megabytes."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> ProfileConfig:
-        first, last = self.steps
-        if first > last:
-            raise ValueError(f"train.profile.steps=[{first}, {last}] ends before it begins; set [{last}, {first}]")
-        return self
-
-
-class TrainConfig(Section):
-    """Length and shape of the training."""
-
-    total_steps: PositiveInt = 88_000
-    """Inner steps of the whole run."""
-    init_from: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Directory of a Llama in Hugging Face's layout to start from, the same content on every node; [model] describes
-    the same model. None: random weights of run.seed."""
-    batch_size: PositiveInt = 512
-    """Sequences of one node in one inner step, over all its ranks and micro-batches."""
-    micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
-    """Sequences of one rank in one forward pass; lower it when memory runs out."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
-    activation_checkpointing: ActivationCheckpointing = Field(default="none", json_schema_extra=NODE_LOCAL)
-    """Activations that the backward pass makes again. selective: all but products of matrices and attention, a few
-    percent slower, half the memory; full: each block, about 30 % slower, the least memory; none: fastest."""
-    compile: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """torch.compile each block and the loss: faster on GPUs after a first step of a minute or two; no gain on CPU.
-    None: on GPUs."""
-    reshard_after_forward: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node. None:
-    on GPUs, unless keeping them fits easily; on CPUs, yes."""
-    reduce_gradients: Literal["step", "micro_batch"] | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """When the ranks of a node add up their gradients. step: once, and until then each rank holds all of them in
-    float32; micro_batch: after each one, into its own shard. None: on GPUs, step where that fits easily; on CPUs, step.
-    """
-    float8: Float8Recipe | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Multiply in float8 in the blocks' linear layers, by torchao's recipe of this name (extra `float8`): tensorwise is
-    the fastest, rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. It
-    rounds a node's own gradients, not what nodes agree on, so nodes with and without it train together. None: off."""
-    profile: ProfileConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Trace some steps of each rank, into the node's folder of the run directory. None: none."""
-    threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """CPU threads of one rank. None: torch's choice."""
-
-    @model_validator(mode="after")
-    def _is_profiled_while_it_trains(self) -> TrainConfig:
-        if self.profile is not None and self.profile.steps[1] > self.total_steps:
-            first, last = self.profile.steps
-            raise ValueError(
-                f"train.profile.steps=[{first}, {last}] ends after the last step, train.total_steps={self.total_steps}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _float8_rounds_bfloat16(self) -> TrainConfig:
-        if self.float8 is not None and self.dtype != "bfloat16":
-            raise ValueError(f'train.float8={self.float8!r} needs train.dtype = "bfloat16", not {self.dtype!r}')
-        return self
 
 
 class CommConfig(Section):
@@ -659,8 +366,8 @@ class RunConfig(Section):
             "model.n_kv_heads times the head size": self.model.kv_heads * self.model.head_size,
         }
         for name, size in sizes.items():
-            if self.train.float8 is not None and size % _FLOAT8_MULTIPLE:
-                raise ValueError(f"train.float8 needs {name} to be a multiple of {_FLOAT8_MULTIPLE}, not {size}")
+            if self.train.float8 is not None and size % FLOAT8_MULTIPLE:
+                raise ValueError(f"train.float8 needs {name} to be a multiple of {FLOAT8_MULTIPLE}, not {size}")
         return self
 
     @model_validator(mode="after")

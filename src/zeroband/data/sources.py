@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
-from zeroband.config.schema import (
+from zeroband.config.data import (
     DocumentSource,
     HuggingFaceSource,
     JsonlSource,

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.config.schema import SyntheticTokensSource
+from zeroband.config.data import SyntheticTokensSource
 from zeroband.data.index import mix64
 
 _FORMAT = 1

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.config.schema import DataConfig, SyntheticTokensSource
+from zeroband.config.data import DataConfig, SyntheticTokensSource
 from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
 from zeroband.errors import ConfigError, way_to_extra
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
-from zeroband.config.schema import DataConfig, DocumentSource, SyntheticTokensSource
+from zeroband.config.data import DataConfig, DocumentSource, SyntheticTokensSource
 from zeroband.data.sources import Document, documents, source_identity
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of

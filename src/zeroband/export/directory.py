@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
-from zeroband.config.schema import ExportDtype, ModelConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.schema import ExportDtype
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.hf import hf_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroband.config import load_config
-from zeroband.config.schema import DataConfig
+from zeroband.config.data import DataConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import tokenizer_of

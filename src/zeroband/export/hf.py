@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.errors import ConfigError
 
 _FAMILIES = ("llama", "mistral")

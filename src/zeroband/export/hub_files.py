@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zeroband.checkpoint.layout import hub_name
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard

@@ -12,7 +12,7 @@ from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.data.tokenizer import open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed

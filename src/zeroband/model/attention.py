@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 
 RopeTable = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, each (t, 1, head size) float32."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from zeroband.config.schema import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
 from zeroband.node.sharding import local_part
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.schema import ActivationCheckpointing, ModelConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.training import ActivationCheckpointing
 from zeroband.model.attention import Attend, RopeTable, SelfAttention, attend_plain, rope_table
 from zeroband.model.loss import LogitsLoss, TokenLoss, linear_loss, next_token_loss
 from zeroband.model.recompute import recomputed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroband.config.schema import Float8Recipe
+from zeroband.config.training import Float8Recipe
 
 _LEAST_CAPABILITY = (8, 9)
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from zeroband.config.placement import Placement, placement
-from zeroband.config.schema import ActivationCheckpointing, TrainConfig
+from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8

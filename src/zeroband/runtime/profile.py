@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zeroband.config.schema import ProfileConfig
+from zeroband.config.training import ProfileConfig
 from zeroband.observe.log import get_logger
 
 _log = get_logger(__name__)

@@ -11,7 +11,7 @@ import torch
 
 from zeroband.checks.plain_paths import plain_paths
 from zeroband.config import load_config
-from zeroband.config.schema import TrainConfig
+from zeroband.config.training import TrainConfig
 from zeroband.kernels.dct_kernels import dct_kernels_on
 from zeroband.kernels.fused import passes_on
 from zeroband.node.mesh import compiles

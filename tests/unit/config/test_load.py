@@ -13,9 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.data import ParquetSource
 from zeroband.config.load import render_toml, require_asked
+from zeroband.config.optim import CosineSchedule, WarmupStableDecaySchedule
 from zeroband.config.outer import DilocoConfig
-from zeroband.config.schema import CosineSchedule, ParquetSource, ResumeConfig, WandbConfig, WarmupStableDecaySchedule
+from zeroband.config.schema import ResumeConfig, WandbConfig
 from zeroband.errors import ConfigError
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroband.config.placement import Placement, placement
-from zeroband.config.schema import TrainConfig
+from zeroband.config.training import TrainConfig
 
 GB = 10**9
 KEEPS_ALL, KEEPS_PARAMETERS, KEEPS_NOTHING = Placement(False, False), Placement(False, True), Placement(True, True)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroband.config import RunConfig, load_config
+from zeroband.config.data import TextSource
 from zeroband.config.keys import dotted, schema_keys
+from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.render import help_text, render_toml
-from zeroband.config.schema import AdamWConfig, FaultConfig, ObserveConfig, OptimConfig, TextSource
+from zeroband.config.schema import FaultConfig, ObserveConfig
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 CHANGED = [

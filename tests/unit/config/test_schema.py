@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from zeroband.config.model import ModelConfig
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
-from zeroband.config.schema import FaultConfig, ModelConfig, RunConfig, TrainConfig
+from zeroband.config.schema import FaultConfig, RunConfig
 from zeroband.config.time_outs import TimeOuts
+from zeroband.config.training import TrainConfig
 
 MADE_UP = {"type": "synthetic-tokens"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.config.schema import DataConfig, TextSource
+from zeroband.config.data import DataConfig, TextSource
 from zeroband.data.tokens import TokenStore, prepare
 
 

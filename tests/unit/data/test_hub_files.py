@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from zeroband.config import load_config
-from zeroband.config.schema import DataConfig
+from zeroband.config.data import DataConfig
 from zeroband.data.sources import documents, source_identity
 from zeroband.errors import ConfigError
 

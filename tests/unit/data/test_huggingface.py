@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from zeroband.config.schema import DataConfig, HuggingFaceSource
+from zeroband.config.data import DataConfig, HuggingFaceSource
 from zeroband.data.sources import documents, source_identity
 from zeroband.data.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
 from zeroband.data.tokens import prepare

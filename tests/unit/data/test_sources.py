@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from zeroband.config.schema import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticSource, TextSource
+from zeroband.config.data import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticSource, TextSource
 from zeroband.data.files import find_files
 from zeroband.data.sources import documents, require_beginning_of_text, source_identity
 from zeroband.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zeroband.config.schema import DataConfig, SyntheticTokensSource
+from zeroband.config.data import DataConfig, SyntheticTokensSource
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.data.tokens import is_prepared, prepare

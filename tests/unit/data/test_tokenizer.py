@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.config.schema import DataConfig
+from zeroband.config.data import DataConfig
 from zeroband.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zeroband.config.schema import DataConfig, JsonlSource, SyntheticSource, TextSource
+from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
 from zeroband.data import tokens
 from zeroband.data.sources import Document
 from zeroband.data.tokenizer import ByteTokenizer
@@ -173,7 +173,7 @@ def test_prepare_builds_once_for_all_that_ask_at_once(config: DataConfig, monkey
 def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -> None:
     script = """
 import os, signal, sys
-from zeroband.config.schema import DataConfig
+from zeroband.config.data import DataConfig
 from zeroband.data import tokens
 from zeroband.data.sources import Document
 def documents(source, seed):

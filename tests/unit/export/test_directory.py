@@ -15,7 +15,7 @@ from tests.unit.export.llama import llama_logits
 from tests.unit.export.trained import TINY, trained_of
 
 from zeroband.config import load_config
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.data.tokenizer import NoTokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.directory import write_directory

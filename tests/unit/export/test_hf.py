@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, hf_config, model_config_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import hf_config
 from zeroband.export.hub_files import (

@@ -12,7 +12,8 @@ from zeroband.checkpoint.layout import plan_outer
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.saving import Save, Staged
 from zeroband.checkpoint.storage import Storage
-from zeroband.config.schema import DataConfig, ModelConfig, SyntheticSource
+from zeroband.config.data import DataConfig, SyntheticSource
+from zeroband.config.model import ModelConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.recovery.state_chunks import bytes_of

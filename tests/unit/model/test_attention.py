@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.model.attention import attend_plain, attention_on, rope_table, rotate
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.model import Transformer, generate, init_weights
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.model.init import STD, chunk_rows, local_rows
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
+from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.errors import ConfigError
 from zeroband.model.optim import InnerOptimizer, StepRule, sign_step
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.model import Transformer, attend_plain, attend_varlen, linear_loss, next_token_loss
 from zeroband.model.attention import Attend
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeroband.config.schema import (
+from zeroband.config.optim import (
     AdamWConfig,
     CosineSchedule,
     LinearSchedule,

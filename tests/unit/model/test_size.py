@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeroband.config.schema import ModelConfig
+from zeroband.config.model import ModelConfig
 from zeroband.model import Transformer, flops_per_token, parameter_count
 
 SHAPES = [

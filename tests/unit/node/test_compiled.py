@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.schema import ActivationCheckpointing, ModelConfig, TrainConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.node.mesh import LocalMesh, init_local_mesh, parallelize
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeroband.config.schema import Float8Recipe, ModelConfig, TrainConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.training import Float8Recipe, TrainConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.node import mesh as parallel
 from zeroband.node.float8 import float8_problem

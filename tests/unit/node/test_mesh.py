@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroband.config.schema import ModelConfig, TrainConfig
+from zeroband.config.model import ModelConfig
+from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
 from zeroband.model.init import local_shard

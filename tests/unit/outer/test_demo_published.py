@@ -13,8 +13,8 @@ from tests.oracles.demo import MLP_SHAPES, Published, Tensors, mlp_gradient, mlp
 from torch import Tensor, nn
 
 from zeroband.config import load_config
+from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.config.outer import DemoConfig
-from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 
 pytestmark = pytest.mark.slow
 

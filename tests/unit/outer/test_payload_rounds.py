@@ -15,8 +15,8 @@ from tests.unit.conftest import FakeNode, FakeRun, ModelOf
 from tests.unit.outer.test_oracles import runs_of
 from torch import Tensor
 
+from zeroband.config.optim import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
-from zeroband.config.schema import AdamWConfig, LinearSchedule, OptimConfig
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.rounds.round_report import RoundReport

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.schema import OptimConfig
+from zeroband.config.optim import OptimConfig
 from zeroband.model.optim import InnerOptimizer
 from zeroband.runtime import loop
 from zeroband.runtime.checkpointing import NoCheckpoints

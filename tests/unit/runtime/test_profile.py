@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroband.config.schema import ProfileConfig
+from zeroband.config.training import ProfileConfig
 from zeroband.runtime.profile import StepProfiler
 
 CPU = torch.device("cpu")

@@ -1,0 +1,82 @@
+"""The [train] section: length and shape of the training, and what a node spends on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from zeroband.config.section import NODE_LOCAL, Section
+
+ActivationCheckpointing = Literal["none", "selective", "full"]
+Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+FLOAT8_MULTIPLE = 16
+"""Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
+
+
+class ProfileConfig(Section):
+    """A trace of some inner steps, for chrome://tracing and Perfetto."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(default=(10, 15), json_schema_extra=NODE_LOCAL)
+    """The first and the last step of it, counted from 1 as in metrics.jsonl; a few, each makes megabytes."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ProfileConfig:
+        first, last = self.steps
+        if first > last:
+            raise ValueError(f"train.profile.steps=[{first}, {last}] ends before it begins; set [{last}, {first}]")
+        return self
+
+
+class TrainConfig(Section):
+    """Length and shape of the training."""
+
+    total_steps: PositiveInt = 88_000
+    """Inner steps of the whole run."""
+    init_from: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Directory of a Llama in Hugging Face's layout to start from, the same content on every node; [model] describes
+    the same model. None: random weights of run.seed."""
+    batch_size: PositiveInt = 512
+    """Sequences of one node in one inner step, over all its ranks and micro-batches."""
+    micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
+    """Sequences of one rank in one forward pass; lower it when memory runs out."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
+    activation_checkpointing: ActivationCheckpointing = Field(default="none", json_schema_extra=NODE_LOCAL)
+    """Activations that the backward pass makes again. selective: all but products of matrices and attention, a few
+    percent slower, half the memory; full: each block, about 30 % slower, the least memory; none: fastest."""
+    compile: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """torch.compile each block and the loss: faster on GPUs after a first step of a minute or two; no gain on CPU.
+    None: on GPUs."""
+    reshard_after_forward: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node. None:
+    on GPUs, unless keeping them fits easily; on CPUs, yes."""
+    reduce_gradients: Literal["step", "micro_batch"] | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """When the ranks of a node add up their gradients. step: once, and until then each rank holds all of them in
+    float32; micro_batch: after each one, into its own shard. None: on GPUs, step where that fits easily; on CPUs, step.
+    """
+    float8: Float8Recipe | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Multiply in float8 in the blocks' linear layers, by torchao's recipe of this name (extra `float8`): tensorwise is
+    the fastest, rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. It
+    rounds a node's own gradients, not what nodes agree on, so nodes with and without it train together. None: off."""
+    profile: ProfileConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Trace some steps of each rank, into the node's folder of the run directory. None: none."""
+    threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """CPU threads of one rank. None: torch's choice."""
+
+    @model_validator(mode="after")
+    def _is_profiled_while_it_trains(self) -> TrainConfig:
+        if self.profile is not None and self.profile.steps[1] > self.total_steps:
+            first, last = self.profile.steps
+            raise ValueError(
+                f"train.profile.steps=[{first}, {last}] ends after the last step, train.total_steps={self.total_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_rounds_bfloat16(self) -> TrainConfig:
+        if self.float8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f'train.float8={self.float8!r} needs train.dtype = "bfloat16", not {self.dtype!r}')
+        return self
