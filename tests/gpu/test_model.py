@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.training import Float8Recipe, ProfileConfig, TrainConfig
 from zeroband.model import Transformer, attend_plain, attention_on, init_weights, linear_loss
@@ -24,7 +24,7 @@ from zeroband.runtime.profile import StepProfiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-CONFIG = ModelConfig(d_model=256, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=512)
+CONFIG = LlamaConfig(d_model=256, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=512)
 V, B, T = 512, 2, 384
 BORDERS = [0, 100, 101, 300, T, T + 250, 2 * T]
 BF16 = 2**-8

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zeroband.checkpoint.inner_state import load_inner
 from zeroband.checkpoint.layout import inner_header
 from zeroband.checkpoint.manifest import StoredFile
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
@@ -34,7 +34,7 @@ VOCAB = 61  # 61 rows divide by neither two nor three
 
 
 def build() -> Transformer:
-    model = Transformer(ModelConfig(d_model=24, n_layers=2, n_heads=2, d_ff=50), VOCAB)
+    model = Transformer(LlamaConfig(d_model=24, n_layers=2, n_heads=2, d_ff=50), VOCAB)
     init_weights(model, seed=3)
     return model
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.placement import Placement
 from zeroband.config.training import TrainConfig
@@ -31,6 +31,7 @@ from zeroband.model import (
     gradient_scale,
     init_weights,
 )
+from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import (
     LocalMesh,
@@ -102,11 +103,11 @@ def whole(tensor: Tensor | None) -> Tensor:
     return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
 
 
-def imported(held: dict[str, Tensor], config: ModelConfig, out: Path, mesh: LocalMesh) -> dict[str, Tensor]:
+def imported(held: dict[str, Tensor], config: LlamaConfig, out: Path, mesh: LocalMesh) -> dict[str, Tensor]:
     """What rank 0 wrote as a directory, read back by all ranks into another sharded model."""
     folder = Path(broadcast_json(tempfile.mkdtemp(dir=out), mesh)) / "model"
     if mesh.rank == 0:
-        trained = TrainedModel(config, VOCAB, ByteTokenizer(), LENGTH, held.__getitem__)
+        trained = TrainedModel(LlamaBlueprint(config, VOCAB), ByteTokenizer(), LENGTH, held.__getitem__)
         write_directory(trained, folder, "float32", max_bytes=4000)
     barrier(mesh)
     with torch.device("meta"):
@@ -118,7 +119,7 @@ def imported(held: dict[str, Tensor], config: ModelConfig, out: Path, mesh: Loca
 
 
 def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config = ModelConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied)
+    config = LlamaConfig(d_model=24, n_layers=2, n_heads=2, tie_embeddings=scenario.tied)
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
     placed = parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)

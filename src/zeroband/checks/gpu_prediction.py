@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroband.checks.finding import size_text
 from zeroband.checks.rehearsal import EDGE, KINDS, Bytes, Moment, rehearse
+from zeroband.config.model import LlamaConfig
 from zeroband.config.model_size import parameter_count
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.placement import Placement, placement
@@ -98,9 +99,14 @@ class Knob:
 def predict_gpu(run: GpuRun) -> GpuPrediction:
     """Predict the peak of a rank's GPU. Raises ConfigError where the ranks cannot share the batch.
 
+    Raises NotImplementedError for a model that is not this package's.
+
     Deep models are rehearsed with few blocks: each further one adds as many bytes to each moment, exactly.
     """
-    config, blocks, few = run.config, run.config.model.n_layers, 2 * EDGE
+    config = run.config
+    if not isinstance(config.model, LlamaConfig):
+        raise NotImplementedError(f"a step of model.type={config.model.type!r} is not rehearsed")
+    blocks, few = config.model.n_layers, 2 * EDGE
     require_even_shares(config.train.batch_size, run.ranks)
     if blocks <= few + 1:
         moments: Mapping[Moment, Bytes] = _rehearsed(run, blocks)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from zeroband.checks.finding import Finding
 from zeroband.config.data import JsonlSource, ParquetSource, SyntheticTokensSource, TextSource
+from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.files import find_files
 from zeroband.data.sources import documents, require_beginning_of_text
-from zeroband.data.tokenizer import tokenizer_of
+from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 
 _LOOKED_INTO = 64
@@ -47,12 +48,14 @@ class OpenedInputs:
     findings: tuple[Finding, ...]
     vocab_size: int = 0
     sections: int = 1
+    built_params: int = 0
 
 
 def open_inputs(config: RunConfig) -> OpenedInputs:
     """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do."""
     findings: list[Finding] = []
-    vocab_size, sections = 0, 1
+    vocab_size, sections, built_params = 0, 1, 0
+    tokenizer: Tokenizer | None = None
     source = config.data.source
     try:
         tokenizer = tokenizer_of(config.data)
@@ -70,8 +73,12 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
             findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
     except (ConfigError, OSError) as error:
         findings.append(Finding("data", "cannot be read", str(error), stops="start"))
-    if config.train.init_from is not None:
-        findings += _weights(config, config.train.init_from)
+    if isinstance(config.model, LlamaConfig):
+        if config.train.init_from is not None:
+            findings += _weights(config.model, config.train.init_from)
+    elif tokenizer is not None:
+        found, built_params = _built(config, tokenizer)
+        findings.append(found)
     if isinstance(config.outer, CustomConfig):
         from zeroband.outer.custom import load_algorithm
 
@@ -79,14 +86,27 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
             sections = len(load_algorithm(config.outer).sections)
         except ConfigError as error:
             findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
-    return OpenedInputs(tuple(findings), vocab_size, sections)
+    return OpenedInputs(tuple(findings), vocab_size, sections, built_params)
 
 
-def _weights(config: RunConfig, folder: Path) -> Iterator[Finding]:
+def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
+    """A model that is not this package's, and how many values of it are trained."""
+    from zeroband.model.registry import blueprint_of, require_answers
+
+    try:
+        model = blueprint_of(config.model, tokenizer, config.data.seq_length).on_meta()
+        require_answers(config, model)
+    except ConfigError as error:
+        return Finding("model", "cannot be built", str(error), stops="start"), 0
+    numel = model.trained().numel
+    return Finding("model", f"{config.model.type}, {numel} values to train in {len(model.blocks)} layers"), numel
+
+
+def _weights(config: LlamaConfig, folder: Path) -> Iterator[Finding]:
     from zeroband.export.hub_files import WeightFiles, require_model
 
     try:
-        require_model(folder, config.model)
+        require_model(folder, config)
         names = WeightFiles(folder).names
     except ConfigError as error:
         yield Finding("weights", "cannot be taken", str(error), stops="start")

@@ -122,10 +122,16 @@ def out_of_gpu_memory(error: Exception, needs: Needs, local_world_size: int) -> 
 
     card, peak = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
     run, _ = _run_on_gpu(needs, local_world_size, torch.cuda.mem_get_info()[1])
-    predicted = predict_gpu(run).peak_bytes
-    return MachineUnfit(
+    happened = (
         f"out of memory on {card}, of which a rank has {size_text(run.gpu_bytes)}: its tensors took {size_text(peak)} "
-        f"at the peak, {size_text(predicted)} were predicted in all; "
+        "at the peak"
+    )
+    try:
+        predicted = predict_gpu(run).peak_bytes
+    except NotImplementedError:
+        return MachineUnfit(f'{happened}; lower train.micro_bs, or set train.activation_checkpointing = "full"')
+    return MachineUnfit(
+        f"{happened}, {size_text(predicted)} were predicted in all; "
         f"{way_out(run, min(run.gpu_bytes, int(_LESS * predicted)))}"
     )
 

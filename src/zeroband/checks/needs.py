@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroband.config.cautions import round_steps
+from zeroband.config.model import LlamaConfig
 from zeroband.config.model_size import parameter_count
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
@@ -29,17 +30,19 @@ _LEAST_SECTIONS = 1
 class Needs:
     """What a run needs.
 
-    `vocab_size`, `sections`: of the tokenizer and of an algorithm of one's own, which cannot be known without loading
-    them; 0 and 1 where they are not, and then these are the least that it needs.
+    `vocab_size`, `sections`, `built_params`: of the tokenizer, of an algorithm of one's own, and of a model that is not
+    this package's, which cannot be known without loading them; 0 and 1 where they are not, and then these are the least
+    that it needs.
     """
 
     config: RunConfig
     vocab_size: int = 0
     sections: int = _LEAST_SECTIONS
+    built_params: int = 0
 
     @property
     def params(self) -> int:
-        return parameter_count(self.config.model, self.vocab_size)
+        return self.built_params or parameter_count(self.config.model, self.vocab_size)
 
     @property
     def shared_bytes(self) -> int:
@@ -60,13 +63,14 @@ class Needs:
         A donor's copy lies there while another node joins, and twice where two rounds are fetched at a time.
         """
         held, model = self._buffers[0], self.config.model
-        largest = max(self.vocab_size, model.ff_width) * model.d_model
+        is_ours = isinstance(model, LlamaConfig)  # others are built whole by the first rank
+        first = max(self.vocab_size, model.ff_width) * model.d_model * ranks if is_ours else self.params
         update = _VALUE_BYTES if self.config.codec_name == "fp32" else 1
         is_alone = self.config.outer is None
         return {
             "donor's copy": _VALUE_BYTES * self.params * held,
             "journal of rounds": 0 if is_alone else max(self.params * update, JOURNAL_BYTES),
-            "first weights": _VALUE_BYTES * largest * ranks,
+            "first weights": _VALUE_BYTES * first,
             "processes": PROCESS_BYTES * ranks,
         }
 

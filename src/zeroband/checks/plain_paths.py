@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zeroband.checks.finding import Finding
+from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 
@@ -29,7 +30,9 @@ def _on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
     from zeroband.kernels.probe import triton_problem
     from zeroband.model.attention import attention_on
 
-    _, why = attention_on(device, getattr(torch, config.train.dtype), config.model)
+    why = ""
+    if isinstance(config.model, LlamaConfig):
+        _, why = attention_on(device, getattr(torch, config.train.dtype), config.model)
     if why and config.data.document_mask:
         yield Finding(
             "attention over packed documents", f"masked, {why}", "slower: bench/train_loop.py says by how much"

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
@@ -161,6 +162,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
     fake_mode = FakeTensorMode()
     with _fake_ranks(ranks) as local, fake_mode:
         with torch.device("meta"):
+            assert isinstance(config.model, LlamaConfig)
             model = Transformer(config.model, vocab_size, attend_varlen if train.dtype == "bfloat16" else attend_plain)
         parallelize(model, train, local)
         with StorageTracker(fake_mode) as tracker:

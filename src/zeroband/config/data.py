@@ -95,8 +95,9 @@ class DataConfig(Section):
 
     source: Source = TextSource()
     """Where the documents come from."""
-    tokenizer: str = "byte"
-    """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`)."""
+    tokenizer: str = Field(default="byte", json_schema_extra=NODE_LOCAL)
+    """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`),
+    the same on all nodes. Unless it is set, a model that has a model.name brings its own."""
     vocab_size: int | None = Field(default=None, ge=2)
     """Ids that the model has room for, at least those of the tokenizer; decides the model's size together with [model],
     and what synthetic-tokens draw from. None: as many as the tokenizer has."""

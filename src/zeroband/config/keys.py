@@ -56,6 +56,11 @@ class Key:
         return any(get_origin(member) is tuple for member in member_types(self.field.annotation))
 
     @property
+    def is_table(self) -> bool:
+        """Whether its own keys are not known here."""
+        return any(get_origin(member) is dict for member in member_types(self.field.annotation))
+
+    @property
     def is_flag(self) -> bool:
         return bool in member_types(self.field.annotation)
 
@@ -148,7 +153,7 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
     origin = get_origin(annotation)
     if origin is Annotated:
         return member_types(get_args(annotation)[0])
-    if origin is None or origin is tuple or not _is_union(annotation):
+    if origin is None or origin in (tuple, dict) or not _is_union(annotation):
         return (annotation,)
     return tuple(inner for member in get_args(annotation) for inner in member_types(member))
 

@@ -178,6 +178,8 @@ def _decoded(path: Path, text: str, origin: str, schema: SchemaKeys) -> list[Set
         return _flat(_nested(path, _json_table(text, path, origin, schema)), origin, schema)
     if any(key.is_list for key in schema.keys.get(path, ())) and text.lower() != NONE:
         return [Setting(path, _list(text, path, origin), origin)]
+    if any(key.is_table for key in schema.keys.get(path, ())) and text.lower() != NONE:
+        return [Setting(path, _table(text, path, origin), origin)]
     return [Setting(path, _none_where_allowed(path, text, schema), origin)]
 
 
@@ -189,6 +191,17 @@ def _list(text: str, path: Path, origin: str) -> list[Any]:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON list: {error}") from error
+
+
+def _table(text: str, path: Path, origin: str) -> dict[str, Any]:
+    """A table whose keys are somebody else's, as JSON."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{dotted(path)}={text!r} (from {origin}) is no JSON object {{...}}; in a file it is a table")
+    return cast(dict[str, Any], value)
 
 
 def _json_table(text: str, path: Path, origin: str, schema: SchemaKeys) -> dict[str, Any]:
@@ -256,17 +269,6 @@ def _all_known(settings: list[Setting], unknown: Sequence[str]) -> list[Setting]
     if unknown:
         raise ConfigError("\n".join(unknown))
     return settings
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """The two sides; a value that is no JSON is text. Raises ValueError where one of them is missing."""
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise ValueError(f"{text!r} is no KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
 
 
 def merge(layers: Iterable[Iterable[Setting]], schema: SchemaKeys) -> dict[Path, Setting]:

@@ -17,6 +17,7 @@ from zeroband.config.layers import (
     nested,
     parse_command_line,
 )
+from zeroband.config.model import TransformersConfig
 from zeroband.config.problems import describe
 from zeroband.config.render import help_text, render_toml
 from zeroband.config.schema import RunConfig
@@ -54,7 +55,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
         layer_of_environment(environ, schema),
         layer_of_flags(line.flags, schema),
     ]
-    config = _with_token(_validated(layers, schema))
+    config = _with_models_tokenizer(_with_token(_validated(layers, schema)))
     if line.is_dry_run:
         _print_and_exit(render_toml(config), environ)
     return config
@@ -66,6 +67,14 @@ def _with_token(config: RunConfig) -> RunConfig:
         return config
     token = read_token(config.run.token_file)
     return config.model_copy(update={"run": config.run.model_copy(update={"token": token})})
+
+
+def _with_models_tokenizer(config: RunConfig) -> RunConfig:
+    """The configuration with the tokenizer that comes with its model, where no other one is named."""
+    model = config.model
+    if not isinstance(model, TransformersConfig) or model.name is None or "tokenizer" in config.data.model_fields_set:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": model.name})})
 
 
 def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:

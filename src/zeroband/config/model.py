@@ -1,15 +1,19 @@
-"""The [model] section: what is trained."""
+"""The [model] section: what is trained, one tagged variant for each way to describe it."""
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from zeroband.config.section import Section
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from zeroband.config.section import NODE_LOCAL, Section, key_value
 
 
-class ModelConfig(Section):
-    """The decoder."""
+class LlamaConfig(Section):
+    """The decoder of this package: Llama's, with the fastest path."""
 
+    type: Literal["llama"] = "llama"
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 4
@@ -28,7 +32,7 @@ class ModelConfig(Section):
     """Share the embedding with the output head; saves parameters in small models."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
+    def _heads_divide(self) -> LlamaConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"model.d_model={self.d_model} is not a multiple of model.n_heads={self.n_heads}")
         if self.d_model // self.n_heads % 2:
@@ -49,3 +53,78 @@ class ModelConfig(Section):
     @property
     def ff_width(self) -> int:
         return self.d_ff or -(-self.d_model * 8 // 3 // 64) * 64
+
+
+class LoraConfig(Section):
+    """Adapters of low rank beside the linear layers, by peft: they alone are trained, and they alone travel."""
+
+    r: PositiveInt = 16
+    """Rank of an adapter."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's output counts alpha / r times."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
+    """Ends of the names of the layers that get one, such as q_proj, v_proj. all-linear: every linear layer but the
+    head."""
+
+
+class TransformersConfig(Section):
+    """A causal language model of transformers (extra `hf`), trained as it is there.
+
+    Its parameters keep transformers' names, and are float32; train.dtype is the compute type.
+    """
+
+    type: Literal["transformers"]
+    name: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    """Name on the Hugging Face Hub, or a directory that `save_pretrained` made, of the same content on every node. Its
+    tokenizer is the run's, too, unless data.tokenizer names another. None: `config` describes the model."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """pretrained: begin with the weights that `name` has. random: with those that run.seed makes."""
+    config: dict[str, JsonValue] | None = None
+    """transformers' own configuration, in the place of `name` or over what it has: a table [model.config] with
+    model_type, hidden_size, num_hidden_layers and so on. None: as `name` has it."""
+    attention: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """transformers' attn_implementation: sdpa, eager, flex_attention, flash_attention_2. None: transformers' choice."""
+    lora: LoraConfig | None = None
+    """Train adapters only. None: every parameter."""
+
+    @model_validator(mode="after")
+    def _describes_a_model(self) -> TransformersConfig:
+        if self.name is None and (self.config is None or "model_type" not in self.config):
+            raise ValueError(
+                'model.type="transformers" needs model.name, such as "Qwen/Qwen3-0.6B" or a directory, or a table '
+                "[model.config] with model_type"
+            )
+        return self
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether there are weights to begin with."""
+        return self.name is not None and self.weights == "pretrained"
+
+
+class CustomModelConfig(Section):
+    """A module of one's own, from a file that is not part of the package."""
+
+    type: Literal["custom"]
+    file: Path = Field(json_schema_extra=NODE_LOCAL)
+    """The file, whose `build(config)` returns the torch module; examples/own_model.py is one. Its content must be the
+    same on all nodes."""
+    settings: tuple[str, ...] = ()
+    """KEY=VALUE for each thing that `build` is to know, in its `config.settings`; values as in JSON."""
+
+    @field_validator("settings")
+    @classmethod
+    def _are_pairs(cls, settings: tuple[str, ...]) -> tuple[str, ...]:
+        for setting in settings:
+            key_value(setting)
+        return settings
+
+    @property
+    def named_settings(self) -> dict[str, Any]:
+        """`settings` by key."""
+        return dict(map(key_value, self.settings))
+
+
+Model = Annotated[LlamaConfig | TransformersConfig | CustomModelConfig, Field(discriminator="type")]

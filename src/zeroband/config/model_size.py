@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig, Model
 
 
-def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Number of trainable values, a tied head counted once."""
+def parameter_count(config: Model, vocab_size: int) -> int:
+    """Number of trainable values, a tied head counted once; 0 of a model that has to be built to be counted."""
+    if not isinstance(config, LlamaConfig):
+        return 0
     embeddings = vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
     norms = (2 * config.n_layers + 1) * config.d_model
     return embeddings + norms + config.n_layers * _block_matrices(config)
 
 
-def flops_per_token(config: ModelConfig, vocab_size: int, seq_length: int) -> int:
+def flops_per_token(config: LlamaConfig, vocab_size: int, seq_length: int) -> int:
     """Floating-point operations of one training token, forward and backward, as MFU is reported.
 
     6 N + 12 L d t: N counts the matrices that a token is multiplied with (the head, tied or not, but neither the
@@ -23,7 +25,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int, seq_length: int) -> in
     return 6 * matrices + 12 * config.n_layers * config.d_model * seq_length
 
 
-def _block_matrices(config: ModelConfig) -> int:
+def _block_matrices(config: LlamaConfig) -> int:
     kv_width = config.d_model // config.n_heads * config.kv_heads
     attention = 2 * config.d_model * (config.d_model + kv_width)
     return attention + 3 * config.d_model * config.ff_width

@@ -54,8 +54,11 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, tuple):
-        return f"[{', '.join(_toml(part) for part in cast(tuple[Any, ...], value))}]"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_toml(part) for part in cast(Sequence[Any], value))}]"
+    if isinstance(value, dict):
+        table = cast(dict[str, Any], value)
+        return f"{{ {', '.join(f'{_toml(key)} = {_toml(inner)}' for key, inner in table.items())} }}" if table else "{}"
     if value is None:
         return _toml(NONE)
     assert isinstance(value, str | PurePath), f"no TOML for {value!r}"
@@ -138,6 +141,8 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         members = [member for member in get_args(annotation) if member is not Ellipsis]
         count = "" if Ellipsis in get_args(annotation) else f", {len(members)} of them"
         return f"list of {_type_name(members[0])}{count}{bounds}"
+    if origin is dict:
+        return "table"
     if get_args(annotation):
         return " or ".join(
             _type_name(member, () if member is NoneType else metadata) for member in get_args(annotation)
@@ -156,4 +161,6 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
 
 def _wrapped(text: str, *, indent: int) -> list[str]:
     pad = " " * indent
-    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=pad, subsequent_indent=pad)
+    return textwrap.wrap(
+        " ".join(text.split()), _WIDTH, initial_indent=pad, subsequent_indent=pad, break_on_hyphens=False
+    )

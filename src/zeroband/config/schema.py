@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from zeroband.config.data import DataConfig, SyntheticTokensSource
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Secret, Section
@@ -288,7 +288,8 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     node: NodeSection = NodeSection()
-    model: ModelConfig = ModelConfig()
+    model: Model = LlamaConfig()
+    """The model: its own variant of keys for each type of it."""
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -359,6 +360,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _float8_has_sizes_for_it(self) -> RunConfig:
+        if self.train.float8 is None:
+            return self
+        if not isinstance(self.model, LlamaConfig):
+            raise ValueError(f"train.float8 is for model.type='llama', not {self.model.type!r}; drop it")
         sizes = {
             "data.seq_length": self.data.seq_length,
             "model.d_model": self.model.d_model,
@@ -366,8 +371,18 @@ class RunConfig(Section):
             "model.n_kv_heads times the head size": self.model.kv_heads * self.model.head_size,
         }
         for name, size in sizes.items():
-            if self.train.float8 is not None and size % FLOAT8_MULTIPLE:
+            if size % FLOAT8_MULTIPLE:
                 raise ValueError(f"train.float8 needs {name} to be a multiple of {FLOAT8_MULTIPLE}, not {size}")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_of_the_model(self) -> RunConfig:
+        if self.train.init_from is not None and not isinstance(self.model, LlamaConfig):
+            way_out = "set model.name to it" if isinstance(self.model, TransformersConfig) else "load it in `build`"
+            raise ValueError(
+                f"train.init_from={str(self.train.init_from)!r} is for model.type='llama', not {self.model.type!r}; "
+                f"{way_out}"
+            )
         return self
 
     @model_validator(mode="after")

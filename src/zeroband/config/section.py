@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -21,3 +22,14 @@ class Section(BaseModel):
     """A strict, frozen part of the configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """The two sides; a value that is no JSON is text. Raises ValueError where one of them is missing."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"{text!r} is no KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value

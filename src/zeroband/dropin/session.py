@@ -109,7 +109,7 @@ class Session:
             node_dir=node_dir_of(config),
             shared=shared_of(config, parameters.shapes, wish.total_steps),
             local=local,
-            model=parameters,
+            parameters=parameters,
             inner=self._inner,
             departure=Departure(config.fault.grace_s),
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),

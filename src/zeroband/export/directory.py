@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES, cut, file_names, hub_name, index_of
-from zeroband.config.model import ModelConfig
 from zeroband.config.schema import ExportDtype
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.hf import hf_config
 from zeroband.export.hub_files import CONFIG_FILE, INDEX_FILE
-from zeroband.model.transformer import Transformer
-from zeroband.node.sharding import is_sharded
+from zeroband.model.blueprint import Blueprint, LlamaBlueprint
+from zeroband.model.foreign import ForeignBlueprint
+from zeroband.model.language_model import LanguageModel
+from zeroband.node.sharding import Parameters, is_sharded
 from zeroband.state.flat import FlatLayout
 
 DTYPES: dict[ExportDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -31,32 +32,19 @@ DTYPES: dict[ExportDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32":
 class TrainedModel:
     """A model's weights, and what they are of no use without."""
 
-    config: ModelConfig
-    vocab_size: int
-    """Width of the head."""
+    blueprint: Blueprint
     tokenizer: Tokenizer
     seq_length: int
     """Tokens of one sample in training."""
     read: Callable[[str], Tensor]
     """The whole value of one of our parameters, float32 on any device."""
 
-    def empty(self) -> Transformer:
-        """The decoder without values or memory, on the meta device."""
-        with torch.device("meta"):
-            return Transformer(self.config, self.vocab_size)
-
-    def build(self, device: torch.device, *, rounded_to: torch.dtype = torch.float32) -> Transformer:
-        """The decoder in float32 for evaluation, its weights rounded to another type before. Takes 4 bytes a value."""
-        model = self.empty().to_empty(device=device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                value = self.read(name)
-                assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
-                parameter.copy_(value.to(rounded_to))
-        return model.eval()
+    def build(self, device: torch.device, *, rounded_to: torch.dtype = torch.float32) -> LanguageModel:
+        """The model in float32 for evaluation, its weights rounded to another type before. Takes 4 bytes a value."""
+        return self.blueprint.build(lambda name: self.read(name).to(rounded_to), device)
 
 
-def whole_parameters(model: nn.Module, *, keeps: bool) -> dict[str, Tensor]:
+def whole_parameters(model: Parameters, *, keeps: bool) -> dict[str, Tensor]:
     """Return a sharded model's parameters by name, float32 on the CPU. Called by all local ranks, between inner steps.
 
     A rank that does not keep them takes part, one parameter at a time, and gets none.
@@ -91,15 +79,13 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         model.tokenizer.save(draft, seq_length=model.seq_length)  # first: a model without one is refused
-        _write_weights(draft, model, DTYPES[dtype], max_bytes)
-        end = model.tokenizer.end_of_document
-        described = hf_config(
-            model.config, vocab_size=model.vocab_size, seq_length=model.seq_length, end_of_document=end, dtype=dtype
-        )
-        _write_json(draft / CONFIG_FILE, described)
-        _write_json(draft / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        for path in draft.iterdir():  # save_file keeps weights from other users
-            shutil.copymode(draft / CONFIG_FILE, path)
+        match model.blueprint:
+            case LlamaBlueprint() as llama:
+                _write_llama(draft, llama, model, dtype, max_bytes)
+            case blueprint:
+                assert isinstance(blueprint, ForeignBlueprint)
+                blueprint.save(model.read, draft, DTYPES[dtype])
+        _let_all_read(draft)
         size = sum(path.stat().st_size for path in draft.iterdir())
         draft.replace(out)
     except ConfigError:
@@ -110,9 +96,34 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
     return size
 
 
-def _write_weights(folder: Path, model: TrainedModel, dtype: torch.dtype, max_bytes: int) -> None:
+def _let_all_read(folder: Path) -> None:
+    """Give files the permissions that new ones have here: safetensors keeps weights from other users."""
+    sample = folder / "permissions"
+    sample.touch()
+    for path in folder.iterdir():
+        shutil.copymode(sample, path)
+    sample.unlink()
+
+
+def _write_llama(folder: Path, blueprint: LlamaBlueprint, model: TrainedModel, dtype: ExportDtype, most: int) -> None:
+    _write_weights(folder, blueprint, model, DTYPES[dtype], most)
+    end = model.tokenizer.end_of_document
+    described = hf_config(
+        blueprint.config,
+        vocab_size=blueprint.vocab_size,
+        seq_length=model.seq_length,
+        end_of_document=end,
+        dtype=dtype,
+    )
+    _write_json(folder / CONFIG_FILE, described)
+    _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+
+
+def _write_weights(
+    folder: Path, blueprint: LlamaBlueprint, model: TrainedModel, dtype: torch.dtype, max_bytes: int
+) -> None:
     """One file, or several and an index; one file's worth is in memory at a time."""
-    cuts = cut(FlatLayout.of(model.empty()).slots, max_bytes, itemsize=dtype.itemsize)
+    cuts = cut(FlatLayout.of(blueprint.on_meta()).slots, max_bytes, itemsize=dtype.itemsize)
     names = file_names("model", len(cuts))
     for name, slots in zip(names, cuts, strict=True):
         tensors = {hub_name(slot.name): model.read(slot.name).to("cpu", dtype).contiguous() for slot in slots}

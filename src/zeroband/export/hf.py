@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.errors import ConfigError
 
-_FAMILIES = ("llama", "mistral")
+FAMILIES = ("llama", "mistral")
+"""Architectures of transformers that ours can be."""
 _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -20,13 +21,13 @@ _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
 """Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
 
 
-def is_derived(name: str, config: ModelConfig) -> bool:
+def is_derived(name: str, config: LlamaConfig) -> bool:
     """Whether a tensor of a Hugging Face checkpoint follows from others and need not be read: tied heads, angles."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def hf_config(
-    config: ModelConfig, *, vocab_size: int, seq_length: int, end_of_document: int, dtype: str
+    config: LlamaConfig, *, vocab_size: int, seq_length: int, end_of_document: int, dtype: str
 ) -> dict[str, Any]:
     """What to write as `config.json` so that transformers and vLLM build this model.
 
@@ -58,18 +59,18 @@ def hf_config(
     }
 
 
-def model_config_of(record: Mapping[str, Any], where: str) -> ModelConfig:
+def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
     """Our configuration of the model that a `config.json` describes; `where` names the file in messages.
 
     Raises: ConfigError naming the key where the model is not one that ours can be.
     """
-    if record.get("model_type") not in _FAMILIES:
-        raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(_FAMILIES)}")
+    if record.get("model_type") not in FAMILIES:
+        raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(FAMILIES)}")
     for key, same in _SAME_ARITHMETIC.items():
         if key in record and record[key] not in same:
             raise ConfigError(f"{where}: {key}={record[key]!r}, which this model does not have; needed: {same[0]!r}")
     try:
-        config = ModelConfig(
+        config = LlamaConfig(
             d_model=record["hidden_size"],
             n_layers=record["num_hidden_layers"],
             n_heads=record["num_attention_heads"],
@@ -104,12 +105,12 @@ def _rope_theta(record: Mapping[str, Any], where: str) -> float:
     return record.get("rope_theta", 10_000.0)
 
 
-def differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+def differences(there: LlamaConfig, here: LlamaConfig) -> list[str]:
     """What differs between two models, a phrase for each key; a default equals the value that it stands for."""
     wanted, held = _resolved(there), _resolved(here)
     return [f"{key} is {wanted[key]!r} there and {held[key]!r} here" for key in wanted if wanted[key] != held[key]]
 
 
-def _resolved(config: ModelConfig) -> dict[str, Any]:
+def _resolved(config: LlamaConfig) -> dict[str, Any]:
     named = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ff_width}
     return {f"model.{key}": value for key, value in named.items()}

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zeroband.checkpoint.layout import hub_name
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, is_derived, model_config_of
 from zeroband.model.init import local_rows, local_shard
@@ -113,7 +113,7 @@ def start_from(model: Transformer, folder: Path, *, used_ids: int) -> WeightFile
     return files
 
 
-def require_model(folder: Path, config: ModelConfig) -> None:
+def require_model(folder: Path, config: LlamaConfig) -> None:
     """Raise ConfigError where a directory in Hugging Face's layout holds another model than [model] describes."""
     found = differences(model_config_of(read_config(folder), str(folder / CONFIG_FILE)), config)
     if found:

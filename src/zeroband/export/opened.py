@@ -12,16 +12,20 @@ from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import TransformersConfig
 from zeroband.data.tokenizer import open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
-from zeroband.export.hf import model_config_of
+from zeroband.export.hf import FAMILIES, model_config_of
 from zeroband.export.hub_files import CONFIG_FILE, WeightFiles, read_config
-from zeroband.model.transformer import Transformer
+from zeroband.model.blueprint import LlamaBlueprint
+from zeroband.model.registry import blueprint_of_record
 from zeroband.observe.log import get_logger
 from zeroband.state.flat import FlatLayout
+
+_USUAL_LENGTH = 1024
+"""Tokens that a model sees at a time where its configuration does not say."""
 
 _log = get_logger(__name__)
 
@@ -91,27 +95,27 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     """The parameters of a checkpoint in memory, 4 bytes each, verified while they were read."""
     stamp = checkpoint.manifest.stamp
     what = f"step {stamp.inner_step} of run {stamp.run_id}"
-    described = dict(stamp.model)
     try:
-        vocab_size = int(described.pop("vocab_size"))
-        config, corpus = ModelConfig.model_validate(described), Corpus.of_record(stamp.data)
+        corpus = Corpus.of_record(stamp.data)
+        blueprint = blueprint_of_record(stamp.model, seq_length=corpus.data.seq_length)
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
     tokenizer = tokenizer_of(corpus.data)
     if tokenizer.fingerprint != corpus.tokenizer_fingerprint:
         raise ConfigError(f"data.tokenizer={corpus.data.tokenizer!r} is not what it was when {what} was saved")
-    with torch.device("meta"):
-        layout = FlatLayout.of(Transformer(config, vocab_size))
+    layout = FlatLayout.of(blueprint.on_meta().trained())
     flat = torch.empty(layout.numel)
     checkpoint.read_parameters(layout.slots, flat)
     held = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in layout.slots}
-    model = TrainedModel(config, vocab_size, tokenizer, corpus.data.seq_length, held.__getitem__)
+    model = TrainedModel(blueprint, tokenizer, corpus.data.seq_length, held.__getitem__)
     return Opened(model, what, corpus, corpus.data.tokenizer, trust.remark(checkpoint.manifest))
 
 
 def _open_directory(folder: Path) -> Opened:
     """A model in Hugging Face's layout, ours or another Llama, its weights mapped."""
     record, where = read_config(folder), str(folder / CONFIG_FILE)
+    if record.get("model_type") not in FAMILIES:
+        return _open_of_transformers(folder)
     config = model_config_of(record, where)
     try:
         vocab_size, seq_length = int(record["vocab_size"]), int(record["max_position_embeddings"])
@@ -122,5 +126,17 @@ def _open_directory(folder: Path) -> Opened:
     def read(name: str) -> Tensor:
         return files.rows(hub_name(name), slice(None)).float()
 
-    model = TrainedModel(config, vocab_size, open_tokenizer(str(folder)), seq_length, read)
+    model = TrainedModel(LlamaBlueprint(config, vocab_size), open_tokenizer(str(folder)), seq_length, read)
+    return Opened(model, str(folder), None, str(folder))
+
+
+def _open_of_transformers(folder: Path) -> Opened:
+    """Any causal language model that transformers knows, in memory. Raises ConfigError."""
+    from zeroband.model.hub_model import TransformersBlueprint  # which loads transformers
+
+    tokenizer = open_tokenizer(str(folder))
+    config = TransformersConfig(type="transformers", name=str(folder))
+    blueprint = TransformersBlueprint(config, ids=tokenizer.vocab_size, seq_length=1)
+    longest = getattr(blueprint.hub_config, "max_position_embeddings", None) or _USUAL_LENGTH
+    model = TrainedModel(blueprint, tokenizer, longest, blueprint.pretrained_values().__getitem__)
     return Opened(model, str(folder), None, str(folder))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroband.errors import way_to_extra
 from zeroband.export.directory import DTYPES, ExportDtype, TrainedModel
+from zeroband.export.hub_files import CONFIG_FILE
 from zeroband.model.generate import evaluating
 
 TOLERANCE = 1e-5
@@ -41,10 +42,14 @@ class Parity:
 
 
 def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Parity | None:
-    """Load an exported directory with transformers, and compare logits and ids; None where it is not installed.
+    """Load an exported directory with transformers, and compare logits and ids.
+
+    None where it is not installed, or the directory is not in its layout: that of a module of the user's own.
 
     Both compute in float32 on the CPU, from weights rounded as they were written: 8 bytes a parameter are needed.
     """
+    if not (directory / CONFIG_FILE).is_file():
+        return None
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
@@ -68,7 +73,7 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 def describe(parity: Parity | None) -> str:
     """What the comparison showed, in words."""
     if parity is None:
-        return f"not checked: transformers is not installed; {way_to_extra('hf')}"
+        return f"not checked: the model is not one of transformers, or that is not installed; {way_to_extra('hf')}"
     verdict = "equal" if parity.is_equal else "NOT EQUAL"
     line = (
         f"{verdict} to transformers in float32: max |difference| {parity.difference:.2e} over {parity.logits} logits "

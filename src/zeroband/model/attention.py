@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 
 RopeTable = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, each (t, 1, head size) float32."""
@@ -95,7 +95,7 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor 
     return varlen_attn(packed, keys, values, cu_seqlens, cu_seqlens, longest, longest, **options).view(query.shape)
 
 
-def attention_on(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> tuple[Attend, str]:
+def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) -> tuple[Attend, str]:
     """Return the fastest `Attend` for activations of this type, and why not a faster one; empty where there is none."""
     if device.type != "cuda":
         return attend_plain, ""
@@ -132,7 +132,7 @@ def _varlen_module() -> Any:
 class SelfAttention(nn.Module):
     """Multi-head attention whose groups of query heads share one key and value head."""
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.attend = attend

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
-from zeroband.node.sharding import local_part
+from zeroband.node.sharding import Parameters, local_part
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
@@ -80,7 +80,7 @@ class InnerOptimizer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Parameters,
         optim: OptimConfig,
         *,
         total_steps: int,

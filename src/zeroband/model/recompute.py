@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_T = TypeVar("_T")
 
 PRODUCTS_OF_BLOCK = 7
 """Query, key, value, output; gate, up, down. The last one's result goes into the residual stream alone."""
@@ -23,11 +24,11 @@ _COSTLY = {
 """Operators whose results selective checkpointing keeps; norms, rotations and gates are cheap to make again."""
 
 
-def recomputed(how: Literal["selective", "full"], run: Callable[..., Tensor], *args: object) -> Tensor:
+def recomputed(how: Literal["selective", "full"], run: Callable[..., _T], *args: object, draws: bool = False) -> _T:
     """Return run(*args), of whose activations the backward pass makes all (`full`) or the cheap ones again."""
     if how == "full":
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_selective)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=draws)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=_selective)
 
 
 def _selective() -> tuple[Any, Any]:

@@ -5,18 +5,20 @@ Parameter names are those of Hugging Face's Llama without the leading `model.`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, overload
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
+from zeroband.config.model_size import flops_per_token
 from zeroband.config.training import ActivationCheckpointing
 from zeroband.model.attention import Attend, RopeTable, SelfAttention, attend_plain, rope_table
-from zeroband.model.loss import LogitsLoss, TokenLoss, linear_loss, next_token_loss
+from zeroband.model.language_model import LanguageModel
+from zeroband.model.loss import TokenLoss, linear_loss
 from zeroband.model.recompute import recomputed
 
 _T = TypeVar("_T")
@@ -25,7 +27,7 @@ _T = TypeVar("_T")
 class SwiGlu(nn.Module):
     """Feed-forward layer gated by SiLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.d_model, config.ff_width, bias=False)
         self.up_proj = nn.Linear(config.d_model, config.ff_width, bias=False)
@@ -42,7 +44,7 @@ class Block(nn.Module):
     sharded block gathers its parameters once around both, no wrapper changes a name, and the compiler sees all of it.
     """
 
-    def __init__(self, config: ModelConfig, attend: Attend) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.self_attn = SelfAttention(config, attend)
@@ -71,10 +73,13 @@ class Head(nn.Module):
         return use(x, self.weight)
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """A Llama-style decoder. May be built under `torch.device("meta")`: `init_weights` gives it values later."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, attend: Attend = attend_plain) -> None:
+    compiles_whole = True
+    casts_inputs = False  # the embedding makes the compute type; rotary angles must stay float32
+
+    def __init__(self, config: LlamaConfig, vocab_size: int, attend: Attend = attend_plain) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
@@ -84,21 +89,28 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         # Tied: no second name for the embedding, because `to_empty` and sharding would make two parameters of it.
         self.lm_head = None if config.tie_embeddings else Head(config.d_model, vocab_size)
-        self.logits_loss: LogitsLoss = next_token_loss
 
-    @overload
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor: ...
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.layers)
 
-    @overload
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor, z_loss: float = 0.0) -> TokenLoss: ...
+    @property
+    def ends(self) -> Sequence[nn.Module]:
+        return [] if self.lm_head is None else [self.embed_tokens, self.lm_head]
+
+    def recompute(self, how: ActivationCheckpointing) -> None:
+        for block in self.layers:
+            cast(Block, block).checkpointing = how
+
+    def flops_per_token(self, seq_length: int) -> int:
+        return flops_per_token(self.config, self.vocab_size, seq_length)
 
     def forward(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
     ) -> Tensor | TokenLoss:
-        """Logits of the next token at every position; with targets, their loss instead, without holding all logits.
+        """As `LanguageModel` says; the loss without holding all logits, which are in the compute type.
 
-        Shapes: tokens and targets (b, t) int64, cu_seqlens as in `Attend`; gives (b, t, v) in the compute type, or a
-        TokenLoss. Positions count from the start of the row: only their differences act within a document.
+        Positions count from the start of the row: only their differences act within a document.
         """
         rope = rope_table(tokens.shape[1], self.config.head_size, self.config.rope_theta, tokens.device)
         x = self.embed_tokens(tokens)  # (b, t, d)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -208,36 +208,53 @@ def barrier(mesh: LocalMesh) -> None:
     dist.barrier(group=mesh.control)  # pyright: ignore[reportUnknownMemberType]
 
 
-class _Block(Protocol):
-    checkpointing: ActivationCheckpointing
+class Shardable(Protocol):
+    """A model as far as sharding it over the ranks is concerned; `model/language_model.py` says what each is."""
 
-
-class _Model(Protocol):
-    embed_tokens: nn.Module
-    layers: Iterable[nn.Module]
-    lm_head: nn.Module | None
+    compiles_whole: bool
+    casts_inputs: bool
     logits_loss: Callable[..., Any]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def ends(self) -> Sequence[nn.Module]: ...
+
+    def recompute(self, how: ActivationCheckpointing) -> None: ...
 
 
 def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placement:
-    """Shard a model over the local ranks in place: each of `model.layers`, embedding and head by itself.
+    """Shard a `Shardable` over the local ranks in place: each of its blocks, embedding and head by itself.
 
     Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
-    change. A model on the meta device is sharded without memory; then call `make_room` and `init_weights`.
+    change. A model on the meta device is sharded without memory; then call `make_room` and give it its values.
     One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. Returns what the ranks keep
-    between the passes of a step.
+    between the passes of a step. Raises ConfigError for a model that has no layers where it has to be sharded.
     """
-    for block in cast(_Model, model).layers:
-        cast(_Block, block).checkpointing = train.activation_checkpointing
+    parts = cast(Shardable, model)
+    parts.recompute(train.activation_checkpointing)
     if train.float8 is not None and not float8_problem(mesh.device):
-        use_float8(cast(_Model, model).layers, train.float8)
+        use_float8(parts.blocks, train.float8)
     if compiles(train, mesh.device):
         _compile(model)
     params = sum(parameter.numel() for parameter in model.parameters())
     placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
     if mesh.world_size > 1 or train.dtype != "float32":
+        _require_cuts(model, mesh)
         _shard(model, train, mesh, placed)
     return placed
+
+
+def _require_cuts(model: nn.Module, mesh: LocalMesh) -> None:
+    if mesh.world_size > 1 and not cast(Shardable, model).blocks:
+        raise ConfigError(
+            f"the model has no nn.ModuleList of layers, so {mesh.world_size} ranks cannot share it out; keep its "
+            "layers in one, or start a node of one rank for each GPU"
+        )
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise ConfigError(f"parameter {name} is a single number, which ranks cannot share out; give it shape (1,)")
 
 
 def compiles(train: TrainConfig, device: torch.device) -> bool:
@@ -248,10 +265,11 @@ def compiles(train: TrainConfig, device: torch.device) -> bool:
 
 
 def _compile(model: nn.Module) -> None:
-    """Compile each block, whole, and the loss. One graph serves all blocks, and all numbers of documents."""
-    for block in cast(_Model, model).layers:
-        block.forward = torch.compile(block.forward, fullgraph=True)  # not the module: FSDP2's hooks stay outside
-    cast(_Model, model).logits_loss = torch.compile(cast(_Model, model).logits_loss, fullgraph=True)
+    """Compile each block, and the loss. One graph serves all blocks alike, and all numbers of documents."""
+    parts = cast(Shardable, model)
+    for block in parts.blocks:  # not the module: FSDP2's hooks stay outside
+        block.forward = torch.compile(block.forward, fullgraph=parts.compiles_whole)
+    parts.logits_loss = torch.compile(parts.logits_loss, fullgraph=True)
     model.register_forward_pre_hook(_leave_documents_open)
 
 
@@ -263,29 +281,43 @@ def _leave_documents_open(_model: nn.Module, inputs: tuple[Tensor | None, ...]) 
 def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh, placed: Placement) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, see `sharding`
 
+    parts = cast(Shardable, model)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # the embedding makes the compute type; rotary angles must stay float32
+        cast_forward_inputs=parts.casts_inputs,
     )
-    shard, parts = partial(fully_shard, mesh=mesh.mesh, mp_policy=policy), cast(_Model, model)
-    for block in parts.layers:
+    shard = partial(fully_shard, mesh=mesh.mesh, mp_policy=policy)
+    for block in parts.blocks:
         shard(block, reshard_after_forward=placed.reshard_after_forward)
-    if parts.lm_head is not None:  # else the embedding is used at both ends, and stays with the root
-        shard(parts.embed_tokens, reshard_after_forward=placed.reshard_after_forward)
-        shard(parts.lm_head, reshard_after_forward=False)  # its backward pass comes next
+    if parts.ends:  # else the embedding is used at both ends, and stays with the root
+        embedding, head = parts.ends
+        shard(embedding, reshard_after_forward=placed.reshard_after_forward)
+        shard(head, reshard_after_forward=False)  # its backward pass comes next
     shard(model, reshard_after_forward=False)
 
 
 def make_room(model: nn.Module, mesh: LocalMesh) -> None:
-    """Give the parameters of a model on the meta device memory on this rank's device; they have no values yet."""
+    """Give what is on the meta device memory on this rank's device; it has no values yet. What is tied stays tied."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model.to_empty(device=mesh.device)
+        for (first, name), *others in places.values():
+            for module, other in others:
+                setattr(module, other, getattr(first, name))
         return
-    for module in model.modules():  # `to_empty` asks torch's compiler, seconds to load, how the memory is laid out
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            room = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device)
-            setattr(module, name, nn.Parameter(room, requires_grad=parameter.requires_grad))
+    for of_one in places.values():  # `to_empty` asks torch's compiler, seconds to load, how the memory is laid out
+        meta = getattr(*of_one[0])
+        room = torch.empty(meta.shape, dtype=meta.dtype, device=mesh.device)
+        parameter = nn.Parameter(room, requires_grad=meta.requires_grad)
+        for module, name in of_one:
+            setattr(module, name, parameter)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=mesh.device))
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:

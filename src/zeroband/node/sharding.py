@@ -7,7 +7,8 @@ float32 does without them: a DTensor can only be there where they are loaded alr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from torch import Tensor, nn
@@ -24,6 +25,22 @@ class Parameters(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once, always in the same order."""
         ...
+
+
+@dataclass(frozen=True)
+class NamedParameters:
+    """Some of a model's parameters, by the names under which all nodes know them."""
+
+    named: Mapping[str, nn.Parameter]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters, as a model does."""
+        return iter(self.named.items())
+
+    @property
+    def numel(self) -> int:
+        """Number of values in all of them, shards of other ranks included."""
+        return sum(parameter.numel() for parameter in self.named.values())
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

@@ -7,23 +7,19 @@ of those that synchronise at each one; of the latter outer.inner_steps is 1.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
-from zeroband.config.layers import key_value
 from zeroband.config.outer import CustomConfig
-from zeroband.config.section import Section
+from zeroband.config.section import Section, key_value
 from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.errors import ConfigError
+from zeroband.node.user_file import load_file
 from zeroband.outer.every_step import EveryStep
 
 _NAME = "ALGORITHM"
@@ -49,12 +45,8 @@ class CustomAlgorithm:
 
 def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
     """The algorithm that a section names. Raises ConfigError where the file has none, or refuses the settings."""
-    path = Path(config.algorithm)
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"outer.algorithm={config.algorithm!r} cannot be read: {error.strerror}") from error
-    found = getattr(_module(path, digest), _NAME, None)
+    file = load_file(Path(config.algorithm), "outer.algorithm")
+    found = getattr(file.module, _NAME, None)
     missing = [name for name in _NEEDED if not hasattr(found, name)]
     missing += sorted(getattr(found, "__abstractmethods__", ()))
     if not isinstance(found, type) or missing:
@@ -74,7 +66,7 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
             '"overwrite" or "mix"'
         )
     settings = _settings(config, getattr(algorithm, "Settings", Section))
-    return CustomAlgorithm(algorithm, settings, digest, tuple(algorithm.sections), is_every_step)
+    return CustomAlgorithm(algorithm, settings, file.digest, tuple(algorithm.sections), is_every_step)
 
 
 def _require_single_steps(config: CustomConfig) -> None:
@@ -86,23 +78,6 @@ def _require_single_steps(config: CustomConfig) -> None:
             "outer.inner_steps = 1, and neither outer.inner_seconds, outer.straggler_deadline_s, outer.fragments nor "
             "outer.overlap"
         )
-
-
-def _module(path: Path, digest: str) -> ModuleType:
-    """The file as a module, once for each content."""
-    name = f"zeroband_algorithm_{digest[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"outer.algorithm={str(path)!r} is no Python file; its name must end in .py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"outer.algorithm={str(path)!r} cannot be imported: {error!r}") from error
-    return module
 
 
 def _settings(config: CustomConfig, kind: type[Section]) -> Section:

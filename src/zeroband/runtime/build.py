@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +19,17 @@ from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
-from zeroband.model.attention import attention_on
-from zeroband.model.init import init_weights
+from zeroband.model.blueprint import Blueprint
+from zeroband.model.language_model import LanguageModel
 from zeroband.model.optim import InnerOptimizer, StepRule
+from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, compiles, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, make_room, parallelize
+from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
-from zeroband.outer.custom import CustomAlgorithm, load_algorithm
+from zeroband.outer.custom import load_algorithm
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
@@ -41,7 +44,8 @@ class TrainerParts(NodeParts):
     tokenizer: Tokenizer
     loader: Loader
     data_fingerprint: str
-    model: Transformer
+    blueprint: Blueprint
+    model: LanguageModel
     placement: Placement
     inner: InnerOptimizer
     profiler: StepProfiler
@@ -65,32 +69,33 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         even_micro_batches=compiles(config.train, local.device),
         pins=local.device.type == "cuda",
     )
-    with torch.device("meta"):
-        attend, _ = attention_on(local.device, getattr(torch, config.train.dtype), config.model)
-        model = Transformer(config.model, tokenizer.padded_vocab_size, attend)
-    if local.rank == 0:
-        for finding in plain_paths(config, local.device):
-            _log.warning(str(finding))
-    placed = parallelize(model, config.train, local)
-    make_room(model, local)
-    init_weights(model, config.run.seed)
-    weights = _weights_to_start_from(config, model, tokenizer, local)
+    built = _build_model(config, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
     # at every step the inner state is the nodes' common one, whatever the number of their ranks
     is_exact = isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
     rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
-    inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule)
+    inner = InnerOptimizer(
+        built.parameters, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule
+    )
     return TrainerParts(
         config=config,
         node_id=node_id_of(config),
         node_dir=node_dir_of(config),
-        shared=_shared(config, model, custom, data=tokens.fingerprint, weights=weights),
+        shared={
+            **{key: str(value) for key, value in shared_items(config).items()},
+            "data (tokens)": tokens.fingerprint,
+            "data.tokenizer (ids)": tokenizer.fingerprint,
+            **built.shared,
+            **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
+        },
         local=local,
         tokenizer=tokenizer,
         loader=loader,
         data_fingerprint=tokens.fingerprint,
-        model=model,
-        placement=placed,
+        blueprint=built.blueprint,
+        model=built.model,
+        parameters=built.parameters,
+        placement=built.placement,
         inner=inner,
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
@@ -98,25 +103,40 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     )
 
 
-def _shared(
-    config: RunConfig, model: Transformer, custom: CustomAlgorithm | None, *, data: str, weights: str
-) -> dict[str, str]:
-    """`data`, `weights`: fingerprints of the tokens, and of the files that the weights came from."""
-    return {
-        **{key: str(value) for key, value in shared_items(config).items()},
-        "model (names and shapes)": FlatLayout.of(model).digest(),
-        "data (tokens)": data,
+@dataclass(frozen=True)
+class _BuiltModel:
+    blueprint: Blueprint
+    model: LanguageModel
+    parameters: NamedParameters
+    placement: Placement
+    shared: Mapping[str, str]
+    """What nodes must agree on of it, besides the configuration."""
+
+
+def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _BuiltModel:
+    """The model, sharded over the local ranks and with its first values. Called by all of them."""
+    blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
+    model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
+    require_answers(config, model)
+    if local.rank == 0:
+        for finding in plain_paths(config, local.device):
+            _log.warning(str(finding))
+    placed = parallelize(model, config.train, local)
+    make_room(model, local)
+    values = broadcast_json(blueprint.give_values(model, config.run.seed, local), local)
+    weights = ""
+    if config.train.init_from is not None:
+        assert isinstance(model, Transformer), "the configuration has seen to it"
+        files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
+        weights = on_first_rank(local, files.fingerprint)
+    parameters = model.trained()
+    shared = {
+        "model (names and shapes)": FlatLayout.of(parameters).digest(),
         "train.init_from (weights)": weights,
-        **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
+        **blueprint.shared,
+        **values,
     }
-
-
-def _weights_to_start_from(config: RunConfig, model: Transformer, tokenizer: Tokenizer, local: LocalMesh) -> str:
-    """Load the weights of `train.init_from`. Returns the fingerprint of their files, empty without any."""
-    if config.train.init_from is None:
-        return ""
-    files = start_from(model, config.train.init_from, used_ids=tokenizer.vocab_size)
-    return on_first_rank(local, files.fingerprint)
+    return _BuiltModel(blueprint, model, parameters, placed, shared)
 
 
 def _log_progress(tokens: int) -> None:

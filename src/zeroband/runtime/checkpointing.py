@@ -48,7 +48,7 @@ class Staging:
     def __init__(self, node: TrainerParts, world: World, stack: ExitStack) -> None:
         self._local = node.local
         self._world, state = world, world.state_parts
-        self.layout = FlatLayout.of(node.model)
+        self.layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
         self.outer = state.common
         moments = () if state.has_moments else node.inner.moment_names
@@ -181,7 +181,7 @@ class Checkpoints:
         self._members: tuple[str, ...] = (node.node_id,)
         """Node ids of the newest round's members."""
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
-        self._layout_digest = FlatLayout.of(node.model).digest()
+        self._layout_digest = FlatLayout.of(node.parameters).digest()
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:
             self._staging = Staging(node, world, stack)
@@ -298,7 +298,7 @@ class Checkpoints:
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,
-            model={**config.model.model_dump(mode="json"), "vocab_size": self._node.tokenizer.padded_vocab_size},
+            model=self._node.blueprint.to_record(),
             tokenizer=config.data.tokenizer,
             data=corpus.to_record(),
         )

@@ -234,7 +234,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     if common_norm is None:
         with node.departure.in_step():
             beside = passed.nats if has_own_steps else None
-            norm = clip_grad_norm_(node.model, node.config.optim.clip_norm, beside=beside)
+            norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, beside=beside)
         found_inf = (~norm.isfinite()).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
@@ -300,11 +300,10 @@ def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
 def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> None:
     """Write the trained model as a directory; 4 bytes of memory for each parameter, and 8 more to compare it."""
     out = settings.path or node.node_dir / EXPORT_DIR
-    held = whole_parameters(node.model, keeps=node.local.rank == 0)
+    held = whole_parameters(node.parameters, keeps=node.local.rank == 0)
     if node.local.rank != 0:
         return
-    vocab_size, seq_length = node.tokenizer.padded_vocab_size, node.config.data.seq_length
-    trained = TrainedModel(node.config.model, vocab_size, node.tokenizer, seq_length, held.__getitem__)
+    trained = TrainedModel(node.blueprint, node.tokenizer, node.config.data.seq_length, held.__getitem__)
     try:
         write_directory(trained, out, settings.dtype)
     except FolderInUse as error:

@@ -28,7 +28,8 @@ class NodeParts:
     shared: Mapping[str, str]
     """What all nodes of the run must agree on, by the name that a node which differs is told."""
     local: LocalMesh
-    model: Parameters
+    parameters: Parameters
+    """What the nodes train together."""
     inner: Inner
     departure: Departure
     faults: FaultPoints

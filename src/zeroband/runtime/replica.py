@@ -109,7 +109,7 @@ class Replica:
         self._vacancy = Vacancy(config, node.node_id, is_restart=self._is_restart, on_event=on_event)
         with ExitStack() as stack:
             self.store = self._open_store(stack)
-            layout = FlatLayout.of(node.model)
+            layout = FlatLayout.of(node.parameters)
             self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
             self._folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
             self.memory = NodeMemory(
@@ -226,14 +226,14 @@ class Replica:
         fragments = whole(layout)
         if isinstance(config.outer, RoundsConfig) and config.outer.fragments > 1:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
-        sent = ShardMap.of(arranged(layout, fragments), self._node.model, local)
+        sent = ShardMap.of(arranged(layout, fragments), self._node.parameters, local)
         every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))
         parts = OuterParts(
             mesh=self.mesh,
-            model=self._node.model,
+            model=self._node.parameters,
             inner=self._node.inner,
             buffers=self.buffers,
-            shards=ShardMap.of(layout, self._node.model, local),
+            shards=ShardMap.of(layout, self._node.parameters, local),
             fragments=fragments,
             sent=sent,
             codec=codec,

@@ -17,7 +17,6 @@ import torch
 
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
-from zeroband.config.model_size import flops_per_token, parameter_count
 from zeroband.data.ledger import Ledger
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -294,11 +293,10 @@ class TrainerReport(NodeReport):
     """The trainer's report on local rank 0: metrics, events, and the console line."""
 
     def __init__(self, node: TrainerParts) -> None:
-        config, vocab_size = node.config, node.tokenizer.padded_vocab_size
-        parameters = parameter_count(config.model, vocab_size)
-        super().__init__(node, parameters=parameters, total_steps=config.train.total_steps)
+        config = node.config
+        super().__init__(node, parameters=node.model.trained().numel, total_steps=config.train.total_steps)
         self._trainer = node
-        self._flops_per_token = flops_per_token(config.model, vocab_size, config.data.seq_length)
+        self._flops_per_token = node.model.flops_per_token(config.data.seq_length)
         peak = peak_flops(node.local.device)
         self._peak_flops = None if peak is None else peak * min(node.local.world_size, torch.cuda.device_count())
         self._uncommitted_tokens = 0

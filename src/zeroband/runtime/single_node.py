@@ -49,7 +49,7 @@ class SingleNode:
 
     @property
     def state_parts(self) -> StateParts:
-        return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.model)}, has_moments=False)
+        return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.parameters)}, has_moments=False)
 
     @property
     def fellows(self) -> Fellows:
@@ -107,7 +107,7 @@ class SingleNode:
         Raises RecoveryFailed, ConfigError, RunOver.
         """
         node, config, local, from_s = self._node, self._node.config, self._node.local, time.monotonic()
-        layout = FlatLayout.of(node.model)
+        layout = FlatLayout.of(node.parameters)
         source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
         restorer = Restorer(source, node.node_id, layout, targets, node.faults)
@@ -125,7 +125,7 @@ class SingleNode:
             return False
         if local.rank != 0:
             restorer.restore(saved["step"])
-        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.model), targets[PARAMS])
+        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(node.parameters), targets[PARAMS])
         self.outer.adopt(saved["round"], saved["record"])
         node.inner.seek(saved["step"])
         has_inner = all_ok(restorer.load_inner(saved["step"], node.inner, local), local)

@@ -44,7 +44,7 @@ def test_keys_know_the_variants_that_have_them() -> None:
 def test_default_tag_is_that_of_the_default_section() -> None:
     sections = schema_keys().sections
     tags = {dotted(path): section.default_tag for path, section in sections.items() if "" not in section.variants}
-    assert tags == {"data.source": "text", "optim.schedule": "cosine", "outer": None}
+    assert tags == {"model": "llama", "data.source": "text", "optim.schedule": "cosine", "outer": None}
 
 
 def test_kinds_of_keys_follow_their_types() -> None:
@@ -56,7 +56,10 @@ def test_kinds_of_keys_follow_their_types() -> None:
         "optim.adamw.betas",
         "fault.inject",
         "outer.settings",
+        "model.settings",
+        "model.lora.target_modules",
     }
+    assert {name for name, key in keys.items() if key.is_table} == {"model.config"}
     assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable
     assert keys["train.compile"].is_flag and not keys["train.micro_bs"].is_flag
     assert keys["run.seed"].is_shared and not keys["train.micro_bs"].is_shared

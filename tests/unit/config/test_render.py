@@ -92,7 +92,7 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
     "line",
     [
         "--train.micro_bs * integer > 0 Sequences",
-        "--model.n_kv_heads integer > 0 or none Key",
+        "--model.n_kv_heads integer > 0 or none model.type = llama: Key",
         "--fault.detect_s number >= 0.5, <= 600 Longest",
         "--fault.lease_s number > 0 or none Life of a lease",
         "--fault.grace_s * number > 0 A node that is asked to leave",

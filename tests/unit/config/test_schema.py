@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
 from zeroband.config.schema import FaultConfig, RunConfig
 from zeroband.config.time_outs import TimeOuts
@@ -29,12 +29,12 @@ MADE_UP = {"type": "synthetic-tokens"}
 )
 def test_heads_that_do_not_divide_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        ModelConfig(**sizes)
+        LlamaConfig(**sizes)
 
 
 def test_sizes_left_out_follow_from_the_others() -> None:
-    assert (ModelConfig(d_model=128).kv_heads, ModelConfig(d_model=128).ff_width) == (4, 384)
-    assert (ModelConfig(n_kv_heads=2).kv_heads, ModelConfig(d_ff=100).ff_width) == (2, 100)
+    assert (LlamaConfig(d_model=128).kv_heads, LlamaConfig(d_model=128).ff_width) == (4, 384)
+    assert (LlamaConfig(n_kv_heads=2).kv_heads, LlamaConfig(d_ff=100).ff_width) == (2, 100)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,13 @@ def test_profile_and_float8_that_cannot_be_are_refused(arguments: dict[str, Any]
     ("sizes", "message"),
     [
         ({"data": {"seq_length": 1000}}, "data.seq_length to be a multiple of 16, not 1000"),
-        ({"model": {"d_model": 40, "n_heads": 4, "d_ff": 64}}, "model.d_model to be a multiple of 16, not 40"),
-        ({"model": {"d_ff": 100}}, "model.d_ff to be a multiple of 16, not 100"),
         (
-            {"model": {"d_model": 96, "n_heads": 12, "n_kv_heads": 1}},
+            {"model": {"type": "llama", "d_model": 40, "n_heads": 4, "d_ff": 64}},
+            "model.d_model to be a multiple of 16, not 40",
+        ),
+        ({"model": {"type": "llama", "d_ff": 100}}, "model.d_ff to be a multiple of 16, not 100"),
+        (
+            {"model": {"type": "llama", "d_model": 96, "n_heads": 12, "n_kv_heads": 1}},
             "model.n_kv_heads times the head size to be a multiple of 16, not 8",
         ),
     ],

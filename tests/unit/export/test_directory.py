@@ -15,7 +15,7 @@ from tests.unit.export.llama import llama_logits
 from tests.unit.export.trained import TINY, trained_of
 
 from zeroband.config import load_config
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.data.tokenizer import NoTokenizer
 from zeroband.errors import ConfigError
 from zeroband.export.directory import write_directory
@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
 
 
-def family_of(preset: str) -> ModelConfig:
+def family_of(preset: str) -> LlamaConfig:
     """The preset's model with its heads, its tie and its constants, but narrow and shallow."""
     environ = {"ZERO_BAND_STORE__URL": "redis://localhost"}
     flags = ["--outer.type=ddp"] if "[outer" not in (CONFIGS / preset).read_text() else []

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, hf_config, model_config_of
 
-GROUPED = ModelConfig(d_model=64, n_layers=3, n_heads=8, n_kv_heads=2, d_ff=96, rope_theta=5e5, tie_embeddings=True)
+GROUPED = LlamaConfig(d_model=64, n_layers=3, n_heads=8, n_kv_heads=2, d_ff=96, rope_theta=5e5, tie_embeddings=True)
 RECORD = hf_config(GROUPED, vocab_size=320, seq_length=128, end_of_document=256, dtype="float32")
 
 
-@pytest.mark.parametrize("config", [ModelConfig(), GROUPED])
-def test_config_reads_back_as_the_same_model(config: ModelConfig) -> None:
+@pytest.mark.parametrize("config", [LlamaConfig(), GROUPED])
+def test_config_reads_back_as_the_same_model(config: LlamaConfig) -> None:
     record = hf_config(config, vocab_size=320, seq_length=128, end_of_document=256, dtype="bfloat16")
     assert differences(model_config_of(record, "config.json"), config) == []
 
@@ -53,8 +53,8 @@ def test_missing_key_is_named() -> None:
 
 
 def test_differences_name_both_values_and_resolve_defaults() -> None:
-    here = ModelConfig(d_model=64, n_heads=8, n_kv_heads=8, d_ff=192)
-    assert differences(ModelConfig(d_model=64, n_heads=8), here) == []
+    here = LlamaConfig(d_model=64, n_heads=8, n_kv_heads=8, d_ff=192)
+    assert differences(LlamaConfig(d_model=64, n_heads=8), here) == []
     assert differences(GROUPED, here) == [
         "model.n_layers is 3 there and 4 here",
         "model.n_kv_heads is 2 there and 8 here",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.errors import ConfigError
 from zeroband.export.hf import hf_config
 from zeroband.export.hub_files import (
@@ -23,7 +23,7 @@ from zeroband.export.hub_files import (
 from zeroband.model import Transformer, init_weights
 
 VOCAB, USED = 64, 50
-SMALL = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
+SMALL = LlamaConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 
 
 def model_of(seed: int, *, vocab_size: int = VOCAB, **changes: object) -> Transformer:

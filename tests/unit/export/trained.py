@@ -13,19 +13,20 @@ from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.saving import Save, Staged
 from zeroband.checkpoint.storage import Storage
 from zeroband.config.data import DataConfig, SyntheticSource
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.recovery.state_chunks import bytes_of
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights
+from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.state.flat import FlatLayout, digest_of
 
-TINY = ModelConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
+TINY = LlamaConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)
 CORPUS = Corpus(DataConfig(source=SyntheticSource(type="synthetic", documents=40), seq_length=32), 7, "0123", "byte/1")
 
 
-def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> TrainedModel:
+def trained_of(config: LlamaConfig, *, seed: int = 1, seq_length: int = 32) -> TrainedModel:
     """A byte-level model that reads from memory."""
     tokenizer = ByteTokenizer()
     model = Transformer(config, tokenizer.padded_vocab_size)
@@ -35,12 +36,13 @@ def trained_of(config: ModelConfig, *, seed: int = 1, seq_length: int = 32) -> T
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return TrainedModel(config, tokenizer.padded_vocab_size, tokenizer, seq_length, model.state_dict().__getitem__)
+    blueprint = LlamaBlueprint(config, tokenizer.padded_vocab_size)
+    return TrainedModel(blueprint, tokenizer, seq_length, model.state_dict().__getitem__)
 
 
 def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> None:
     """Commit a checkpoint as a run of DiLoCo would."""
-    layout = FlatLayout.of(trained.empty())
+    layout = FlatLayout.of(trained.blueprint.on_meta())
     flat = torch.cat([trained.read(slot.name).flatten() for slot in layout.slots])
     buffers = {"params": flat, "momentum": torch.full_like(flat, 3.0)}
     stamp = Stamp(
@@ -53,7 +55,7 @@ def save(storage: Storage, step: int, trained: TrainedModel, **changes: Any) -> 
         sections=tuple(buffers),
         members=("a",),
         layout=layout.digest(),
-        model={**trained.config.model_dump(mode="json"), "vocab_size": trained.vocab_size},
+        model=trained.blueprint.to_record(),
         tokenizer="byte",
         data=CORPUS.to_record(),
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.model.attention import attend_plain, attention_on, rope_table, rotate
 
 
@@ -69,7 +69,7 @@ def test_another_first_document_changes_no_bit_of_the_second() -> None:
 
 
 def test_a_cpu_takes_the_plain_path_and_says_nothing() -> None:
-    assert attention_on(torch.device("cpu"), torch.bfloat16, ModelConfig()) == (attend_plain, "")
+    assert attention_on(torch.device("cpu"), torch.bfloat16, LlamaConfig()) == (attend_plain, "")
 
 
 def test_rope_scores_depend_only_on_distance() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.model import Transformer, generate, init_weights
 
 
@@ -23,7 +23,7 @@ class Successor(nn.Module):
 
 
 def random_model() -> Transformer:
-    model = Transformer(ModelConfig(d_model=16, n_layers=1, n_heads=2), 40)
+    model = Transformer(LlamaConfig(d_model=16, n_layers=1, n_heads=2), 40)
     init_weights(model, 0)
     return model
 

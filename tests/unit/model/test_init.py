@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.model.init import STD, chunk_rows, local_rows
 
-CONFIG = ModelConfig(d_model=64, n_layers=2, n_heads=4)
+CONFIG = LlamaConfig(d_model=64, n_layers=2, n_heads=4)
 
 
-def weights(seed: int, config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
+def weights(seed: int, config: LlamaConfig = CONFIG) -> dict[str, torch.Tensor]:
     model = Transformer(config, 128)
     init_weights(model, seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

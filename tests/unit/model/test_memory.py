@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.model import Transformer, attend_plain, attend_varlen, linear_loss, next_token_loss
 from zeroband.model.attention import Attend
 
@@ -97,7 +97,7 @@ def test_no_path_of_attention_makes_a_mask_of_all_pairs_on_a_gpu(attend: Attend)
 def test_no_pass_of_the_model_makes_one_either(attend: Attend, device: str) -> None:
     if device == "cuda" and not HAS_GPU:
         pytest.skip("gradients of fake CUDA tensors need a GPU")
-    config = ModelConfig(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64)
+    config = LlamaConfig(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=64)
     with FakeTensorMode(), torch.device(device):
         model = Transformer(config, 64, attend)
         for module in model.modules():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.model import Transformer, init_weights, next_token_loss
 
 VOCAB = 61
@@ -14,7 +14,7 @@ CHECKPOINTING = ("none", "selective", "full")
 
 
 def model_of(**changes: object) -> Transformer:
-    model = Transformer(ModelConfig(**{"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, **changes}), VOCAB)
+    model = Transformer(LlamaConfig(**{"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, **changes}), VOCAB)
     init_weights(model, seed=1)
     return model
 
@@ -83,7 +83,7 @@ def test_untied_head_leaves_unseen_embeddings_without_gradient() -> None:
 
 def test_tie_survives_meta_and_to_empty() -> None:
     with torch.device("meta"):
-        model = Transformer(ModelConfig(d_model=32, n_layers=1, n_heads=2, tie_embeddings=True), VOCAB)
+        model = Transformer(LlamaConfig(d_model=32, n_layers=1, n_heads=2, tie_embeddings=True), VOCAB)
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     model.embed_tokens.weight.data.zero_()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.node.mesh import LocalMesh, init_local_mesh, parallelize
@@ -25,7 +25,7 @@ def mesh() -> Iterator[LocalMesh]:
 
 
 def model_of(mesh: LocalMesh, **train: object) -> Transformer:
-    model = Transformer(ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2), V)
+    model = Transformer(LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2), V)
     init_weights(model, seed=0)
     parallelize(model, TrainConfig(**train), mesh)
     return model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.training import Float8Recipe, TrainConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.node import mesh as parallel
@@ -22,7 +22,7 @@ from zeroband.state.flat import FlatLayout
 
 torchao = pytest.importorskip("torchao.float8")
 
-CONFIG, VOCAB = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=48), 61
+CONFIG, VOCAB = LlamaConfig(d_model=32, n_layers=2, n_heads=2, d_ff=48), 61
 TOKENS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroband.config.model import ModelConfig
+from zeroband.config.model import LlamaConfig
 from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
@@ -33,7 +33,7 @@ from zeroband.node.mesh import (
     set_gradient_sync,
 )
 
-CONFIG = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
+CONFIG = LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
 VOCAB = 61
 TOKENS = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
 
@@ -45,13 +45,13 @@ def mesh() -> Iterator[LocalMesh]:
     mesh.close()
 
 
-def plain(config: ModelConfig = CONFIG) -> Transformer:
+def plain(config: LlamaConfig = CONFIG) -> Transformer:
     model = Transformer(config, VOCAB)
     init_weights(model, seed=0)
     return model
 
 
-def sharded(mesh: LocalMesh, config: ModelConfig = CONFIG, **train: object) -> Transformer:
+def sharded(mesh: LocalMesh, config: LlamaConfig = CONFIG, **train: object) -> Transformer:
     model = plain(config)
     parallelize(model, TrainConfig(**{"dtype": "float32", **train}), mesh)
     return model

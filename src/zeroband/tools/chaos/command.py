@@ -279,5 +279,6 @@ def _summary(config: RunConfig) -> str:
     outer = config.outer.model_dump(exclude_none=True, exclude={"optimizer"}) if config.outer is not None else {}
     shown = {f"outer.{name}": value for name, value in outer.items()}
     shown |= {"fault.detect_s": config.fault.detect_s, "fault.inject": " ".join(config.fault.inject) or "none"}
-    shown |= {"model.d_model": config.model.d_model, "train.batch_size": config.train.batch_size}
+    shown |= {f"model.{name}": value for name, value in config.model.model_dump(exclude_unset=True).items()}
+    shown |= {"train.batch_size": config.train.batch_size}
     return ", ".join(f"{name} {value}" for name, value in shown.items())

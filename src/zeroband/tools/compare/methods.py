@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from zeroband.config.cautions import method_of
-from zeroband.config.layers import key_value
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
+from zeroband.config.section import key_value
 from zeroband.config.stability import safe_lr
 from zeroband.errors import ConfigError
 

@@ -35,7 +35,7 @@ def look_at_machine(config: RunConfig, environ: Mapping[str, str], nodes: int | 
     yield from _packages()
     opened = open_inputs(config)
     yield from opened.findings
-    needs = Needs(config, opened.vocab_size, opened.sections)
+    needs = Needs(config, opened.vocab_size, opened.sections, opened.built_params)
     yield from quick_checks(config, environ, needs=needs, nodes=nodes)
     yield from gpus(needs, local_world_size(environ))
     yield from plain_paths(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zeroband.checks.finding import size_text
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config
+from zeroband.config.model import LlamaConfig
 from zeroband.config.model_size import flops_per_token
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokenizer import NoTokenizer, tokenizer_of
@@ -51,7 +52,12 @@ def vocabulary_of(config: RunConfig) -> int:
 def step_seconds(config: RunConfig, vocab_size: int, *, gpus: int, flops: float, mfu: float) -> float:
     """Seconds of one inner step of a node, whose GPUs make so many FLOP/s, at this part of them."""
     length = config.data.seq_length
-    each = flops_per_token(config.model, vocab_size, length)
+    model = config.model
+    if not isinstance(model, LlamaConfig):
+        raise ConfigError(
+            f"a plan of GPUs is for model.type='llama', not {model.type!r}; give --params and --step-s instead"
+        )
+    each = flops_per_token(model, vocab_size, length)
     return config.train.batch_size * length * each / (gpus * flops * mfu)
 
 

@@ -1,0 +1,196 @@
+"""A module of the user's own, from a file: `model.type = "custom"`.
+
+The file has `build(config)`, which is called with a `BuildConfig` and returns a torch module. Its forward pass is
+called with tokens, (b, t) int64, and with those of these that it names as parameters:
+
+    positions    (b, t) int64: place of each token in its document; None without data.document_mask
+    cu_seqlens   (documents + 1,) int32: borders of the documents in all rows laid end to end; None likewise
+    targets      (b, t) int64: the token after each one, -100 where none is to be learned; None where logits are wanted
+
+It returns logits (b, t, v) of the next token, or where it takes targets the mean loss over those that count, a single
+number, or both as a tuple or by the names `logits` and `loss`; a loss of its own is taken before ours. The layers of
+its largest nn.ModuleList are sharded, compiled and recomputed each by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zeroband.config.model import CustomModelConfig
+from zeroband.errors import ConfigError
+from zeroband.model.blueprint import VOCAB_SIZE, ReadParameter
+from zeroband.model.foreign import (
+    Answer,
+    ForeignBlueprint,
+    ForeignModel,
+    digests_of,
+    emptied,
+    layers_of,
+    positions_of,
+    require_trainable,
+    spread,
+    values_of,
+)
+from zeroband.model.language_model import LanguageModel
+from zeroband.node.mesh import LocalMesh
+from zeroband.node.user_file import load_file
+
+_BUILD = "build"
+_OFFERED = ("positions", "cu_seqlens", "targets")
+_TRIED = 8
+"""Tokens of the call that shows what a module gives."""
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What a file's `build` is told."""
+
+    vocab_size: int
+    """Ids that the logits must have room for: those of the tokenizer, rounded up to a multiple of 64."""
+    seq_length: int
+    """Tokens in one sample."""
+    settings: Mapping[str, Any]
+    """model.settings, by key."""
+
+
+class CustomModel(ForeignModel):
+    """A module that a file built."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, layers_of(module))
+        parameters = inspect.signature(module.forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self.taken = {name for name in _OFFERED if takes_all or name in parameters}
+        self.needs_targets = "targets" in parameters and parameters["targets"].default is inspect.Parameter.empty
+        self.knows_documents = bool(self.taken & {"positions", "cu_seqlens"})
+
+    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
+        offered = {"cu_seqlens": cu_seqlens, "targets": targets}
+        if "positions" in self.taken:
+            offered["positions"] = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
+        return _read(self.module(tokens, **{name: offered[name] for name in self.taken}))
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """6 for each parameter but those of embeddings, 4 for a frozen one; attention is not known, so not counted."""
+        looked_up = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
+        counted = [p for p in self.module.parameters() if id(p) not in looked_up]
+        return sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in counted)
+
+
+def _read(result: Any) -> Answer:
+    """Logits and loss of whatever a module returned."""
+    if isinstance(result, Tensor):
+        return Answer(loss=result) if result.ndim == 0 else Answer(logits=result)
+    if isinstance(result, tuple | list):
+        tensors = [part for part in result if isinstance(part, Tensor)]
+        return Answer(
+            next((part for part in tensors if part.ndim == 3), None),
+            next((part for part in tensors if part.ndim == 0), None),
+        )
+    if isinstance(result, Mapping):
+        return Answer(result.get("logits"), result.get("loss"))
+    return Answer(getattr(result, "logits", None), getattr(result, "loss", None))
+
+
+class CustomBlueprint(ForeignBlueprint):
+    """A [model] section of type custom. Raises ConfigError where its file builds no module that can be trained."""
+
+    def __init__(self, config: CustomModelConfig, *, vocab_size: int, seq_length: int) -> None:
+        self._section = config
+        self._what = f"model.file={str(config.file)!r}"
+        self._file = load_file(config.file, "model.file")
+        self._build: Callable[[BuildConfig], Any] | None = getattr(self._file.module, _BUILD, None)
+        if not callable(self._build):
+            raise ConfigError(f"{self._what} has no function {_BUILD}(config) that returns the module; add one")
+        self._told = BuildConfig(vocab_size, seq_length, config.named_settings)
+
+    def _module(self, seed: int) -> nn.Module:
+        assert self._build is not None
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                module = self._build(self._told)
+        except Exception as error:
+            raise ConfigError(f"{self._what}: {_BUILD}(config) raised {error!r}") from error
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"{self._what}: {_BUILD}(config) returned {type(module).__name__}; it must return a torch.nn.Module"
+            )
+        return module
+
+    def _tried(self, module: nn.Module) -> CustomModel:
+        """The module as a model, after a call of it with a few tokens. Raises ConfigError for an answer of no use."""
+        length = min(_TRIED, self._told.seq_length)
+        tokens, borders = torch.zeros(1, length, dtype=torch.int64), torch.tensor([0, length], dtype=torch.int32)
+        was_training, model = module.training, CustomModel(module)
+        module.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                learned = model.answer(tokens, borders, tokens)
+                plain = Answer() if model.needs_targets else model.answer(tokens, borders, None)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._what}: the module raised {error!r} when it was called with tokens of shape (1, {length})"
+            ) from error
+        module.train(was_training)
+        if learned.loss is None:
+            self._require_logits(learned.logits, length)
+        model.has_own_loss = learned.loss is not None
+        model.gives_logits = plain.logits is not None
+        return model
+
+    def _require_logits(self, logits: Tensor | None, length: int) -> None:
+        ids = self._told.vocab_size
+        if logits is None or logits.ndim != 3 or logits.shape[:2] != (1, length) or logits.shape[2] < ids:
+            got = "neither logits nor a loss" if logits is None else f"a tensor of shape {tuple(logits.shape)}"
+            raise ConfigError(
+                f"{self._what}: the module gave {got} for tokens of shape (1, {length}); return logits of shape "
+                f"(1, {length}, {ids} or more), or take `targets` and return their mean loss"
+            )
+
+    def on_meta(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> CustomModel:
+        module = self._module(0)
+        require_trainable(module, self._what)
+        model = self._tried(module)
+        emptied(module)
+        return model
+
+    def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
+        assert isinstance(model, CustomModel)
+        module = self._module(seed)
+        shared = digests_of(module) if local.rank == 0 else {}
+        spread(model.module, values_of(module), local)
+        return shared
+
+    def build(self, read: ReadParameter, device: torch.device) -> CustomModel:
+        model = self._tried(self._module(0))
+        with torch.no_grad():
+            for name, parameter in model.trained().named_parameters():
+                parameter.copy_(read(name))
+        return model.to(device).eval()
+
+    def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
+        """Write the parameters by their names, and the file that builds the module, as model.py."""
+        named = self.build(read, torch.device("cpu")).trained().named_parameters()
+        save_file({name: p.detach().to(dtype).contiguous() for name, p in named}, folder / "model.safetensors")
+        shutil.copyfile(self._section.file, folder / "model.py")
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            **self._section.model_dump(mode="json"),
+            "file": str(self._section.file.absolute()),
+            VOCAB_SIZE: self._told.vocab_size,
+        }
+
+    @property
+    def shared(self) -> Mapping[str, str]:
+        return {"model.file (content)": self._file.digest}

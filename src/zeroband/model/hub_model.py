@@ -1,0 +1,262 @@
+"""A causal language model of transformers: its architecture, its weights, and adapters beside them by peft."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroband.config.layers import NONE
+from zeroband.config.model import LoraConfig, TransformersConfig
+from zeroband.errors import ConfigError, way_to_extra
+from zeroband.model.blueprint import VOCAB_SIZE, ReadParameter
+from zeroband.model.foreign import (
+    Answer,
+    ForeignBlueprint,
+    ForeignModel,
+    Values,
+    digests_of,
+    emptied,
+    layers_of,
+    positions_of,
+    require_trainable,
+    spread,
+    values_of,
+)
+from zeroband.model.language_model import LanguageModel
+from zeroband.node.mesh import LocalMesh
+
+_EVERY = "all-linear"
+"""peft's word for every linear layer but the head."""
+
+_UNTOLD = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
+"""Keys of a configuration that do not say what the model computes."""
+
+
+class HubModel(ForeignModel):
+    """A `PreTrainedModel` for causal language modelling, with adapters or without."""
+
+    def __init__(self, module: Any) -> None:
+        head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+        is_apart = head is not None and embedding is not None and head.weight is not embedding.weight
+        ends: Any = [embedding, head] if is_apart else []
+        kinds = tuple(_base_of(module)._no_split_modules or ())  # transformers' own word for its layers
+        super().__init__(module, layers_of(module, kinds), ends)
+        self._config: Any = module.config
+        self._is_flash = "flash" in (getattr(self._config, "_attn_implementation", None) or "")
+
+    def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
+        positions = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
+        shape = tokens.shape
+        if positions is not None and self._is_flash:  # which sees borders in one row only
+            tokens, positions = tokens.view(1, -1), positions.view(1, -1)
+        found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
+        balance = getattr(found, "aux_loss", None)
+        share = getattr(self._config, "router_aux_loss_coef", 0.0)
+        return Answer(found.logits.view(*shape, -1), auxiliary=None if balance is None else share * balance)
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """6 for each parameter that a token is multiplied with, 4 for a frozen one, and attention in full.
+
+        Experts count as far as a token is sent to them, the embedding only where it is the head, too.
+        """
+        config, total = self._config, 0.0
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        used = getattr(config, "num_experts_per_tok", None) or 1
+        looked_up = self.ends[0].weight if self.ends else None
+        for name, parameter in self.module.named_parameters():
+            share = used / experts if experts and ".experts." in f".{name}" else 1.0
+            each = 6 if parameter.requires_grad else 4
+            total += 0 if parameter is looked_up else each * share * parameter.numel()
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))
+        return int(total) + 12 * getattr(config, "num_hidden_layers", 0) * width * seq_length
+
+
+def _base_of(module: Any) -> Any:
+    """The model below its adapters."""
+    return module.get_base_model() if hasattr(module, "peft_config") else module
+
+
+class TransformersBlueprint(ForeignBlueprint):
+    """A [model] section of type transformers. `ids`: of the tokenizer.
+
+    Raises ConfigError where transformers has no such model, or it does not fit the tokenizer or the samples.
+    """
+
+    def __init__(self, config: TransformersConfig, *, ids: int, seq_length: int) -> None:
+        self._section = config
+        self._transformers = _library("transformers")
+        self.hub_config: Any = self._open_config()
+        longest = getattr(self.hub_config, "max_position_embeddings", None)
+        if longest is not None and seq_length > longest:
+            raise ConfigError(
+                f"data.seq_length={seq_length} is longer than the {longest} positions of {self._what} "
+                "(max_position_embeddings); make it shorter, or set model.config.max_position_embeddings"
+            )
+        rows = self._empty.get_input_embeddings().weight.shape[0]
+        if ids > rows:
+            raise ConfigError(
+                f"data.tokenizer has {ids} ids and the embedding of {self._what} has {rows} rows; take the "
+                "model's own tokenizer, or set model.config.vocab_size where weights are random"
+            )
+        self.vocab_size = rows
+
+    @property
+    def _what(self) -> str:
+        section = self._section
+        return f"model.name={section.name!r}" if section.name is not None else "[model.config]"
+
+    # -- transformers' side -------------------------------------------------------------------------------------
+
+    def _open_config(self) -> Any:
+        section, library = self._section, self._transformers
+        overrides = {key: None if value == NONE else value for key, value in (section.config or {}).items()}
+        try:
+            if section.name is not None:
+                return library.AutoConfig.from_pretrained(section.name, **overrides)
+            kind = overrides.pop("model_type")
+            if kind not in library.CONFIG_MAPPING:
+                close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "llama, qwen3, gemma3_text and mistral are some"
+                raise ConfigError(
+                    f"model.config.model_type={kind!r} is no architecture that transformers {library.__version__} "
+                    f"knows; {hint}"
+                )
+            self._require_known(overrides, library.CONFIG_MAPPING[kind], str(kind))
+            return library.AutoConfig.for_model(kind, **overrides)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self._what} is no model that transformers can open: {_first_line(error)}") from error
+
+    @staticmethod
+    def _require_known(given: Mapping[str, Any], kind: Any, name: str) -> None:
+        """Transformers takes any key, so a slip would go unnoticed; some models read keys that they do not declare."""
+        known = {*kind().to_dict(), *getattr(kind, "attribute_map", {})}
+        for key in given:
+            if key not in known and (close := difflib.get_close_matches(key, sorted(known), n=1)):
+                raise ConfigError(
+                    f"model.config.{key}: {name} of transformers has no such key; did you mean {close[0]}?"
+                )
+
+    @cached_property
+    def _empty(self) -> Any:
+        """The module on the meta device, to look at."""
+        with torch.device("meta"):
+            return self._module()
+
+    def _module(self) -> Any:
+        """The module with random weights, as torch's generator and default device are."""
+        options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
+        try:
+            return self._transformers.AutoModelForCausalLM.from_config(self.hub_config, dtype=torch.float32, **options)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._what} is no causal language model of transformers {self._transformers.__version__}: "
+                f"{_first_line(error)}"
+            ) from error
+
+    def _pretrained(self) -> Any:
+        options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
+        try:
+            return self._transformers.AutoModelForCausalLM.from_pretrained(
+                self._section.name, config=self.hub_config, dtype=torch.float32, use_safetensors=True, **options
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"the weights of {self._what} cannot be taken: {_first_line(error)}") from error
+
+    # -- as a model of ours -------------------------------------------------------------------------------------
+
+    def _adapted(self, module: Any) -> Any:
+        lora = self._section.lora
+        return module if lora is None else _with_adapters(module, lora)
+
+    def on_meta(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> HubModel:
+        with torch.device("meta"):
+            module = self._adapted(self._module())
+        emptied(module)  # what a library makes on the CPU whatever it is told
+        return HubModel(module)
+
+    def _with_values(self, seed: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self._pretrained() if self._section.is_pretrained else self._module()
+            module = self._adapted(module)
+        require_trainable(module, self._what)
+        return module.float()
+
+    def pretrained_values(self) -> Values:
+        """The parameters that `name` holds. Raises ConfigError."""
+        return values_of(self._pretrained())
+
+    def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
+        assert isinstance(model, HubModel)
+        values, shared = Values(), dict[str, str]()
+        if local.rank == 0:
+            module = self._with_values(seed)
+            values, shared = values_of(module), digests_of(module)
+            del module
+        spread(model.module, values, local)
+        return shared
+
+    def build(self, read: ReadParameter, device: torch.device) -> HubModel:
+        is_all_read = self._section.lora is None
+        module = self._module() if is_all_read else self._with_values(0)
+        model = HubModel(module)
+        with torch.no_grad():
+            for name, parameter in model.trained().named_parameters():
+                parameter.copy_(read(name))
+        return model.to(device).eval()
+
+    def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
+        """Write weights and configuration as transformers does, or the adapters as peft does. Raises OSError."""
+        module: Any = self.build(read, torch.device("cpu")).module
+        module.to(dtype).save_pretrained(str(folder), safe_serialization=True)
+
+    def to_record(self) -> dict[str, Any]:
+        section = self._section
+        described = json.loads(self.hub_config.to_json_string(use_diff=False))
+        record = section.model_copy(update={"config": described, "attention": None})
+        if section.lora is None:  # else the base is where it was
+            record = record.model_copy(update={"name": None})
+        return {**record.model_dump(mode="json"), VOCAB_SIZE: self.vocab_size}
+
+    @property
+    def shared(self) -> Mapping[str, str]:
+        described = self.hub_config.to_dict()
+        return {f"model.config {key}": str(described[key]) for key in sorted(described) if key not in _UNTOLD}
+
+
+def _with_adapters(module: nn.Module, lora: LoraConfig) -> Any:
+    peft = _library("peft")
+    targets = _EVERY if lora.target_modules == (_EVERY,) else list(lora.target_modules)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+    )
+    try:
+        return peft.get_peft_model(module, settings)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules={targets!r}: {_first_line(error)}") from error
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f'model.type="transformers" needs {name}: {way_to_extra("hf")} ({error})') from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,68 @@
+"""Which model a configuration asks for, and whether it gives what the run needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+from pydantic import TypeAdapter
+
+from zeroband.config.model import CustomModelConfig, LlamaConfig, Model, TransformersConfig
+from zeroband.config.schema import RunConfig
+from zeroband.data.tokenizer import Tokenizer
+from zeroband.errors import ConfigError
+from zeroband.model.blueprint import VOCAB_SIZE, Blueprint, LlamaBlueprint
+from zeroband.model.language_model import LanguageModel
+
+
+def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Blueprint:
+    """The model that a [model] section asks for, with room for a tokenizer's ids and samples of so many tokens.
+
+    Loads transformers where that is asked for. Raises ConfigError where there is no such model, or it does not fit.
+    """
+    return _blueprint(config, tokenizer.vocab_size, tokenizer.padded_vocab_size, seq_length)
+
+
+def _blueprint(config: Model, ids: int, vocab_size: int, seq_length: int) -> Blueprint:
+    """`vocab_size`: width of a head that is made for so many `ids`."""
+    match config:
+        case LlamaConfig():
+            return LlamaBlueprint(config, vocab_size)
+        case TransformersConfig():
+            from zeroband.model.hub_model import TransformersBlueprint
+
+            return TransformersBlueprint(config, ids=ids, seq_length=seq_length)
+        case CustomModelConfig():
+            from zeroband.model.custom_model import CustomBlueprint
+
+            return CustomBlueprint(config, vocab_size=vocab_size, seq_length=seq_length)
+        case _:
+            assert_never(config)
+
+
+def blueprint_of_record(record: Mapping[str, Any], *, seq_length: int) -> Blueprint:
+    """The model that `to_record` described. Raises ConfigError as `blueprint_of` does.
+
+    Raises ValueError, LookupError or TypeError for the record of another version.
+    """
+    described = dict(record)
+    vocab_size = int(described.pop(VOCAB_SIZE))
+    described.setdefault("type", LlamaConfig().type)
+    config: Model = TypeAdapter[Model](Model).validate_python(described)
+    return _blueprint(config, vocab_size, vocab_size, seq_length)
+
+
+def require_answers(config: RunConfig, model: LanguageModel) -> None:
+    """Raise ConfigError where a run asks more of a model than it gives."""
+    if config.data.document_mask and not model.knows_documents:
+        raise ConfigError(
+            "the forward pass of the model takes neither positions nor cu_seqlens, so it cannot keep the documents "
+            "of a row apart; have it take one of them, or set data.document_mask=false"
+        )
+    if config.observe.sample_prompt is not None and not model.gives_logits:
+        raise ConfigError("observe.sample_prompt needs logits, and the model gives a loss alone; drop one of them")
+    if config.optim.z_loss and model.has_own_loss:
+        raise ConfigError(
+            f"optim.z_loss={config.optim.z_loss:g} is made of logits, and the model gives a loss of its own; "
+            "set it to 0"
+        )

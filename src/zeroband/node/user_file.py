@@ -1,0 +1,45 @@
+"""A Python file of the user's as a module: an outer algorithm, a model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from zeroband.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """What a file holds."""
+
+    module: ModuleType
+    digest: str
+    """Digest of its content, which all nodes must have alike."""
+
+
+def load_file(path: Path, key: str) -> UserFile:
+    """Import a file, once for each content. `key`: that names it in the configuration.
+
+    Raises: ConfigError where it cannot be read or imported.
+    """
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{key}={str(path)!r} cannot be read: {error.strerror}") from error
+    name = f"zeroband_file_{digest[:16]}"
+    if name in sys.modules:
+        return UserFile(sys.modules[name], digest)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}={str(path)!r} is no Python file; its name must end in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}={str(path)!r} cannot be imported: {error!r}") from error
+    return UserFile(module, digest)

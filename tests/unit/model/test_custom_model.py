@@ -1,0 +1,233 @@
+"""A model from a file of the user's: what its forward pass may take and give, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.model.foreign import trained_with
+
+from zeroband.errors import ConfigError
+from zeroband.export.directory import whole_parameters
+from zeroband.model import generate
+from zeroband.model.generate import evaluating
+from zeroband.model.loss import next_token_loss
+from zeroband.model.registry import blueprint_of_record
+from zeroband.node.mesh import LocalMesh, init_local_mesh
+from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.loop import forward_backward
+
+OWN_MODEL = Path(__file__).resolve().parents[3] / "examples" / "own_model.py"
+
+FORMS = {
+    "logits": "def forward(self, tokens):\n        return self.head(self.body(tokens))",
+    "tuple": (
+        "def forward(self, tokens, targets=None):\n"
+        "        logits = self.head(self.body(tokens))\n"
+        "        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())\n"
+        "        return logits if targets is None else logits, loss"
+    ),
+    "names": "def forward(self, tokens):\n        return {'logits': self.head(self.body(tokens))}",
+    "loss": (
+        "def forward(self, tokens, targets):\n"
+        "        return F.cross_entropy(self.head(self.body(tokens)).flatten(0, 1), targets.flatten())"
+    ),
+}
+
+BODY = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.body = nn.Embedding(vocab_size, 16)
+        self.head = nn.Linear(16, vocab_size)
+
+    {forward}
+
+
+def build(config):
+    return Model(config.vocab_size)
+"""
+
+
+PLAIN = BODY.format(forward=FORMS["logits"])
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalMesh]:
+    mesh = init_local_mesh(environ={})
+    yield mesh
+    mesh.close()
+
+
+def section(file: Path, **changes: Any) -> dict[str, Any]:
+    return {"type": "custom", "file": str(file), **changes}
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "model.py"
+    file.write_text(text)
+    return file
+
+
+def first_step(node: TrainerParts) -> tuple[float, list[torch.Tensor]]:
+    node.loader.assign([(0, 4)])
+    passed = forward_backward(node)
+    gradients = [parameter.grad for _, parameter in node.parameters.named_parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return passed.nats.item() / passed.tokens, [gradient.clone() for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("form", ["tuple", "names", "loss"])
+def test_logits_and_losses_in_every_form_train_alike(form: str, local: LocalMesh, tmp_path: Path) -> None:
+    losses, gradients = [], []
+    for name in ("logits", form):
+        file = written(tmp_path, BODY.format(forward=FORMS[name]))
+        node = trained_with(section(file), local, tmp_path, data={"document_mask": False, "hold_out": 0.0})
+        loss, gradient = first_step(node)
+        losses.append(loss)
+        gradients.append(gradient)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert losses[0] == pytest.approx(5.8, abs=0.3)
+
+
+def test_example_knows_documents_and_is_sampled_from(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(section(OWN_MODEL, settings=("width=16", "layers=3")), local, tmp_path)
+    assert len(node.model.blocks) == 3
+    node.loader.assign([(0, 4)])
+    (batch, _) = node.loader.next_step()
+    with evaluating(node.model):
+        logits = node.model(batch.tokens, batch.cu_seqlens)
+        (border,) = [b for b in batch.cu_seqlens.tolist() if 0 < b < 32][:1]
+        alone = node.model(batch.tokens[:1, border:], torch.tensor([0, 32 - border], dtype=torch.int32))
+        crossing = node.model(batch.tokens)
+        loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets)
+    following = next((b for b in batch.cu_seqlens.tolist() if border < b < 32), 32)
+    torch.testing.assert_close(logits[:1, border:following], alone[:, : following - border])
+    assert not torch.allclose(crossing[:1, border:following], alone[:, : following - border])
+    expected = next_token_loss(logits, batch.targets)
+    torch.testing.assert_close(loss.cross_entropy, expected.cross_entropy)
+    text = generate(node.model, torch.tensor([1, 2]), max_new_tokens=3, temperature=0, seed=0, context=32)
+    assert text.shape == (5,)
+
+
+def test_seed_alone_decides_the_first_weights(local: LocalMesh, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    first = trained_with(section(OWN_MODEL), local, tmp_path)
+    torch.manual_seed(12)
+    second = trained_with(section(OWN_MODEL), local, tmp_path)
+    other = trained_with(section(OWN_MODEL), local, tmp_path, run={"seed": 5})
+    named = [dict(node.parameters.named_parameters()) for node in (first, second, other)]
+    assert all(torch.equal(named[0][name], named[1][name]) for name in named[0])
+    assert not torch.equal(named[0]["embedding.weight"], named[2]["embedding.weight"])
+
+
+def test_tied_weights_are_one_parameter(local: LocalMesh, tmp_path: Path) -> None:
+    tied = "nn.Linear(16, vocab_size, bias=False)\n        self.head.weight = self.body.weight"
+    text = PLAIN.replace("nn.Linear(16, vocab_size)", tied)
+    node = trained_with(section(written(tmp_path, text)), local, tmp_path, data={"document_mask": False})
+    assert [name for name, _ in node.parameters.named_parameters()] == ["body.weight"]
+    module: Any = node.model.module
+    first_step(node)
+    assert module.head.weight is module.body.weight and module.body.weight.grad.abs().sum() > 0
+
+
+def test_record_in_a_checkpoint_makes_the_same_model(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(section(OWN_MODEL, settings=("width=8",)), local, tmp_path)
+    record = node.blueprint.to_record()
+    again = blueprint_of_record(record, seq_length=32)
+    assert again.to_record() == record
+    built = again.build(whole_parameters(node.parameters, keeps=True).__getitem__, torch.device("cpu"))
+    ids = torch.arange(8)[None]
+    with evaluating(node.model):
+        assert torch.equal(built(ids), node.model(ids))
+
+
+def test_file_with_another_content_has_another_fingerprint(local: LocalMesh, tmp_path: Path) -> None:
+    same, other = tmp_path / "same.py", tmp_path / "other.py"
+    same.write_text(OWN_MODEL.read_text())
+    other.write_text(OWN_MODEL.read_text() + "# not the same\n")
+    nodes = [trained_with(section(file), local, tmp_path) for file in (OWN_MODEL, same, other)]
+    assert nodes[0].shared == nodes[1].shared
+    assert {key for key in nodes[0].shared if nodes[0].shared[key] != nodes[2].shared[key]} == {"model.file (content)"}
+
+
+def test_buffers_that_are_saved_have_a_fingerprint(local: LocalMesh, tmp_path: Path) -> None:
+    shared = []
+    for value in ("0.0", "1.0"):
+        text = PLAIN.replace("self.head =", f"self.register_buffer('bias', torch.tensor({value}))\n        self.head =")
+        node = trained_with(section(written(tmp_path, text)), local, tmp_path, data={"document_mask": False})
+        assert node.model.module.bias.item() == float(value)
+        shared.append(node.shared["model (buffers)"])
+    assert shared[0] != shared[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x = 1\n", r"has no function build\(config\)"),
+        ("def build(config):\n    raise KeyError('width')\n", r"build\(config\) raised KeyError\('width'\)"),
+        ("def build(config):\n    return 3\n", r"build\(config\) returned int; it must return a torch\.nn\.Module"),
+        ("import nowhere\n", r"cannot be imported: ModuleNotFoundError"),
+        (
+            BODY.format(forward="def forward(self, tokens):\n        return tokens / 0.5"),
+            r"gave a tensor of shape \(1, 8\)",
+        ),
+        (BODY.format(forward="def forward(self, tokens):\n        return None"), "gave neither logits nor a loss"),
+        (BODY.format(forward="def forward(self):\n        return None"), r"the module raised TypeError"),
+        (PLAIN.replace("Linear(16, vocab_size)", "Linear(16, 200)"), r"of shape \(1, 8, 200\).*320 or more"),
+        (
+            PLAIN.replace("Model(config.vocab_size)", "Model(config.vocab_size).half()"),
+            r"parameter body\.weight is torch\.float16; parameters are float32",
+        ),
+        (
+            PLAIN.replace("self.head =", "self.norm = nn.BatchNorm1d(4)\n        self.head ="),
+            r"norm is a BatchNorm1d with running statistics",
+        ),
+        (
+            PLAIN.replace("Model(config.vocab_size)", "Model(config.vocab_size).requires_grad_(False)"),
+            "no parameter of the model has requires_grad",
+        ),
+    ],
+)
+def test_file_that_builds_nothing_to_train_is_refused(
+    text: str, complaint: str, local: LocalMesh, tmp_path: Path
+) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        trained_with(section(file), local, tmp_path, data={"document_mask": False})
+    assert f"model.file={str(file)!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "sections", "complaint"),
+    [
+        ("logits", {}, "takes neither positions nor cu_seqlens.*data.document_mask=false"),
+        ("loss", {"data": {"document_mask": False}, "observe": {"sample_prompt": "a"}}, "sample_prompt needs logits"),
+        (
+            "loss",
+            {"data": {"document_mask": False}, "optim": {"z_loss": 1e-4}},
+            r"optim\.z_loss=0\.0001 is made of logits",
+        ),
+    ],
+)
+def test_run_that_asks_more_of_a_model_than_it_gives_is_refused(
+    form: str, sections: dict[str, Any], complaint: str, local: LocalMesh, tmp_path: Path
+) -> None:
+    file = written(tmp_path, BODY.format(forward=FORMS[form]))
+    with pytest.raises(ConfigError, match=complaint):
+        trained_with(section(file), local, tmp_path, **sections)
+
+
+def test_settings_that_are_no_pairs_are_refused(local: LocalMesh, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'width' is no KEY=VALUE"):
+        trained_with(section(OWN_MODEL, settings=("width",)), local, tmp_path)
