@@ -40,6 +40,8 @@ sys.exit(code)
 PACE = "inner@+0=TAKES0.02"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
 
+TINY_MODEL = ("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64")
+
 RecordRun = Callable[..., "Recorded"]
 
 
@@ -68,6 +70,7 @@ class Setup:
     seq_length: int = 32
     detect_s: float = 3.0
     token: str = "sesame"
+    model: tuple[str, ...] = TINY_MODEL
 
     @property
     def tokens_per_round(self) -> int:
@@ -86,7 +89,7 @@ class Setup:
 
     def arguments(self, cache: Path) -> tuple[str, ...]:
         return (
-            *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
+            *self.model,
             *("--data.seq-length", str(self.seq_length), "--data.hold-out", "0", "--data.cache-dir", str(cache)),
             *("--data.source.type", "synthetic", "--data.source.documents", "200"),
             *("--train.total-steps", "1000000", "--train.dtype", "float32", "--train.threads", "1"),

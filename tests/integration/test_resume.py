@@ -37,11 +37,13 @@ DDP = (*_WITHOUT_OUTER, "--outer.type", "ddp", "--ckpt.every-rounds", "10")
 
 
 @contextmanager
-def cluster_of(folder: Path, nodes: int, *more: str, base: Sequence[str] = TINY) -> Iterator[LocalCluster]:
+def cluster_of(
+    folder: Path, nodes: int, *more: str, base: Sequence[str] = TINY, alone: bool = False
+) -> Iterator[LocalCluster]:
     arguments = (*base, *more, "--ckpt.path", str(folder / "ckpt"), "--data.cache-dir", str(folder / "cache"))
     (shm := folder / "shm").mkdir(parents=True)  # of its own, so that no trainer of another version sweeps it
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
-    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env) as cluster:
+    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env, alone=alone) as cluster:
         yield cluster
 
 
