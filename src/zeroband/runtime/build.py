@@ -76,15 +76,14 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     init_weights(model, config.run.seed)
     weights = _weights_to_start_from(config, model, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
-    # at every step the inner state is the nodes' common one, whatever the number of their ranks
-    is_exact = isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
+    is_exact = _has_common_steps(config, custom)
     rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
     inner = InnerOptimizer(model, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule)
     return TrainerParts(
         config=config,
         node_id=node_id_of(config),
         node_dir=node_dir_of(config),
-        shared=_shared(config, model, custom, data=tokens.fingerprint, weights=weights),
+        shared=_shared(config, model, custom, local.device, data=tokens.fingerprint, weights=weights),
         local=local,
         tokenizer=tokenizer,
         loader=loader,
@@ -98,8 +97,22 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     )
 
 
+def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool:
+    """Whether the inner state is the nodes' common one at every step, whatever the number of their ranks.
+
+    Not whatever their devices: the kernels of AdamW round in orders of their own.
+    """
+    return isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
+
+
 def _shared(
-    config: RunConfig, model: Transformer, custom: CustomAlgorithm | None, *, data: str, weights: str
+    config: RunConfig,
+    model: Transformer,
+    custom: CustomAlgorithm | None,
+    device: torch.device,
+    *,
+    data: str,
+    weights: str,
 ) -> dict[str, str]:
     """`data`, `weights`: fingerprints of the tokens, and of the files that the weights came from."""
     return {
@@ -108,6 +121,7 @@ def _shared(
         "data (tokens)": data,
         "train.init_from (weights)": weights,
         **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
+        **({"train.device (rounds the nodes' common step)": device.type} if _has_common_steps(config, custom) else {}),
     }
 
 

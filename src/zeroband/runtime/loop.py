@@ -32,6 +32,7 @@ from zeroband.node.mesh import (
     init_local_mesh,
     set_gradient_sync,
     sum_over_ranks,
+    widest_float,
 )
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
@@ -61,7 +62,7 @@ _log = get_logger(__name__)
 def run(config: RunConfig, departure: Departure) -> None:
     """Train with this node's other ranks, and give everything back at the end."""
     with ExitStack() as stack:
-        local = init_local_mesh()
+        local = init_local_mesh(kind=config.train.device)
         stack.callback(local.close)
         train(config, local, departure, stack)
 
@@ -245,6 +246,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     A gradient of this node's own that is not finite moves the schedule of the optimizer alone.
     """
     node, outer, found_inf = training.node, training.world.outer, None
+    widest = widest_float(passed.nats.device)
     lr, has_own_steps = node.inner.lr, outer.has_own_steps
     if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
         with node.departure.in_step():
@@ -259,10 +261,10 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         found_inf = (~norm.isfinite()).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
-        norm = torch.full_like(passed.nats, common_norm, dtype=torch.float64)
+        norm = torch.full_like(passed.nats, common_norm, dtype=widest)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = Reading(torch.stack([passed.nats.double(), norm.double()]))
+    shown = Reading(torch.stack([passed.nats.to(widest), norm.to(widest)]))
     return InnerStep(
         number=step, lr=lr, tokens=passed.tokens, data_s=passed.data_s, data_pass=passed.data_pass, shown=shown
     )
