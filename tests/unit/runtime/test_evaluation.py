@@ -59,6 +59,10 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "diloco": (DILOCO, [4, 8, 12]),
     "delayed": ({**DILOCO, "outer.overlap": "full"}, [4, 12]),  # two rounds arrive with the last step
     "eager": ({**DILOCO, "outer.overlap": "full", "outer.merge": "eager"}, [4, 12]),
+    "eager bfloat16": (
+        {**DILOCO, "outer.overlap": "full", "outer.merge": "eager", "train.dtype": "bfloat16"},
+        [4, 12],
+    ),
     "streaming": ({**DILOCO, "outer.fragments": 2, "outer.overlap": 1, "outer.merge": "mix"}, [4, 6, 10, 12]),
     "demo": ({"outer.type": "demo", "outer.overlap": 1}, [3, 6, 9, 12]),
     "sparseloco": ({"outer.type": "sparseloco", "outer.inner_steps": 4}, [4, 8, 12]),
