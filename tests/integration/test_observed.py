@@ -20,7 +20,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.config import load_config
 from zeroband.kernels.codec import CODECS
 from zeroband.observe.events import EVENTS
-from zeroband.observe.metrics import METRICS
+from zeroband.observe.metrics import METRICS, metric_of
 from zeroband.observe.status import RunReader
 from zeroband.tools.cluster import LocalCluster, RedisServer
 
@@ -47,6 +47,8 @@ SETTINGS = {
     "outer.inner_steps": STEPS // ROUNDS,
     "outer.clip_to_median": True,
     "comm.lanes": 3,
+    "eval.every_steps": STEPS // ROUNDS,
+    "eval.sources": f"schema={ROOT / 'src' / 'zeroband' / 'config' / 'schema.py'}",
     "observe.sample_prompt": PROMPT,
     "observe.sample_tokens": 20,
     "observe.wandb.mode": "offline",
@@ -116,7 +118,7 @@ def test_nodes_write_one_checkpoint_together_and_it_holds_the_last_state(run: Ob
 @pytest.mark.slow
 def test_a_run_measures_every_metric_of_the_table_and_no_other(run: Observed) -> None:
     for records in run.metrics.values():
-        measured = {name for record in records for name in record} - {"step", "at_s"}
+        measured = {metric_of(name) for record in records for name in record} - {"step", "at_s"}
         assert measured <= METRICS.keys()
         assert METRICS.keys() - measured <= GPU_ONLY | PAYLOADS_ONLY | FIRST_MEMBER_ONLY
 
@@ -158,11 +160,29 @@ def test_nodes_with_unequal_ranks_hold_the_same_state_after_every_round(run: Obs
 
 
 @pytest.mark.slow
+def test_nodes_with_unequal_ranks_get_the_same_held_out_losses(run: Observed) -> None:
+    two_ranks, one_rank = (
+        [{k: v for k, v in record.items() if k.startswith("eval/")} for record in records if "eval/step" in record]
+        for records in run.metrics.values()
+    )
+    assert [record["eval/step"] for record in one_rank] == [STEPS // ROUNDS * n for n in range(1, ROUNDS + 1)]
+    for ours, theirs in zip(two_ranks, one_rank, strict=True):
+        for tokens in ("eval/tokens", "eval/tokens/schema"):
+            assert ours[tokens] == theirs[tokens] > 0
+        for loss in ("eval/loss", "eval/loss/schema", "eval/bits_per_byte", "eval/bits_per_byte/schema"):
+            assert ours[loss] == pytest.approx(theirs[loss], rel=1e-3)
+            assert one_rank[0][loss] != one_rank[-1][loss]
+
+
+@pytest.mark.slow
 def test_events_tell_the_story_of_a_node(run: Observed) -> None:
     for node_id, events in run.events.items():
         kinds = [e["kind"] for e in events if e["kind"] != "join_state" and not e["kind"].startswith("checkpoint")]
-        rounds = ["round_committed"] * (ROUNDS + 1)
-        assert kinds == ["node_started", "joined", "epoch_changed", *rounds, "sample_written", "run_finished", "left"]
+        rounds = ["round_committed", *["evaluated", "round_committed"] * ROUNDS]
+        assert sorted(kinds[3:-3]) == sorted(rounds)  # an evaluation is told of before the step that it follows
+        assert [*kinds[:3], *kinds[-3:]] == [
+            *("node_started", "joined", "epoch_changed", "sample_written", "run_finished", "left"),
+        ]
         (joined,) = (event for event in events if event["kind"] == "joined")
         assert joined["member_id"].startswith(f"{node_id}#")
         states = [event["state"] for event in events if event["kind"] == "join_state"]

@@ -32,6 +32,12 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
                     require_beginning_of_text(file)
         except ConfigError as error:
             yield Finding("data", "cannot be read", str(error), stops="start")
+    for name, data in ({} if config.eval is None else config.eval.data_of(config.data)).items():
+        try:
+            if isinstance(data.source, TextSource | JsonlSource | ParquetSource):
+                find_files([path for path in data.source.paths if "://" not in path.removeprefix("file://")])
+        except ConfigError as error:
+            yield Finding("evaluation", f"{name} of eval.sources cannot be read", str(error), stops="start")
     if config.train.init_from is not None and not (config.train.init_from / "config.json").is_file():
         seen = f"train.init_from={str(config.train.init_from)!r} has no config.json"
         advice = "name a directory in Hugging Face's layout, such as `zeroband export` makes"

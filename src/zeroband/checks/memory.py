@@ -18,6 +18,8 @@ from zeroband.node.identity import node_id_of
 from zeroband.node.shm import NodeFolder
 
 if TYPE_CHECKING:
+    import torch
+
     from zeroband.checks.gpu_prediction import GpuRun
 
 _MEMINFO = Path("/proc/meminfo")
@@ -49,7 +51,8 @@ def shared_memory(needs: Needs) -> Finding:
 
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     """Room for the canonical state and, without a GPU, for what the ranks train with."""
-    needed = needs.shared_bytes + (0 if has_gpu(environ) else needs.training_bytes)
+    has_memory_of_its_own = needs.config.train.device in (None, "cuda") and has_gpu(environ)
+    needed = needs.shared_bytes + (0 if has_memory_of_its_own else needs.training_bytes)
     missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
     limit, free = _limit_and_free()
     seen = f"{size_text(free)} of {size_text(limit)} free, this model needs {size_text(needed)} and its activations"
@@ -58,16 +61,13 @@ def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     return Finding("memory", seen, advice if stops else "", stops=stops)
 
 
-def gpus(needs: Needs, local_world_size: int) -> Iterator[Finding]:
-    """What the GPUs of this machine can do for a run. Loads torch."""
-    import torch
-
+def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[Finding]:
+    """What the GPUs of this machine can do for a run on such a device. Loads torch."""
     from zeroband.kernels.codec import CODECS
     from zeroband.outer.device_state import require_device
 
     config = needs.config
     if isinstance(config.outer, DilocoConfig):
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             require_device(config.outer, CODECS[config.codec_name], device)
         except ConfigError as error:
@@ -83,7 +83,7 @@ def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) 
     """
     import torch
 
-    if not (gpus := torch.cuda.device_count()):
+    if needs.config.train.device not in (None, "cuda") or not (gpus := torch.cuda.device_count()):
         return
     from zeroband.checks.gpu_prediction import least_bytes, predict_gpu, way_out
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from zeroband.config.data import DataConfig, SyntheticTokensSource
+from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
 from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, SparseLocoConfig
@@ -304,6 +305,8 @@ class RunConfig(Section):
     """Go on from a checkpoint when no node holds the run any more; `--resume` alone: from the newest. None: never."""
     rollback: RollbackConfig | None = None
     """Go back to a checkpoint when the loss of all nodes is not finite, or spikes. None: only as operators order."""
+    eval: EvalConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Evaluate on this node while it trains. None: it does not; of several nodes one is enough."""
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """What this node exports at the end of the run. None: nothing."""
@@ -343,6 +346,22 @@ class RunConfig(Section):
                     f"{key} needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
                     "drop one of them"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_to_evaluate_on(self) -> RunConfig:
+        if self.eval is None:
+            return self
+        if self.eval.sources and isinstance(self.data.source, SyntheticTokensSource):
+            raise ValueError(
+                "eval.sources needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
+                "drop one of them"
+            )
+        if not self.data.hold_out and not self.eval.sources:
+            raise ValueError(
+                "[eval] has nothing to evaluate on: data.hold_out=0 keeps no sample back and eval.sources is empty; "
+                "set one of them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,8 @@ from zeroband.config.section import NODE_LOCAL, Section
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
+DeviceKind = Literal["cuda", "mps", "cpu"]
+
 FLOAT8_MULTIPLE = 16
 """Tensor cores multiply in float8 where all three sizes of a product are multiples of this."""
 
@@ -42,8 +44,11 @@ class TrainConfig(Section):
     """Sequences of one node in one inner step, over all its ranks and micro-batches."""
     micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
     """Sequences of one rank in one forward pass; lower it when memory runs out."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute type; master parameters, gradients' reduction and optimizer are always float32."""
+    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
+    """Compute type; master parameters, gradients' reduction, optimizer and what nodes exchange are always float32."""
+    device: DeviceKind | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """What this node computes on: cpu on a machine with GPUs, too. mps is for one rank in float32. None: the first of
+    cuda, mps and cpu that is there."""
     activation_checkpointing: ActivationCheckpointing = Field(default="none", json_schema_extra=NODE_LOCAL)
     """Activations that the backward pass makes again. selective: all but products of matrices and attention, a few
     percent slower, half the memory; full: each block, about 30 % slower, the least memory; none: fastest."""

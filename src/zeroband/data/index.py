@@ -126,6 +126,18 @@ class SampleIndex:
         return int(np.minimum(self.seq_length, self.n_tokens - 1 - starts).sum())
 
 
+@dataclass(frozen=True)
+class EvaluationIndex(SampleIndex):
+    """The samples of a corpus of which nothing is trained: all count as held out, in one order for good."""
+
+    @property
+    def n_held_out(self) -> int:
+        return self.n_samples
+
+    def held_out_positions(self, n: int) -> npt.NDArray[np.int64]:
+        return Permutation(self.n_samples, "evaluation")(np.arange(min(n, self.n_samples)))
+
+
 def rank_share(batch: Sequence[int], local_rank: int, local_world_size: int) -> Sequence[int]:
     """The contiguous part of a node's batch that one of its ranks reads; its length must divide evenly."""
     assert len(batch) % local_world_size == 0, (len(batch), local_world_size)

@@ -119,6 +119,11 @@ class Loader:
         """The pass over the data that the last step ended in."""
         return self._data_pass
 
+    @property
+    def n_held_out(self) -> int:
+        """Samples that are held out of the corpus."""
+        return self._index.n_held_out
+
     def assign(self, ranges: Sequence[Range]) -> None:
         """Take these samples as the node's work from now on; what is left of an earlier assignment is dropped."""
         self._ranges = tuple(ranges)
@@ -148,10 +153,12 @@ class Loader:
         """This rank's share of the first n held-out samples, `batch` rows at a time.
 
         All ranks yield equally many batches of equal sizes, so a sharded model runs in lock step: rows without a sample
-        have no targets. Summed over the ranks, losses and targets are those of the samples, each once.
+        have no targets. With `even_micro_batches` the last batch is filled up with them, too. Summed over the ranks,
+        losses and targets are those of the samples, each once.
         """
         positions = self._index.held_out_positions(n).tolist()
-        padding = -len(positions) % self._local_world_size
+        unit = self._local_world_size * (batch if self._even_micro_batches else 1)
+        padding = -len(positions) % unit
         share = rank_share([*positions, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
         return self._micro_batches(share, batch)
 

@@ -37,8 +37,13 @@ class Evaluation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.inf
 
 
-def evaluate(model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer, device: torch.device) -> Evaluation:
-    """Run the model over batches of held-out samples, one forward pass each; at least one has a target."""
+def evaluate(
+    model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer | None, device: torch.device
+) -> Evaluation:
+    """Run the model over this rank's batches of held-out samples, one forward pass each.
+
+    `tokenizer`: counts the bytes of the text; None: they are known, and stay 0.
+    """
     samples = targets = text_bytes = 0
     nats = 0.0
     with evaluating(model):
@@ -49,5 +54,6 @@ def evaluate(model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokeniz
             targets += int(loss.targets.item())
             rows = [row[row != IGNORED] for row in batch.targets]
             samples += sum(row.numel() > 0 for row in rows)
-            text_bytes += sum(tokenizer.count_bytes(row.tolist()) for row in rows)
+            if tokenizer is not None:
+                text_bytes += sum(tokenizer.count_bytes(row.tolist()) for row in rows)
     return Evaluation(samples, targets, text_bytes, nats)

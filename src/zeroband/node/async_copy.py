@@ -51,7 +51,7 @@ class HostCopier:
         stack.callback(self._pool.shutdown)
 
     def begin(self, pairs: Pairs) -> None:
-        arrays = [(target.numpy(), source.detach().numpy()) for target, source in pairs]
+        arrays = [(target.numpy(), source.detach().cpu().numpy()) for target, source in pairs]
         self._running = self._pool.submit(_copy_all, arrays)
 
     def finish(self) -> None:
@@ -98,7 +98,7 @@ class Reading:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._held = values.detach().to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self._held = values.detach().to("cpu", non_blocking=values.is_cuda)  # from a GPU into pinned memory
         self._copied = torch.cuda.Event(blocking=True) if values.is_cuda else None
         if self._copied is not None:
             self._copied.record()

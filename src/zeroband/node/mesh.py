@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from zeroband.config.placement import Placement, placement
-from zeroband.config.training import ActivationCheckpointing, TrainConfig
+from zeroband.config.training import ActivationCheckpointing, DeviceKind, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8
@@ -80,18 +80,51 @@ class LocalMesh:
             dist.destroy_process_group(self.lent.pop())
 
 
-def init_local_mesh(environ: Mapping[str, str] | None = None, *, gpu: torch.device | None = None) -> LocalMesh:
+def device_kind(wanted: DeviceKind | None) -> DeviceKind:
+    """Return what a rank computes on here: the kind that `train.device` names, or the first that is there.
+
+    Raises: ConfigError where this machine, or torch on it, has no such device.
+    """
+    kinds: list[DeviceKind] = ["cpu"]
+    if torch.backends.mps.is_available():
+        kinds.insert(0, "mps")
+    if torch.cuda.device_count():
+        kinds.insert(0, "cuda")
+    if wanted is not None and wanted not in kinds:
+        raise ConfigError(
+            f"train.device={wanted!r}: torch {torch.__version__} finds none on this machine, but {', '.join(kinds)}; "
+            "leave it out to take the first of them"
+        )
+    return wanted or kinds[0]
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the type for numbers that are to be rounded once: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def init_local_mesh(
+    environ: Mapping[str, str] | None = None, *, gpu: torch.device | None = None, kind: DeviceKind | None = None
+) -> LocalMesh:
     """Join the node's other ranks as torchrun's environment says; without torchrun this process is the only rank.
 
-    Each rank takes `gpu`; None: that of its number, or it shares one where there are fewer GPUs than ranks. NCCL
-    refuses two ranks on one GPU, so they then talk through gloo, as they do on CPUs.
-    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun.
+    Each rank takes `gpu`; None: a device of `device_kind(kind)`. Of GPUs that is the one of its number, or it shares
+    one where there are fewer than ranks. NCCL refuses two ranks on one GPU, so they then talk through gloo, as they do
+    on CPUs.
+    Raises: ConfigError when torchrun spans several nodes: nodes are joined by [outer], not by torchrun; where there is
+    no such device; for several ranks on mps.
     """
     environ = os.environ if environ is None else environ
     _stay_on_this_machine()
     rank, world_size = _rank_and_world_size(environ)
-    gpus = torch.cuda.device_count()
-    device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device("cpu"))
+    kind = "cuda" if gpu is not None else device_kind(kind)
+    gpus = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "mps" and world_size > 1:
+        raise ConfigError(
+            f"train.device='mps': {world_size} ranks cannot share parameters on it; start one rank, or set "
+            'train.device = "cpu"'
+        )
+    device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device(kind))
     if gpus:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"
@@ -104,7 +137,8 @@ def init_local_mesh(environ: Mapping[str, str] | None = None, *, gpu: torch.devi
         timeout=timedelta(seconds=DATA_TIMEOUT_S),
         device_id=device if "nccl" in backend else None,  # a GPU that NCCL cannot use fails here, not at the first step
     )
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    over = "cuda" if gpus else "cpu"  # of the one rank on mps nothing is sharded
+    mesh = init_device_mesh(over, (world_size,), mesh_dim_names=("shard",))
     return LocalMesh(rank, world_size, device, mesh, _control_group(), _share_of_gpu(device, world_size))
 
 
@@ -230,8 +264,14 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
     Compute runs in `train.dtype`; parameters, their gradients and the reduction are float32. Parameter names do not
     change. A model on the meta device is sharded without memory; then call `make_room` and give it its values.
     One rank in float32 has nothing to shard and nothing to cast: its model stays as it is. Returns what the ranks keep
-    between the passes of a step. Raises ConfigError for a model that has no layers where it has to be sharded.
+    between the passes of a step. Raises ConfigError for a model that has no layers where it has to be sharded, and for
+    another type than float32 on mps, where FSDP2 does not cast.
     """
+    if mesh.device.type == "mps" and train.dtype != "float32":
+        raise ConfigError(
+            f"train.dtype={train.dtype!r}: this node computes on mps, and there in float32 alone; set train.dtype = "
+            '"float32" on it (other nodes may differ), or train.device = "cpu"'
+        )
     parts = cast(Shardable, model)
     parts.recompute(train.activation_checkpointing)
     if train.float8 is not None and not float8_problem(mesh.device):
@@ -347,7 +387,7 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
         if beside is not None:
             beside.copy_(shares[1])
     if max_norm is not None and local:
-        limit = torch.full_like(norm, max_norm, dtype=torch.float64)  # one rounding, to float32
+        limit = torch.full_like(norm, max_norm, dtype=widest_float(norm.device))  # one rounding, to float32
         scale = torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0).to(norm.dtype), 1.0)
         torch._foreach_mul_(local, scale)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
     return norm

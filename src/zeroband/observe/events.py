@@ -139,12 +139,19 @@ EVENTS: Mapping[str, EventKind] = {
         logging.ERROR,
     ),
     "checkpoints_removed": EventKind("Older checkpoints were removed, as ckpt.keep_last says.", ("steps",)),
+    "evaluated": EventKind(
+        "The outer parameters after this inner step of the run were evaluated: mean cross entropy in nats per token, "
+        "and bits per byte, of held-out samples (null where there are none); the loss by eval.sources.",
+        ("step", "loss", "bits_per_byte", "by_source", "took_s"),
+    ),
     "sample_written": EventKind("Text was generated.", ("path",)),
     "model_exported": EventKind(
         "The trained model lies there as transformers and vLLM load it; parity: with transformers.", ("path", "parity")
     ),
     "left": EventKind("This node gave its membership back.", ("reason",)),
-    "run_finished": EventKind("All inner steps are done.", ("step",)),
+    "run_finished": EventKind(
+        "All inner steps are done; with [eval] the last held-out loss and bits per byte come along.", ("step",)
+    ),
     "run_failed": EventKind("The trainer of this node ends with an error.", ("error",), logging.ERROR),
 }
 """Every kind of event there is. Lists of members hold member ids: `node id#incarnation`."""

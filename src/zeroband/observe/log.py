@@ -61,6 +61,9 @@ def _format_value(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)):
         return ",".join(_format_value(item) for item in cast("list[object]", value)) or "[]"
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[object, object]", value).items()
+        return ",".join(f"{key}:{_format_value(item)}" for key, item in pairs) or "none"
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 

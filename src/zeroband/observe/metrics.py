@@ -23,6 +23,7 @@ __all__ = [
     "Sink",
     "WandbSink",
     "ddp_bytes",
+    "metric_of",
     "peak_flops",
     "perplexity",
 ]
@@ -100,6 +101,16 @@ METRICS: Mapping[str, Metric] = {
         "bytes since the last line",
         "What per-step data parallel would have sent instead: 2 (M-1)/M x 4 bytes x parameters for each inner step.",
     ),
+    "eval/step": Metric("index", "Inner step of the run whose outer parameters were evaluated, with [eval]."),
+    "eval/loss": Metric("nats/token", "Mean cross entropy of held-out samples of the run's data."),
+    "eval/bits_per_byte": Metric(
+        "bits/byte", "That in bits, for each byte of their text; absent where ids stand for none."
+    ),
+    "eval/tokens": Metric("tokens", "Targets of the samples that were evaluated."),
+    "eval/loss/<source>": Metric("nats/token", "eval/loss of one of eval.sources, by its name; so are the two below."),
+    "eval/bits_per_byte/<source>": Metric("bits/byte", "Of its text."),
+    "eval/tokens/<source>": Metric("tokens", "Of its samples."),
+    "eval/took_s": Metric("s", "Duration of the evaluation, which is no part of train/step_s."),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
     "data/next": Metric("index", "First global sample index that nobody was given yet."),
     "data/returned_samples": Metric(
@@ -120,6 +131,12 @@ METRICS: Mapping[str, Metric] = {
 """Every metric there is. One that is not measured in a step is absent from its line."""
 
 
+def metric_of(name: str) -> str:
+    """The row of the table that says what a metric means: that of a source is one for all of them."""
+    above, _, _ = name.rpartition("/")
+    return f"{above}/<source>" if name not in METRICS and f"{above}/<source>" in METRICS else name
+
+
 class MetricsLog:
     """Writes one line for each record to `metrics.jsonl` in the node's folder, and hands the record to other sinks.
 
@@ -135,7 +152,7 @@ class MetricsLog:
 
         `step` counts finished inner steps. Values are Python numbers: reading a tensor is the caller's wait, not ours.
         """
-        unknown = sorted(values.keys() - METRICS.keys())
+        unknown = sorted(name for name in values if metric_of(name) not in METRICS)
         assert not unknown, f"not in METRICS: {', '.join(unknown)}"
         odd = [name for name, value in values.items() if not _is_plain(value)]
         assert not odd, f"not a Python number: {', '.join(odd)}"

@@ -101,6 +101,7 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
     if view.sent_bytes and view.ddp_bytes:
         lines.append(f"sent {sent_in_words(view)}")
+    lines += [_evaluation_line(node) for node in view.nodes if node.evaluation is not None]
     if view.disagreements:
         rounds = ", ".join(map(str, view.disagreements))
         lines.append(f"DIVERGED: nodes hold different outer states after round {rounds}")
@@ -128,6 +129,17 @@ def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
         human_bytes(node.sent_bytes),
         human_bytes(node.ddp_bytes),
     )
+
+
+def _evaluation_line(node: NodeView) -> str:
+    """The newest held-out losses that a node has, which are those of the run's outer parameters."""
+    seen = node.evaluation
+    assert seen is not None, "only nodes that evaluate have one"
+    shown: list[str] = []
+    for source, loss in seen.losses.items():
+        bits = f" ({seen.bits_per_byte[source]:.3f} bits/byte)" if source in seen.bits_per_byte else ""
+        shown.append(f"{f'{source} ' if source else ''}{loss:.4f}{bits}")
+    return f"held out, by {node.node_id} at step {seen.step}: loss {', '.join(shown)}"
 
 
 def _state_in_words(node: NodeView) -> str:

@@ -46,6 +46,17 @@ class EventView:
 
 
 @dataclass(frozen=True)
+class EvaluationView:
+    """The newest evaluation of a node."""
+
+    step: int
+    """Inner step of the run."""
+    losses: Mapping[str, float]
+    """In nats per token, by source; those of the run's own held-out samples have the name ""."""
+    bits_per_byte: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class NodeView:
     """A node as its files show it. None and 0 where it has not said yet."""
 
@@ -65,6 +76,7 @@ class NodeView:
     first_loss: float | None = None
     loss_curve: tuple[float, ...] = ()
     """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
+    evaluation: EvaluationView | None = None
     tokens: int = 0
     tokens_per_s: float | None = None
     round: int | None = None
@@ -199,6 +211,9 @@ class NodeHistory:
             loss = float(record["train/loss"])
             view = replace(view, loss=loss, first_loss=loss if old.first_loss is None else old.first_loss)
             self._curve.add(loss)
+        if "eval/step" in record:
+            losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
+            view = replace(view, evaluation=EvaluationView(int(record["eval/step"]), losses, bits))
         self._view = view
         if "outer/round" in record:
             self._note_round(int(record["outer/round"]), record.get("outer/digest"))
@@ -270,6 +285,12 @@ class NodeHistory:
             parameters=old.parameters,
             last_at_s=old.last_at_s,
         )
+
+
+def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """A metric of an evaluation and those of its sources, by their names; its own has the name ""."""
+    names = [name for name in record if name == metric or name.startswith(f"{metric}/")]
+    return {name.removeprefix(metric).removeprefix("/"): float(record[name]) for name in names}
 
 
 class Curve:

@@ -29,7 +29,7 @@ from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, make_room, parallelize
 from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
-from zeroband.outer.custom import load_algorithm
+from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
@@ -71,8 +71,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     )
     built = _build_model(config, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
-    # at every step the inner state is the nodes' common one, whatever the number of their ranks
-    is_exact = isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
+    is_exact = _has_common_steps(config, custom)
     rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
     inner = InnerOptimizer(
         built.parameters, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule
@@ -87,6 +86,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
             "data.tokenizer (ids)": tokenizer.fingerprint,
             **built.shared,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
+            **({"train.device (rounds the nodes' common step)": local.device.type} if is_exact else {}),
         },
         local=local,
         tokenizer=tokenizer,
@@ -101,6 +101,14 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool:
+    """Whether the inner state is the nodes' common one at every step, whatever the number of their ranks.
+
+    Not whatever their devices: the kernels of AdamW round in orders of their own.
+    """
+    return isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
 
 
 @dataclass(frozen=True)

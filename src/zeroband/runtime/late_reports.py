@@ -35,7 +35,8 @@ class InnerStep:
     blocked_s: float = 0.0
     synced: Sequence[RoundReport] = ()
     committed: RunProgress | None = None
-    checkpoints: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
+    beside: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
+    """What checkpoints and an evaluation measured."""
 
 
 class LateReports:
@@ -100,4 +101,4 @@ class LateReports:
             ended_at_s=ended_at_s,
         )
         assert made.committed is not None, "its hooks come first"
-        self._report.stepped(made.number + 1, learned, made.synced, made.committed, made.checkpoints)
+        self._report.stepped(made.number + 1, learned, made.synced, made.committed, made.beside)

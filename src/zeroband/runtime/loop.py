@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
@@ -32,12 +32,20 @@ from zeroband.node.mesh import (
     init_local_mesh,
     set_gradient_sync,
     sum_over_ranks,
+    widest_float,
 )
 from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
+from zeroband.runtime.evaluation import (
+    Evaluations,
+    EvaluationSet,
+    HeldOutEvaluations,
+    NoEvaluations,
+    open_evaluation_sets,
+)
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.late_reports import InnerStep, LateReports
@@ -54,7 +62,7 @@ _log = get_logger(__name__)
 def run(config: RunConfig, departure: Departure) -> None:
     """Train with this node's other ranks, and give everything back at the end."""
     with ExitStack() as stack:
-        local = init_local_mesh()
+        local = init_local_mesh(kind=config.train.device)
         stack.callback(local.close)
         train(config, local, departure, stack)
 
@@ -68,19 +76,22 @@ class Training:
     joiner: Joiner
     checkpoints: Checkpointing
     report: Report
+    evaluations: Evaluations = field(default_factory=NoEvaluations)
 
 
 def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack) -> None:
     """The whole run of this rank; `stack` gives everything back at its end."""
     node = build_trainer(config, local, departure)
     stack.callback(node.loader.close)
+    sets = open_evaluation_sets(node)
     report = open_report(node, stack)
     barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     world, joiner = open_world(node, report, stack)
     joined = joiner.enter()
     note_entry(world, report, joined)
-    training = Training(node, world, joiner, open_checkpoints(node, world, report, stack), report)
+    checkpoints, evaluations = open_checkpoints(node, world, report, stack), open_evaluations(node, world, sets, report)
+    training = Training(node, world, joiner, checkpoints, report, evaluations)
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
@@ -142,6 +153,13 @@ def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: Ex
     return checkpoints
 
 
+def open_evaluations(node: TrainerParts, world: World, sets: Sequence[EvaluationSet], report: Report) -> Evaluations:
+    """The evaluations that the configuration asks for."""
+    if node.config.eval is None:
+        return NoEvaluations()
+    return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
+
+
 def note_entry(world: World, report: Report, joined: Sequence[RoundReport]) -> None:
     """Report in which run this node is, and with which round it became a member."""
     report.belongs_to(world.outer.record["session"])
@@ -193,8 +211,12 @@ def train_round(training: Training) -> None:
             made.committed = RunProgress(outer.progress, is_now=outer.progress is not before)
             if made.committed.is_now:
                 checkpoints.take_if_due(made.synced)
-            made.blocked_s, made.checkpoints = blocked.total_s, checkpoints.measured()
-            reports.end(made, is_late=not is_boundary)
+            made.blocked_s, made.beside = blocked.total_s, checkpoints.measured()
+            if is_evaluated := training.evaluations.is_due(before, outer.progress):
+                if not is_boundary:
+                    reports.learn(made)
+                made.beside = {**made.beside, **training.evaluations.run(outer.progress.inner_step)}
+            reports.end(made, is_late=not (is_boundary or is_evaluated))
             node.profiler.end(step + 1)
 
 
@@ -224,6 +246,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     A gradient of this node's own that is not finite moves the schedule of the optimizer alone.
     """
     node, outer, found_inf = training.node, training.world.outer, None
+    widest = widest_float(passed.nats.device)
     lr, has_own_steps = node.inner.lr, outer.has_own_steps
     if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
         with node.departure.in_step():
@@ -238,10 +261,10 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         found_inf = (~norm.isfinite()).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
-        norm = torch.full_like(passed.nats, common_norm, dtype=torch.float64)
+        norm = torch.full_like(passed.nats, common_norm, dtype=widest)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = Reading(torch.stack([passed.nats.double(), norm.double()]))
+    shown = Reading(torch.stack([passed.nats.to(widest), norm.to(widest)]))
     return InnerStep(
         number=step, lr=lr, tokens=passed.tokens, data_s=passed.data_s, data_pass=passed.data_pass, shown=shown
     )

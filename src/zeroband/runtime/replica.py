@@ -378,6 +378,14 @@ class Replica:
         return StateParts(common, own, held, {}, has_moments=isinstance(self.outer, Ddp))
 
     @property
+    def outer_parameters(self) -> Tensor:
+        return self.buffers[self.outer.sections[0]]
+
+    def show_progress(self) -> None:
+        if self._node.local.rank == 0:
+            self._flags.advance()
+
+    @property
     def fellows(self) -> Fellows:
         return StoreFellows(self.store, self._node.node_id)
 

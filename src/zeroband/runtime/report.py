@@ -90,6 +90,8 @@ class NodeReport:
         self._metrics = MetricsLog(node.node_dir, sinks)
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0
+        self._held_out: Mapping[str, MetricValue] = {}
+        """The newest evaluation's results on held-out samples, by metric."""
 
     def started(self) -> None:
         if self._node.config.outer is not None:
@@ -122,6 +124,12 @@ class NodeReport:
         for report in synced:
             self._round_event(report)
         self._metrics.record(step, values)
+        if "eval/step" in values:
+            self._held_out = {
+                name.replace("/", "_"): value
+                for name, value in values.items()
+                if name.startswith(("eval/loss", "eval/bits_per_byte")) and value is not None
+            }
         if step % self._node.config.observe.log_every_steps == 0 or synced:
             self._say(step, values)
 
@@ -179,7 +187,7 @@ class NodeReport:
         _log.info(f"step {step}{end} {format_fields(fields)}")
 
     def finished(self) -> None:
-        self.events.emit("run_finished", step=self._total_steps)
+        self.events.emit("run_finished", step=self._total_steps, **self._held_out)
 
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -250,9 +258,9 @@ class Report(LoopReport, Protocol):
         learned: StepResult,
         synced: Sequence[RoundReport],
         committed: RunProgress,
-        checkpoints: Mapping[str, MetricValue | None],
+        beside: Mapping[str, MetricValue | None],
     ) -> None:
-        """Inner step `step` (counted from 1) is done."""
+        """Inner step `step` (counted from 1) is done. `beside`: what checkpoints and an evaluation measured."""
         ...
 
     def sampled(self, path: Path) -> None: ...
@@ -279,7 +287,7 @@ class SilentReport:
         learned: StepResult,
         synced: Sequence[RoundReport],
         committed: RunProgress,
-        checkpoints: Mapping[str, MetricValue | None],
+        beside: Mapping[str, MetricValue | None],
     ) -> None: ...
 
     def sampled(self, path: Path) -> None: ...
@@ -319,10 +327,11 @@ class TrainerReport(NodeReport):
         learned: StepResult,
         synced: Sequence[RoundReport],
         committed: RunProgress,
-        checkpoints: Mapping[str, MetricValue | None],
+        beside: Mapping[str, MetricValue | None],
     ) -> None:
-        """Inner step `step` (counted from 1) is done."""
-        step_s, self._step_from_s = learned.ended_at_s - self._step_from_s, learned.ended_at_s
+        """Inner step `step` (counted from 1) is done. What an evaluation took is no part of its duration."""
+        evaluated_s = float(beside.get("eval/took_s") or 0.0)
+        step_s, self._step_from_s = learned.ended_at_s - self._step_from_s - evaluated_s, learned.ended_at_s
         self._uncommitted_tokens += learned.tokens
         if committed.is_now:
             self._uncommitted_tokens = synced[-1].uncommitted_tokens if synced else 0
@@ -341,7 +350,7 @@ class TrainerReport(NodeReport):
             "data/pass": learned.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
-            **checkpoints,
+            **beside,
         }
         if synced:
             values |= _ledger_values(committed.progress.ledger)

@@ -52,6 +52,13 @@ class SingleNode:
         return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.parameters)}, has_moments=False)
 
     @property
+    def outer_parameters(self) -> None:
+        return None
+
+    def show_progress(self) -> None:
+        """Nobody watches."""
+
+    @property
     def fellows(self) -> Fellows:
         return NoFellows()
 

@@ -48,6 +48,15 @@ class World(Protocol):
     def state_parts(self) -> StateParts: ...
 
     @property
+    def outer_parameters(self) -> Tensor | None:
+        """(n,) float32 on CPU, in the order of the names: what the nodes hold alike; None: what the model holds."""
+        ...
+
+    def show_progress(self) -> None:
+        """Show whoever watches this trainer that it is alive."""
+        ...
+
+    @property
     def fellows(self) -> Fellows:
         """The writers of the other nodes' checkpoints."""
         ...

@@ -52,6 +52,7 @@ def test_kinds_of_keys_follow_their_types() -> None:
     assert {name for name, key in keys.items() if key.is_secret} == {"run.token", "store.url"}
     assert {name for name, key in keys.items() if key.is_list} == {
         "data.source.paths",
+        "eval.sources",
         "train.profile.steps",
         "optim.adamw.betas",
         "fault.inject",

@@ -99,7 +99,7 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
         "--outer.inner_steps * integer > 0 or none",
         "--outer.inner_seconds number > 0 or none",
         "--optim.adamw.betas list of number, 2 of them Decay",
-        "--train.dtype bfloat16 | float32 Compute",
+        "--train.dtype * bfloat16 | float32 Compute",
         "--store.url * secret or none Redis",
         "--outer.type ddp | diloco | demo | sparseloco | custom Which keys this section has. (required",
         "optim.schedule.type = linear | wsd: Learning rate at the end, as a share of the peak. (default: 0.0)",

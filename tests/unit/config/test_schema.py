@@ -229,3 +229,41 @@ def test_float8_needs_sizes_that_tensor_cores_take(sizes: dict[str, Any], messag
     RunConfig(**sizes)
     with pytest.raises(ValidationError, match=message):
         RunConfig(**sizes, train={"float8": "tensorwise"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"eval": {}, "data": {"hold_out": 0}},
+            r"\[eval\] has nothing to evaluate on: data.hold_out=0 keeps no sample",
+        ),
+        ({"eval": {"sources": ["wiki"]}}, "eval.sources: 'wiki' is no NAME=PATH"),
+        ({"eval": {"sources": ["a b=/x"]}}, "eval.sources: 'a b=/x' is no NAME=PATH"),
+        ({"eval": {"sources": ["a=/x", "a=/y"]}}, "eval.sources names 'a' twice"),
+        (
+            {"eval": {"sources": ["a=/x"]}, "data": {"source": MADE_UP, "vocab_size": 50}},
+            "eval.sources needs a tokenizer",
+        ),
+    ],
+)
+def test_evaluation_of_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(settings)
+
+
+def test_sources_of_an_evaluation_are_read_by_the_ending_of_their_names() -> None:
+    like = {"type": "jsonl", "paths": ["/train.jsonl"], "field": "body"}
+    paths = ["wiki=/w/*.jsonl.zst", "books=s3://b/x.parquet", "code=/c/*.py", "odd=/a=b.txt"]
+    config = RunConfig.model_validate({"eval": {"sources": paths}, "data": {"source": like, "hold_out": 0}})
+    assert config.eval is not None
+    seen = {name: data.source.model_dump() for name, data in config.eval.data_of(config.data).items()}
+    assert {name: source["type"] for name, source in seen.items()} == {
+        "wiki": "jsonl",
+        "books": "parquet",
+        "code": "text",
+        "odd": "text",
+    }
+    assert (seen["wiki"]["field"], seen["wiki"]["paths"], seen["odd"]["paths"]) == (
+        *("body", ("/w/*.jsonl.zst",), ("/a=b.txt",)),
+    )

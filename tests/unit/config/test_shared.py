@@ -13,6 +13,9 @@ from zeroband.config.shared import shared_digest, shared_items
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost:6379"}
 NODE_LOCAL_FLAGS = [
     ("--train.micro_bs", "1"),
+    ("--train.dtype", "float32"),
+    ("--train.device", "cpu"),
+    ("--eval.every_steps", "7"),
     ("--run.dir", "/elsewhere"),
     ("--node.id", "other"),
     ("--run.token", "secret"),
@@ -26,7 +29,7 @@ NODE_LOCAL_FLAGS = [
 SHARED_FLAGS = [
     ("run.seed", "1"),
     ("train.batch_size", "8"),
-    ("train.dtype", "float32"),
+    ("train.total_steps", "8"),
     ("optim.schedule.final_ratio", "0.2"),
     ("data.seq_length", "8"),
     ("fault.lease_s", "4"),

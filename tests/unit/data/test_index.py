@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.index import SampleIndex, rank_share
+from zeroband.data.index import EvaluationIndex, SampleIndex, rank_share
 from zeroband.errors import ConfigError
 
 shapes = st.tuples(st.integers(1, 40), st.integers(0, 3000)).map(lambda p: (p[0], p[0] + 1 + p[1]))
@@ -72,3 +72,11 @@ def test_rank_share_cuts_a_batch_into_contiguous_equal_parts(ranks: int) -> None
     shares = [list(rank_share(batch, rank, ranks)) for rank in range(ranks)]
     assert [len(share) for share in shares] == [12 // ranks] * ranks
     assert [i for share in shares for i in share] == batch
+
+
+@pytest.mark.parametrize("n_tokens", [9, 10, 801])
+def test_index_for_evaluation_holds_out_every_sample_in_one_order(n_tokens: int) -> None:
+    index = EvaluationIndex(n_tokens=n_tokens, seq_length=8, seed=0, hold_out=0.1)
+    positions = index.held_out_positions(10**6).tolist()
+    assert sorted(positions) == list(range(index.n_samples)) and index.n_held_out == index.n_samples
+    assert index.held_out_positions(3).tolist() == positions[:3]

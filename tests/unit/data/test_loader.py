@@ -312,6 +312,13 @@ def test_held_out_batches_stop_at_the_number_asked_for(store: TokenStore) -> Non
     assert [len(batch.tokens) for batch in batches] == [2, 1]
 
 
+def test_held_out_batches_of_a_model_that_is_compiled_have_one_size(store: TokenStore) -> None:
+    even = list(loader(store, hold_out=0.4, even_micro_batches=True).held_out_batches(3, 2))
+    odd = list(loader(store, hold_out=0.4).held_out_batches(3, 2))
+    assert [len(batch.tokens) for batch in even] == [2, 2]
+    assert [row for row in rows(even, "targets") if set(row) != {IGNORED}] == rows(odd, "targets")
+
+
 def test_held_out_batches_are_none_without_a_hold_out(store: TokenStore) -> None:
     assert list(loader(store).held_out_batches(3, 2)) == []
 

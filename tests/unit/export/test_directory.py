@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ from zeroband.export.hub_files import INDEX_FILE
 from zeroband.export.parity import check_parity
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-PRESETS = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.toml"))
+PRESETS = sorted(
+    path.relative_to(CONFIGS).as_posix()
+    for path in CONFIGS.rglob("*.toml")
+    if "type" not in tomllib.loads(path.read_text()).get("model", {})
+)
 
 
 def family_of(preset: str) -> LlamaConfig:

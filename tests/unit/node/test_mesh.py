@@ -1,10 +1,12 @@
 """A mesh of one rank: all of `parallel` except what needs a second process (see tests/integration/test_parallel.py)."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,13 @@ from zeroband.node.mesh import (
     barrier,
     broadcast_json,
     clip_grad_norm_,
+    device_kind,
     init_local_mesh,
     join_local_mesh,
     make_room,
     parallelize,
     set_gradient_sync,
+    widest_float,
 )
 
 CONFIG = LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
@@ -137,6 +141,63 @@ def test_rank_is_bound_to_a_gpu_of_its_own_and_trains_with_a_time_out_of_minutes
     assert asked["default"]["device_id"] == bound
     assert asked["default"]["timeout"] == timedelta(minutes=10)
     assert asked["control"]["timeout"] == timedelta(days=7)
+
+
+def with_devices(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, has_mps: bool = False) -> None:
+    """Devices by name: a machine of the tests has none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_mps", "wanted", "kind"),
+    [
+        *((2, False, None, "cuda"), (0, True, None, "mps"), (0, False, None, "cpu")),
+        *((2, False, "cpu", "cpu"), (0, True, "cpu", "cpu"), (2, True, "mps", "mps"), (2, True, "cuda", "cuda")),
+    ],
+)
+def test_node_computes_on_what_it_is_told_or_on_the_fastest_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, has_mps: bool, wanted: Any, kind: str
+) -> None:
+    with_devices(monkeypatch, gpus=gpus, has_mps=has_mps)
+    assert device_kind(wanted) == kind
+
+
+@pytest.mark.parametrize(("wanted", "gpus", "found"), [("cuda", 0, "cpu"), ("mps", 1, "cuda, cpu")])
+def test_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, gpus: int, found: str
+) -> None:
+    with_devices(monkeypatch, gpus=gpus)
+    with pytest.raises(ConfigError, match=f"train.device='{wanted}': torch .* none on this machine, but {found};"):
+        init_local_mesh({}, kind=wanted)
+
+
+@pytest.mark.parametrize(("wanted", "device"), [("cpu", "cpu"), ("mps", "mps")])
+def test_rank_that_leaves_the_gpus_alone_talks_through_gloo(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, device: str
+) -> None:
+    asked: list[Any] = []
+    with_devices(monkeypatch, gpus=2, has_mps=True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("it was to stay off"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: asked.append((backend, given)))
+    monkeypatch.setattr(dist, "new_group", lambda **_: dist.ProcessGroup(0, 1))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda over, *_, **__: asked.append(over))
+    local = init_local_mesh({}, kind=wanted)
+    assert (local.device, local.gpu_bytes) == (torch.device(device), None)
+    assert asked[0][0] == "gloo" and asked[0][1]["device_id"] is None
+    assert asked[1] == "cpu"
+
+
+def test_mps_is_for_one_rank_in_float32(monkeypatch: pytest.MonkeyPatch, mesh: LocalMesh) -> None:
+    with_devices(monkeypatch, has_mps=True)
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r"train.device='mps': 2 ranks cannot share parameters on it"):
+        init_local_mesh(environ)
+    on_mps, train = replace(mesh, device=torch.device("mps")), TrainConfig(dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"train.dtype='bfloat16': this node computes on mps"):
+        parallelize(plain(), train, on_mps)
+    parallelize(plain(), TrainConfig(dtype="float32"), on_mps)
+    assert widest_float(on_mps.device) == torch.float32
 
 
 def test_decisions_of_one_rank_are_its_own(mesh: LocalMesh) -> None:

@@ -34,7 +34,7 @@ def lines(node_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_metric_has_a_part_a_unit_and_a_sentence(name: str) -> None:
-    assert re.fullmatch(r"(train|eval|outer|data|ckpt|node)/[a-z][a-z_]*", name)
+    assert re.fullmatch(r"(train|eval|outer|data|ckpt|node)/[a-z][a-z_]*(/<source>)?", name)
     assert METRICS[name].unit
     assert re.fullmatch(r".+\.", METRICS[name].meaning)
 

@@ -17,6 +17,7 @@ from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.errors import Leaving
+from zeroband.node import mesh
 from zeroband.node.async_copy import Reading
 from zeroband.node.mesh import LocalMesh, clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
@@ -101,6 +102,27 @@ def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
     assert reads.count == 0
     assert report.steps == [1, 2, 3, 4, 5]
     assert made == [2, 2, 3, 3, 4, 4, 5, 5, 5, 5]  # for the algorithm and for the report, when the next one was made
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device such as Apple's GPUs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        assert not isinstance(out, torch.Tensor) or out.dtype != torch.float64, f"{func} made a float64"
+        return out
+
+
+@pytest.mark.slow  # a dispatch mode loads torch's compiler
+def test_step_of_a_device_without_float64_makes_none(
+    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, wide = build(), train(build())
+    for module in (mesh, loop):
+        monkeypatch.setattr(module, "widest_float", lambda _: torch.float32)
+    with NoFloat64():
+        report = train(node)
+    assert [seen.loss for seen in report.results] == pytest.approx([seen.loss for seen in wide.results], rel=1e-5)
 
 
 def test_reported_steps_are_those_of_a_loop_that_reads_at_once(build: Callable[..., TrainerParts]) -> None:

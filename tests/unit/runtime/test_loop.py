@@ -43,7 +43,7 @@ def train_on(model: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> TrainOn:
     def train_on(hooks: MagicMock, gradients: list[float], clip_norm: float | None = 1.0) -> InnerOptimizer:
         optim, left = OptimConfig(clip_norm=clip_norm), list(gradients)
         inner = InnerOptimizer(model, optim, total_steps=10)
-        node = a_node(model=model, inner=inner)
+        node = a_node(model=model, parameters=model, inner=inner)
         node.config.optim = optim
 
         def pass_backward(*_: object) -> loop.PassResult:

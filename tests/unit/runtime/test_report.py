@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from zeroband.config import load_config
+from zeroband.config.model import LlamaConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.runtime.report import RunProgress, StepResult, TrainerReport
 
@@ -32,6 +34,7 @@ def node(tmp_path: Path) -> Any:
         local=SimpleNamespace(world_size=1, device=torch.device("cpu")),
         tokenizer=SimpleNamespace(padded_vocab_size=256),
         loader=SimpleNamespace(data_pass=0),
+        model=LlamaBlueprint(LlamaConfig(d_model=8, n_layers=1, n_heads=1), 64).on_meta(),
     )
 
 

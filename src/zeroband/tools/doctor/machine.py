@@ -22,6 +22,8 @@ from zeroband.checks.needs import Needs
 from zeroband.checks.plain_paths import plain_paths
 from zeroband.checks.quick import quick_checks
 from zeroband.config.schema import RunConfig
+from zeroband.errors import ConfigError
+from zeroband.node.mesh import device_kind
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -37,8 +39,13 @@ def look_at_machine(config: RunConfig, environ: Mapping[str, str], nodes: int | 
     yield from opened.findings
     needs = Needs(config, opened.vocab_size, opened.sections, opened.built_params)
     yield from quick_checks(config, environ, needs=needs, nodes=nodes)
-    yield from gpus(needs, local_world_size(environ))
-    yield from plain_paths(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(device_kind(config.train.device))
+    except ConfigError as error:
+        yield Finding("train.device", "cannot be used", str(error), stops="start")
+    else:
+        yield from gpus(needs, device, local_world_size(environ))
+        yield from plain_paths(config, device)
     yield from _tcp()
 
 

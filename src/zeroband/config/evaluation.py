@@ -1,0 +1,60 @@
+"""The [eval] section: what a node evaluates while it trains, and how often."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, PositiveInt, field_validator
+
+from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource
+from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
+
+_COMPRESSION = (".gz", ".zst")
+
+
+class EvalConfig(Section):
+    """Evaluation of the outer parameters while this node trains; the others wait for it where they meet."""
+
+    every_steps: PositiveInt = Field(default=500, json_schema_extra=NODE_LOCAL)
+    """Inner steps of the run from one evaluation to the next. It takes place at the end of the first round that reaches
+    a multiple of them, and at the end of the run."""
+    batches: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Batches of train.batch_size sequences that are evaluated of the held-out samples, and of each of eval.sources:
+    always the same ones, so that losses compare. None: 8, or all where there are fewer."""
+    sources: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
+    """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
+    (`.parquet`) or else plain text. Beside the samples that data.hold_out keeps back."""
+
+    @field_validator("sources")
+    @classmethod
+    def _have_names(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        seen = set[str]()
+        for source in sources:
+            name, equals, path = source.partition("=")
+            if not equals or not path or not re.match(NAME_PATTERN, name):
+                raise ValueError(
+                    f"eval.sources: {source!r} is no NAME=PATH, such as wiki=/data/wiki.jsonl; a name is 1 to 64 "
+                    "letters, digits, dots, dashes and underscores"
+                )
+            if name in seen:
+                raise ValueError(f"eval.sources names {name!r} twice; give each source a name of its own")
+            seen.add(name)
+        return sources
+
+    def data_of(self, data: DataConfig) -> dict[str, DataConfig]:
+        """How each of the sources is read, by its name: as the data of the run, whose keys of such files count."""
+        named = dict(source.split("=", 1) for source in self.sources)
+        return {name: data.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
+
+
+def _source_of(path: str, data: DataConfig) -> DocumentSource:
+    bare, like = path, data.source
+    for ending in _COMPRESSION:
+        bare = bare.removesuffix(ending)
+    if bare.endswith((".jsonl", ".ndjson")):
+        settings = like if isinstance(like, JsonlSource) else JsonlSource(type="jsonl", paths=(path,))
+    elif bare.endswith(".parquet"):
+        settings = like if isinstance(like, ParquetSource) else ParquetSource(type="parquet", paths=(path,))
+    else:
+        settings = like if isinstance(like, TextSource) else TextSource()
+    return settings.model_copy(update={"paths": (path,)})

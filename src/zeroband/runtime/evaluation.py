@@ -1,0 +1,238 @@
+"""Evaluation while a node trains: the outer parameters, on held-out samples, at round ends. Main thread of every rank.
+
+Changes no bit of the training: where the model holds other parameters than the outer ones, they come back afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroband.config.evaluation import EvalConfig
+from zeroband.data.index import EvaluationIndex
+from zeroband.data.loader import Loader, MicroBatch
+from zeroband.data.tokens import prepare
+from zeroband.elastic.membership.progress import Progress
+from zeroband.errors import ConfigError
+from zeroband.export.evaluation import Evaluation, evaluate
+from zeroband.node.mesh import all_ok, compiles, sum_over_ranks
+from zeroband.node.sharding import Parameters
+from zeroband.observe.events import Events
+from zeroband.observe.metrics import MetricValue
+from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.world import World
+from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
+
+USUAL_BATCHES = 8
+"""Batches of a set that are evaluated where no number is set."""
+
+_OWN = ("eval/loss", "eval/bits_per_byte", "eval/tokens")
+_OF_SOURCE = ("eval/loss/<source>", "eval/bits_per_byte/<source>", "eval/tokens/<source>")
+"""Names of what is measured, in one order."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Samples that are evaluated, the same ones each time."""
+
+    source: str | None
+    """Its name in `eval.sources`; None: the held-out samples of the run's own data."""
+    loader: Loader
+    samples: int
+
+
+class Evaluations(Protocol):
+    """What a training loop asks of its evaluations. Called by all local ranks together."""
+
+    def is_due(self, before: Progress, after: Progress) -> bool:
+        """Whether the round that led from one progress to the other calls for an evaluation."""
+        ...
+
+    def run(self, step: int) -> Mapping[str, MetricValue | None]:
+        """Evaluate the outer parameters, those after inner step `step` of the run; what was measured."""
+        ...
+
+
+class NoEvaluations:
+    """The evaluations of a node without [eval]: there are none."""
+
+    def is_due(self, before: Progress, after: Progress) -> bool:
+        return False
+
+    def run(self, step: int) -> Mapping[str, MetricValue | None]:
+        return {}
+
+
+class HeldOutEvaluations:
+    """The evaluations that [eval] asks for."""
+
+    def __init__(
+        self, node: TrainerParts, world: World, sets: Iterable[EvaluationSet], every_steps: int, events: Events
+    ) -> None:
+        self._node = node
+        self._world = world
+        self._sets = tuple(sets)
+        self._every_steps = every_steps
+        self._events = events
+        self._text_bytes: dict[str | None, int] = {}
+        """Bytes of the text of each set, which are counted once."""
+        layout = FlatLayout.of(node.parameters)
+        self._shards = ShardMap.of(layout, node.parameters, node.local)
+
+    def is_due(self, before: Progress, after: Progress) -> bool:
+        reached = after.inner_step // self._every_steps > before.inner_step // self._every_steps
+        return reached or (after.is_complete and not before.is_complete)
+
+    def run(self, step: int) -> Mapping[str, MetricValue | None]:
+        """Evaluate the outer parameters; measures nothing where the node is asked to leave meanwhile."""
+        from_s = time.monotonic()
+        outer = self._world.outer_parameters
+        with holding(self._node.parameters, self._shards, outer), self._node.departure.in_step():
+            results = {one.source: self._evaluate(one) for one in self._sets}
+        whole = {source: result for source, result in results.items() if result is not None}
+        if len(whole) < len(self._sets):
+            return {}
+        values = metrics_of(whole) | {"eval/step": step, "eval/took_s": time.monotonic() - from_s}
+        self._events.emit("evaluated", **_fields_of(step, whole, values))
+        return values
+
+    def _evaluate(self, one: EvaluationSet) -> Evaluation | None:
+        """Evaluate one set, over all ranks; None on all of them where this node was asked to leave meanwhile."""
+        node, is_counted = self._node, one.source in self._text_bytes
+        batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs)
+        stays = _Stay(node, self._world)
+        part = evaluate(node.model, stays.through(batches), None if is_counted else node.tokenizer, node.local.device)
+        if not stays.to_the_end:
+            return None
+        sums = torch.tensor(
+            [part.samples, part.targets, part.text_bytes, part.nats], dtype=torch.float64, device=_exact(node)
+        )
+        sum_over_ranks(sums, node.local)
+        samples, targets, text_bytes, nats = sums.tolist()
+        text_bytes = self._text_bytes.setdefault(one.source, int(text_bytes))
+        return replace(part, samples=int(samples), targets=int(targets), text_bytes=text_bytes, nats=nats)
+
+
+class _Stay:
+    """Follows a node through its batches: shows that it is alive, and ends where one of its ranks is to leave."""
+
+    def __init__(self, node: TrainerParts, world: World) -> None:
+        self._node = node
+        self._world = world
+        self.to_the_end = True
+
+    def through(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._world.show_progress()
+            self.to_the_end = all_ok(not self._node.departure.is_hurried, self._node.local)
+            if not self.to_the_end:
+                return
+            yield batch
+
+
+@contextmanager
+def holding(model: Parameters, places: ShardMap, flat: Tensor | None) -> Generator[None]:
+    """Have a model hold other parameters, and afterwards its own ones again, bit for bit.
+
+    `flat`: (n,) float32, in the order of the names; None: its own ones. Only parameters that differ are copied: 4 bytes
+    each, on the model's device.
+    """
+    own = dict[str, Tensor]()
+    shards = {} if flat is None else parameter_shards(model)
+    try:
+        for name, part in () if flat is None else places.held(flat, shards):
+            held, wanted = shards[name].detach().view(-1), part.to(shards[name].device)
+            if not torch.equal(held, wanted):
+                own[name] = held.clone()
+                held.copy_(wanted)
+        yield
+    finally:
+        for name, value in own.items():
+            shards[name].detach().view(-1).copy_(value)
+
+
+def metrics_of(results: Mapping[str | None, Evaluation]) -> dict[str, MetricValue | None]:
+    """What results are called in metrics.jsonl; those of a source carry its name."""
+    values: dict[str, MetricValue | None] = {}
+    for source, result in results.items():
+        measured = (result.loss, result.bits_per_byte if result.text_bytes else None, result.targets)
+        names = _OWN if source is None else [name.replace("<source>", source) for name in _OF_SOURCE]
+        values.update(zip(names, measured, strict=True))
+    return values
+
+
+def _fields_of(
+    step: int, results: Mapping[str | None, Evaluation], values: Mapping[str, MetricValue | None]
+) -> dict[str, object]:
+    by_source = {source: round(result.loss, 6) for source, result in results.items() if source is not None}
+    return {
+        "step": step,
+        "loss": values.get("eval/loss"),
+        "bits_per_byte": values.get("eval/bits_per_byte"),
+        "by_source": by_source,
+        "took_s": values["eval/took_s"],
+    }
+
+
+def _exact(node: TrainerParts) -> torch.device:
+    """Where sums in float64 are made: with other ranks on the device that they talk through."""
+    return node.local.device if node.local.world_size > 1 else torch.device("cpu")
+
+
+# -- what is evaluated ----------------------------------------------------------------------------------------------
+
+
+def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
+    """What [eval] evaluates on; tokens that are not there yet are made. Called by all local ranks.
+
+    Raises: ConfigError where there is no such text, or less than asked for.
+    """
+    wanted = node.config.eval
+    if wanted is None:
+        return []
+    sets: list[EvaluationSet] = []
+    if node.config.data.hold_out:
+        sets.append(_set_of(node, wanted, None, node.loader))
+    for source, data in wanted.data_of(node.config.data).items():
+        try:
+            tokens = prepare(data, node.config.run.seed)
+            index = EvaluationIndex(len(tokens), data.seq_length, node.config.run.seed, data.hold_out)
+        except ConfigError as error:
+            raise ConfigError(f"eval.sources, {source}: {error}") from error
+        loader = Loader(
+            tokens,
+            index,
+            batch_size=node.config.train.batch_size,
+            micro_bs=node.config.train.micro_bs,
+            local_rank=node.local.rank,
+            local_world_size=node.local.world_size,
+            document_mask=data.document_mask,
+            even_micro_batches=compiles(node.config.train, node.local.device),
+        )
+        sets.append(_set_of(node, wanted, source, loader))
+    return sets
+
+
+def _set_of(node: TrainerParts, wanted: EvalConfig, source: str | None, loader: Loader) -> EvaluationSet:
+    size, there = node.config.train.batch_size, loader.n_held_out
+    if not there:
+        raise ConfigError(
+            f"[eval]: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; name more "
+            "text in data.source"
+        )
+    if wanted.batches is None:
+        return EvaluationSet(source, loader, min(USUAL_BATCHES * size, there))
+    samples = wanted.batches * size
+    if there < samples:
+        what = "data.hold_out keeps back" if source is None else f"{source} of eval.sources has"
+        raise ConfigError(
+            f"eval.batches={wanted.batches} asks for {samples} samples (train.batch_size={size}) and {what} {there}; "
+            "lower it, leave it out to take what there is, or give more text"
+        )
+    return EvaluationSet(source, loader, samples)

@@ -1,0 +1,290 @@
+"""Evaluation while a node trains: real runs of one node, with it and without, and its parts alone."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroband.config import load_config
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.progress import Progress
+from zeroband.errors import ConfigError
+from zeroband.export.evaluation import evaluate
+from zeroband.node.mesh import LocalMesh
+from zeroband.observe.metrics import METRICS, metric_of
+from zeroband.observe.status import RunReader, render
+from zeroband.runtime import loop
+from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.evaluation import (
+    USUAL_BATCHES,
+    EvaluationSet,
+    HeldOutEvaluations,
+    holding,
+    open_evaluation_sets,
+)
+from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
+
+STEPS, BATCH, LENGTH = 12, 4, 16
+SMALL: dict[str, Any] = {
+    "model.d_model": 16,
+    "model.n_layers": 2,
+    "model.n_heads": 2,
+    "data.seq_length": LENGTH,
+    "data.source": '{"type": "synthetic", "documents": 40}',
+    "data.hold_out": 0.1,
+    "train.batch_size": BATCH,
+    "train.micro_bs": 2,
+    "train.dtype": "float32",
+    "train.total_steps": STEPS,
+    "optim.warmup_steps": 0,
+    "optim.adamw.lr": 0.01,
+    "run.id": "run",
+    "node.id": "a",
+}
+DILOCO = {"outer.type": "diloco", "outer.inner_steps": 4}
+ALGORITHMS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "alone": ({}, [3, 6, 9, 12]),
+    "alone bfloat16": ({"train.dtype": "bfloat16"}, [3, 6, 9, 12]),
+    "ddp": ({"outer.type": "ddp"}, [3, 6, 9, 12]),
+    "diloco": (DILOCO, [4, 8, 12]),
+    "delayed": ({**DILOCO, "outer.overlap": "full"}, [4, 12]),  # two rounds arrive with the last step
+    "eager": ({**DILOCO, "outer.overlap": "full", "outer.merge": "eager"}, [4, 12]),
+    "eager bfloat16": (
+        {**DILOCO, "outer.overlap": "full", "outer.merge": "eager", "train.dtype": "bfloat16"},
+        [4, 12],
+    ),
+    "streaming": ({**DILOCO, "outer.fragments": 2, "outer.overlap": 1, "outer.merge": "mix"}, [4, 6, 10, 12]),
+    "demo": ({"outer.type": "demo", "outer.overlap": 1}, [3, 6, 9, 12]),
+    "sparseloco": ({"outer.type": "sparseloco", "outer.inner_steps": 4}, [4, 8, 12]),
+}
+"""Settings, and the inner steps after which evaluations are due every 3."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of one node: what it wrote down."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    @property
+    def learned(self) -> list[tuple[Any, ...]]:
+        """All that follows from the bits of its parameters."""
+        names = ("step", "train/loss", "train/grad_norm", "outer/digest", "outer/weight", "train/tokens")
+        return [tuple(record.get(name) for name in names) for record in self.metrics]
+
+    @property
+    def evaluated(self) -> dict[int, float]:
+        """Held-out losses by the inner steps that they belong to."""
+        return {record["eval/step"]: record["eval/loss"] for record in self.metrics if "eval/step" in record}
+
+
+@pytest.fixture
+def train(local: LocalMesh, redis_url: str, tmp_path: Path) -> Callable[..., Trained]:
+    """train(**settings): a whole run of one node, in this process."""
+
+    def train(**settings: Any) -> Trained:
+        folder = tmp_path / f"evaluating-{secrets.token_hex(4)}"
+        chosen = {**SMALL, "run.dir": folder, "data.cache_dir": tmp_path / "cache", **settings}
+        chosen |= {"run.id": folder.name} | ({"store.url": redis_url} if "outer.type" in settings else {})
+        config = load_config([f"--{key}={value}" for key, value in chosen.items()], {})
+        with ExitStack() as stack:
+            loop.train(config, local, Departure(1.0), stack)
+        run_dir = folder / folder.name
+        lines = {name: (run_dir / "a" / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "events")}
+        return Trained(run_dir, *([json.loads(line) for line in lines[name]] for name in ("metrics", "events")))
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_training_with_evaluations_is_the_one_without_to_the_last_bit(
+    train: Callable[..., Trained], algorithm: str
+) -> None:
+    settings, steps = ALGORITHMS[algorithm]
+    without, evaluating = train(**settings), train(**settings, **{"eval.every_steps": 3})
+    assert evaluating.learned == without.learned and len(without.learned) == STEPS
+    assert list(evaluating.evaluated) == steps
+    assert len(set(evaluating.evaluated.values())) == len(evaluating.evaluated)
+    assert not without.evaluated
+
+
+@pytest.mark.slow
+def test_evaluations_are_of_the_outer_parameters_whatever_the_node_trains_with(train: Callable[..., Trained]) -> None:
+    """The state of eager and delayed rounds that stand still is the same; the nodes' own parameters are not."""
+    plain = train(**DILOCO, **{"eval.every_steps": 4})
+    eager = train(**ALGORITHMS["eager"][0], **{"eval.every_steps": 4})
+    assert eager.evaluated[4] == plain.evaluated[4]
+    at_arrival = next(record for record in eager.metrics if record.get("eval/step") == 4)
+    assert at_arrival["step"] == 8  # four own inner steps later
+
+
+@pytest.mark.slow
+def test_what_was_evaluated_is_shown_in_metrics_events_and_status(
+    train: Callable[..., Trained], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "odd.txt").write_text("zwölf Boxkämpfer " * 40)
+    seen = train(**{"eval.every_steps": 6, "eval.sources": f"odd={tmp_path / 'odd.txt'}"})
+    newest = seen.metrics[-1]
+    names = {name for name in newest if name.startswith("eval/")}
+    assert {metric_of(name) for name in names} == {name for name in METRICS if name.startswith("eval/")}
+    assert newest["eval/bits_per_byte/odd"] == pytest.approx(
+        newest["eval/loss/odd"] / 0.6931471805599453, rel=1e-2
+    )  # of bytes; only the end of the document has none
+    assert newest["train/step_s"] > 0
+    told = [event for event in seen.events if event["kind"] == "evaluated"]
+    assert [event["step"] for event in told] == [6, 12]
+    assert told[-1]["loss"] == newest["eval/loss"]
+    assert told[-1]["by_source"] == {"odd": pytest.approx(newest["eval/loss/odd"], abs=1e-6)}
+    (finished,) = (event for event in seen.events if event["kind"] == "run_finished")
+    assert finished["eval_loss"] == newest["eval/loss"]
+    shown = render(RunReader(seen.run_dir).read())
+    assert f"held out, by a at step 12: loss {newest['eval/loss']:.4f} (" in shown
+    assert f"odd {newest['eval/loss/odd']:.4f} (" in shown
+
+
+# -- when -----------------------------------------------------------------------------------------------------------
+
+
+def due(before: int, after: int, *, is_complete: bool = False) -> bool:
+    node = MagicMock(model=nn.Linear(1, 1), local=MagicMock(rank=0, world_size=1))
+    evaluations = HeldOutEvaluations(node, MagicMock(), (), 10, MagicMock())
+    progress = replace(Progress.at_start(), inner_step=before)
+    return evaluations.is_due(progress, replace(progress, inner_step=after, is_complete=is_complete))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(0, 9, False), (0, 10, True), (9, 13, True), (10, 13, False), (13, 45, True), (10, 10, False)],
+)
+def test_evaluation_is_due_at_the_first_round_end_at_or_after_each_multiple(
+    before: int, after: int, expected: bool
+) -> None:
+    assert due(before, after) == expected
+
+
+def test_evaluation_is_due_with_the_last_round() -> None:
+    assert due(10, 13, is_complete=True)
+
+
+# -- of what --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
+    """build(**settings): a node that evaluates."""
+    nodes: list[TrainerParts] = []
+
+    def build(**settings: Any) -> TrainerParts:
+        chosen = {**SMALL, "run.dir": tmp_path, "data.cache_dir": tmp_path / "cache", "eval": "{}", **settings}
+        config = load_config([f"--{key}={value}" for key, value in chosen.items()], {})
+        nodes.append(build_trainer(config, local, Departure(1.0)))
+        return nodes[-1]
+
+    yield build
+    for node in nodes:
+        node.loader.close()
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in parameter_shards(model).items()}
+
+
+def test_model_holds_its_own_parameters_again_after_an_evaluation_of_others(build: Callable[..., TrainerParts]) -> None:
+    node = build()
+    layout = FlatLayout.of(node.model)
+    flat, own = torch.linspace(-0.1, 0.1, layout.numel), bits(node.model)
+    (one,) = open_evaluation_sets(node)
+    world, events = MagicMock(outer_parameters=flat), MagicMock()
+    values = HeldOutEvaluations(node, world, [one], 1, events).run(7)
+    assert all(torch.equal(value, own[name]) for name, value in bits(node.model).items())
+    assert node.model.training and all(p.grad is None for p in node.model.parameters())
+    ShardMap(layout, 0, 1).load(parameter_shards(node.model), flat)
+    batches = list(node.loader.held_out_batches(one.samples, 2))
+    expected = evaluate(node.model, batches, node.tokenizer, node.local.device)
+    assert (values["eval/loss"], values["eval/bits_per_byte"]) == (expected.loss, expected.bits_per_byte)
+    assert values["eval/tokens"] == expected.targets == LENGTH * one.samples
+    assert world.show_progress.call_count == len(batches)
+
+
+def test_evaluation_that_fails_leaves_the_model_its_own_parameters() -> None:
+    model = nn.Linear(2, 2)
+    own = bits(model)
+    places = ShardMap(FlatLayout.of(model), 0, 1, is_copy=True)
+
+    def fail() -> None:
+        with holding(model, places, torch.zeros(6)):
+            assert not any(value.any() for value in bits(model).values())
+            raise ValueError("in it")
+
+    with pytest.raises(ValueError, match="in it"):
+        fail()
+    assert all(torch.equal(value, own[name]) for name, value in bits(model).items())
+
+
+def test_same_samples_are_evaluated_each_time_and_their_bytes_counted_once(build: Callable[..., TrainerParts]) -> None:
+    node = build()
+    sets = open_evaluation_sets(node)
+    evaluations = HeldOutEvaluations(node, MagicMock(outer_parameters=None), sets, 1, MagicMock())
+    first, second = (dict(evaluations.run(step)) for step in (1, 2))
+    for values in (first, second):
+        del values["eval/took_s"], values["eval/step"]
+    assert first == second and first["eval/bits_per_byte"]
+
+
+def test_node_that_is_asked_to_leave_does_not_evaluate_to_the_end(build: Callable[..., TrainerParts]) -> None:
+    node, events, world = build(), MagicMock(), MagicMock(outer_parameters=None)
+    world.show_progress.side_effect = lambda: node.departure.ask(0.0)
+    assert HeldOutEvaluations(node, world, open_evaluation_sets(node), 1, events).run(1) == {}
+    events.emit.assert_not_called()
+
+
+def test_number_of_batches_is_of_the_batch_size_or_what_there_is(
+    build: Callable[..., TrainerParts], tmp_path: Path
+) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "' + "x" * 50 + '"}\n')
+    node = build(**{"eval.sources": f"short={tmp_path / 'short.jsonl'}"})
+    held_out, short = open_evaluation_sets(node)
+    assert (held_out.source, held_out.samples) == (None, USUAL_BATCHES * BATCH)
+    assert (short.source, short.samples) == ("short", 4)  # 51 ids, of which 50 are targets
+    rows = [row for batch in short.loader.held_out_batches(short.samples, 2) for row in batch.targets]
+    assert sum(int((row >= 0).sum()) for row in rows) == 50
+    assert isinstance(held_out, EvaluationSet)
+    (exact,) = open_evaluation_sets(build(**{"eval.batches": 2}))
+    assert exact.samples == 2 * BATCH
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval.batches": 1000}, r"eval.batches=1000 asks for 4000 samples .* and data.hold_out keeps back \d+; lower"),
+        ({"eval.sources": "gone=/nowhere/*.txt"}, r"eval.sources, gone: .*no file matches '/nowhere/\*.txt'"),
+        ({"eval.sources": "tiny={folder}/tiny.txt"}, "eval.sources, tiny: the corpus has 3 tokens"),
+    ],
+)
+def test_text_that_is_not_there_is_an_error_before_the_first_step(
+    build: Callable[..., TrainerParts], tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "tiny.txt").write_text("ab")
+    node = build(**{key: str(value).format(folder=tmp_path) for key, value in settings.items()})
+    with pytest.raises(ConfigError, match=message):
+        open_evaluation_sets(node)
+
+
+def test_made_up_ids_have_a_loss_and_no_bits_per_byte(build: Callable[..., TrainerParts]) -> None:
+    made_up = {"type": "synthetic-tokens", "tokens": 4000}
+    node = build(**{"data.source": json.dumps(made_up), "data.vocab_size": 50})
+    values = HeldOutEvaluations(node, MagicMock(outer_parameters=None), open_evaluation_sets(node), 1, MagicMock())
+    assert values.run(1)["eval/bits_per_byte"] is None
