@@ -61,9 +61,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerParts]:
     local = init_local_mesh()
     node = build_trainer(config, local, Departure(1.0))
     node.node_dir.mkdir(parents=True)
-    for first, second in node.inner.moments().values():
-        first.normal_()
-        second.uniform_()
+    for moment in node.inner.named_moments().values():
+        moment.uniform_()
     yield node
     local.close()
 
@@ -165,9 +164,9 @@ def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: t
     found = open_checkpoint(storage, step)
     for slot in layout.slots:
         assert torch.equal(flat[slot.start : slot.start + slot.numel].view(slot.shape), kept[slot.name])
-    moments = {f"exp_avg.{name}": torch.zeros_like(pair[0]) for name, pair in node.inner.moments().items()}
+    moments = {name: torch.zeros_like(moment) for name, moment in node.inner.named_moments().items()}
     assert found.read_inner("solo", moments)
-    assert all(torch.equal(moments[f"exp_avg.{name}"], pair[0]) for name, pair in node.inner.moments().items())
+    assert all(torch.equal(moments[name], moment) for name, moment in node.inner.named_moments().items())
     state = found.node_state("solo")
     assert state is not None and (state["round"], state["local_world_size"]) == (step, 1)
     assert set_random_state(state["random_states"], node.local)
