@@ -1,6 +1,7 @@
 """Muon beside AdamW: torch's class, the iteration written out, bits that nothing but the values decides."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -88,12 +89,59 @@ def test_stack_is_each_of_its_matrices_and_zeros_stay_zeros(orthogonal: Any) -> 
         torch.testing.assert_close(matrix, orthogonal(expected, steps=5), rtol=1e-5, atol=1e-6)
 
 
-def test_exact_iteration_does_not_depend_on_the_order_of_its_sums() -> None:
-    matrix = values(48, 200)
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    expected, rounded = (iterate(matrix, steps=5)[:, order] for iterate in (orthogonalized_exactly, orthogonalized))
-    assert torch.equal(orthogonalized_exactly(matrix[:, order], steps=5), expected)
-    assert not torch.equal(orthogonalized(matrix[:, order], steps=5), rounded), "an order that changes nothing"
+def in_integers(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The exact iteration of a wide matrix with products in Python's integers, which round nothing."""
+    grid = 1 << 25
+    x = [[Fraction(value) for value in row] for row in matrix.tolist()]
+    largest, bits = max(abs(value) for row in x for value in row), (62 - matrix.numel().bit_length()) // 2
+    squares = sum(round(float(value) / float(largest) * 2.0**bits) ** 2 for row in x for value in row)
+    norm = math.sqrt(squares) * 2.0**-bits * float(largest)
+    held = [[round(float(value) / norm * grid) for value in row] for row in x]
+
+    def product(a: list[list[int]], b: list[list[int]]) -> list[list[float]]:
+        sums = [[[u * v for u, v in zip(row, column, strict=True)] for column in zip(*b, strict=True)] for row in a]
+        assert all(sum(map(abs, terms)) < 2**53 for row in sums for terms in row), "no order of these sums rounds"
+        return [[sum(terms) / grid**2 for terms in row] for row in sums]
+
+    for _ in range(steps):
+        transposed = [list(column) for column in zip(*held, strict=True)]
+        gram = [[round(value * grid) for value in row] for row in product(held, transposed)]
+        squared = product(gram, gram)
+        polynomial = [
+            [round((s * 2.0315 + g / grid * -4.7750) * grid) for s, g in zip(*rows, strict=True)]
+            for rows in zip(squared, gram, strict=True)
+        ]
+        moved = product(polynomial, held)
+        held = [
+            [round((m + h / grid * 3.4445) * grid) for m, h in zip(*rows, strict=True)]
+            for rows in zip(moved, held, strict=True)
+        ]
+    return torch.tensor([[value / grid for value in row] for row in held], dtype=torch.float64).float()
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (6, 7), (12, 30)])
+def test_exact_iteration_is_that_of_integers_to_the_last_bit(shape: tuple[int, int]) -> None:
+    for seed in range(3):
+        matrix = values(*shape, seed=seed)
+        assert torch.equal(orthogonalized_exactly(matrix, steps=5), in_integers(matrix))
+        assert torch.equal(orthogonalized_exactly(matrix.T, steps=5), in_integers(matrix).T)
+
+
+def stepped(order: Tensor, *, slice_exact: bool) -> Tensor:
+    """A matrix after one step, with its columns in another order meanwhile."""
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(values(48, 200)[:, order]))
+    model.weight.grad = values(48, 200, seed=1)[:, order]
+    InnerOptimizer(model, optim_of(), total_steps=5, slice_exact=slice_exact).step()
+    return model.weight.detach()[:, order.argsort()]
+
+
+def test_exact_step_does_not_depend_on_the_order_of_sums() -> None:
+    """As threads, ranks and processors have their own."""
+    orders = torch.arange(200), torch.randperm(200, generator=torch.Generator().manual_seed(2))
+    exact, rounded = ([stepped(order, slice_exact=exact) for order in orders] for exact in (True, False))
+    assert torch.equal(*exact)
+    assert not torch.equal(*rounded), "an order that changes nothing"
 
 
 @pytest.mark.parametrize("kind", [{}, {"adjust_lr": "original"}, {"nesterov": False, "lr": 0.05, "weight_decay": 0.3}])
