@@ -97,10 +97,8 @@ class Bench:
         self.times = Times()
 
     def state(self) -> dict[str, Tensor]:
-        moments = self.node.inner.moments()
         named = {name: local_part(parameter.data) for name, parameter in self.node.model.named_parameters()}
-        firsts = {f"exp_avg.{name}": pair[0] for name, pair in moments.items()}
-        return {**named, **firsts, **{f"exp_avg_sq.{name}": pair[1] for name, pair in moments.items()}}
+        return {**named, **{name: local_part(moment) for name, moment in self.node.inner.named_moments().items()}}
 
     @property
     def state_bytes(self) -> int:

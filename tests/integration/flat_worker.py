@@ -18,19 +18,22 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zeroband.checkpoint.inner_state import load_inner
 from zeroband.checkpoint.layout import inner_header
 from zeroband.checkpoint.manifest import StoredFile
 from zeroband.config.model import LlamaConfig
+from zeroband.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
+from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh, barrier, init_local_mesh, parallelize
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, gradient_shards, parameter_shards
 
 VOCAB = 61  # 61 rows divide by neither two nor three
+MUON = OptimConfig(adamw=AdamWConfig(lr=0.02), muon=MuonConfig(), warmup_steps=0)
 
 
 def build() -> Transformer:
@@ -80,6 +83,55 @@ def is_inner_loaded(model: nn.Module, layout: FlatLayout, local: LocalMesh, fold
     return torch.equal(whole(moments), numbers)
 
 
+def matrices_of_muon(local: LocalMesh, folder: Path) -> dict[str, bool]:
+    """What Muon makes of a sharded model is what it makes of a whole one; it also goes on from that one's file."""
+    seen: dict[str, bool] = {}
+    for exact, name in ((True, "to the last bit"), (False, "within rounding")):
+        alone, sharded, resumed = build(), build(), build()
+        for model in (sharded, resumed):
+            parallelize(model, TrainConfig(dtype="float32"), local)
+        inner = {one: InnerOptimizer(one, MUON, total_steps=9, slice_exact=exact) for one in (alone, sharded, resumed)}
+        for model in (alone, sharded):
+            take_steps(model, inner[model], 0, 3)
+        seen[f"Muon's steps, {name}"] = same(alone, sharded, exact=exact)
+
+        layout, one_rank = FlatLayout.of(alone), ShardMap(FlatLayout.of(alone), 0, 1)
+        buffers = {moment: torch.zeros(layout.numel) for moment in inner[alone].moment_names}
+        for moment, shards in inner[alone].moments().items():
+            one_rank.store(shards, buffers[moment])
+        data = inner_header(layout.slots, list(buffers)) + b"".join(flat.numpy().tobytes() for flat in buffers.values())
+        path = folder / f"muon{local.rank}"
+        path.write_bytes(data)
+        expected = StoredFile(len(data), xxhash.xxh3_128_hexdigest(data))
+        load_inner(
+            inner[resumed].named_moments(), lambda path=path: cast(BinaryIO, path.open("rb", buffering=0)), expected
+        )
+        inner[resumed].seek(3, update_count=3)
+        params = torch.zeros(layout.numel)
+        one_rank.store(parameter_shards(alone), params)
+        ShardMap(layout, local.rank, local.world_size).load(parameter_shards(resumed), params)
+        for model in (alone, resumed):
+            take_steps(model, inner[model], 3, 2)
+        seen[f"Muon's steps after those of one rank, {name}"] = same(alone, resumed, exact=exact)
+    return seen
+
+
+def take_steps(model: nn.Module, inner: InnerOptimizer, first: int, steps: int) -> None:
+    """By gradients that depend on names, shapes and the number of the step."""
+    for step in range(first, first + steps):
+        for number, (_, parameter) in enumerate(sorted(model.named_parameters())):
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number))
+            is_cut = isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(gradient, parameter.device_mesh, [Shard(0)]) if is_cut else gradient
+        inner.step()
+        inner.zero_grad()
+
+
+def same(alone: nn.Module, sharded: nn.Module, *, exact: bool) -> bool:
+    one, other = (whole(dict(model.named_parameters())) for model in (alone, sharded))
+    return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0.0, atol=1e-5)
+
+
 def renewal_of(buffers: SharedBuffers, local: LocalMesh) -> dict[str, bool]:
     old = buffers["params"]
     buffers.renew("params")
@@ -114,11 +166,11 @@ def main() -> None:
         for folder in (three, pair, full):
             folder.mkdir()
     barrier(local)
-    seen = {"three": shards_of(build(), local, three)}
+    seen = {"three": shards_of(build(), local, three) | matrices_of_muon(local, three)}
     pair_group = dist.new_group([0, 1], backend="gloo")
     if local.rank < 2:
         two = replace(local, world_size=2, mesh=DeviceMesh.from_group(pair_group, "cpu"), control=pair_group)
-        seen["two"] = shards_of(build(), two, pair)
+        seen["two"] = shards_of(build(), two, pair) | matrices_of_muon(two, pair)
     barrier(local)
     seen["refusal"] = refusal_of_small_memory(local, full)
     (out / f"rank{local.rank}.json").write_text(json.dumps(seen))

@@ -145,7 +145,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     with evaluating(model):
         held_out = model(tokens, documents_of(BATCH), targets).cross_entropy.item()
     sample = generate(model, torch.tensor([1, 2, 3]), max_new_tokens=8, temperature=0.8, seed=0, context=LENGTH)
-    shard_rows = {name: first.shape[0] for name, (first, _) in optimizer.moments().items()}
+    shard_rows = {name: first.shape[0] for name, first in optimizer.moments()["exp_avg"].items()}
     seen = {
         "norms": norms,
         "beside": beside.item(),

@@ -15,12 +15,16 @@ import torch
 
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.random_states import set_random_state
+from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer_process import WriterProcess
 from zeroband.config import load_config
+from zeroband.config.optim import MuonConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
+from zeroband.model.optim import InnerOptimizer
 from zeroband.node.async_copy import Pairs
+from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import init_local_mesh
 from zeroband.observe.events import EVENTS_FILE, EventLog, NoEvents
 from zeroband.outer.no_algorithm import NoAlgorithm
@@ -45,11 +49,12 @@ SMALL: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerParts]:
+@pytest.fixture(params=[{}, {"optim.muon": "{}"}], ids=["AdamW", "Muon"])
+def node(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[TrainerParts]:
     folder = tmp_path_factory.mktemp("checkpoints")
     settings = {
         **SMALL,
+        **request.param,
         "run.id": folder.name,
         "run.dir": folder / "runs",
         "data.cache_dir": folder / "cache",
@@ -61,9 +66,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerParts]:
     local = init_local_mesh()
     node = build_trainer(config, local, Departure(1.0))
     node.node_dir.mkdir(parents=True)
-    for first, second in node.inner.moments().values():
-        first.normal_()
-        second.uniform_()
+    for moment in node.inner.named_moments().values():
+        moment.uniform_()
     yield node
     local.close()
 
@@ -119,7 +123,7 @@ def step(node: TrainerParts, hooks: NoAlgorithm, checkpoints: Checkpoints) -> No
 
 
 def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path(
-    node: TrainerParts, monkeypatch: pytest.MonkeyPatch
+    node: TrainerParts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copies_by(LateCopier, monkeypatch)
     writers = writers_of(monkeypatch)
@@ -152,6 +156,7 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     storage = open_storage(str(node.config.ckpt.path), node.config.run.id)
     assert steps_in_order(storage) == [4, 2]
     require_state(node, kept, drawn, step=2)
+    require_moments(node, caplog, step=2)
     with pytest.raises(ConfigError, match="belongs to another run"):
         Checkpoints(node, SingleNode(node, NoEvents()), NoEvents())
 
@@ -165,9 +170,9 @@ def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: t
     found = open_checkpoint(storage, step)
     for slot in layout.slots:
         assert torch.equal(flat[slot.start : slot.start + slot.numel].view(slot.shape), kept[slot.name])
-    moments = {f"exp_avg.{name}": torch.zeros_like(pair[0]) for name, pair in node.inner.moments().items()}
+    moments = {name: torch.zeros_like(moment) for name, moment in node.inner.named_moments().items()}
     assert found.read_inner("solo", moments)
-    assert all(torch.equal(moments[f"exp_avg.{name}"], pair[0]) for name, pair in node.inner.moments().items())
+    assert all(torch.equal(moments[name], moment) for name, moment in node.inner.named_moments().items())
     state = found.node_state("solo")
     assert state is not None and (state["round"], state["local_world_size"]) == (step, 1)
     assert set_random_state(state["random_states"], node.local)
@@ -176,6 +181,27 @@ def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: t
 
 
 OUTER = {"outer.type": "diloco", "outer.inner_steps": "2"}
+
+
+def require_moments(node: TrainerParts, caplog: pytest.LogCaptureFixture, *, step: int) -> None:
+    """The same inner optimizer goes on with the moments of a checkpoint; another one says that it begins afresh."""
+    config, layout = node.config, FlatLayout.of(node.model)
+    assert config.ckpt.path is not None
+    source = source_of(config.ckpt.path, config.run.id, node.node_id, other=None, step=None)
+    restorer = Restorer(source, node.node_id, layout, {"params": torch.zeros(layout.numel)}, FaultPoints(()))
+    restorer.restore(step)
+    same = InnerOptimizer(node.model, config.optim, total_steps=100)
+    assert restorer.load_inner(step, same, node.local)
+    ours, theirs = node.inner.named_moments(), same.named_moments()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    muon = MuonConfig() if config.optim.muon is None else None
+    other = InnerOptimizer(node.model, config.optim.model_copy(update={"muon": muon}), total_steps=100)
+    for moment in other.named_moments().values():
+        moment.fill_(1.0)
+    assert not restorer.load_inner(step, other, node.local)
+    assert not any(moment.any() for moment in other.named_moments().values())
+    assert caplog.messages[-1] == "fresh moments: those saved are of another inner optimizer"
 
 
 @pytest.mark.parametrize("outer", [{}, OUTER], ids=["alone", "diloco"])

@@ -50,7 +50,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_shards_of_fsdp2_are_the_ranges_of_the_flat_state(seen: list[dict[str, Any]], world: str) -> None:
     found = [rank[world] for rank in seen if world in rank]
     assert len(found) == {"two": 2, "three": 3}[world]
-    assert all(len(rank) == 6 for rank in found)
+    assert all(len(rank) == 10 for rank in found)
     assert [name for rank in found for name, holds in rank.items() if not holds] == []
 
 

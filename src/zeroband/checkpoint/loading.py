@@ -78,8 +78,8 @@ class Checkpoint:
         stamp = self.manifest.stamp
         if set(buffers) != set(stamp.sections):
             raise CheckpointDamaged(
-                f"{self.folder} holds the outer state of another algorithm: {', '.join(stamp.sections)}; "
-                f"needed: {', '.join(buffers)}"
+                f"{self.folder} holds the outer state of another algorithm or inner optimizer: "
+                f"{', '.join(stamp.sections)}; needed: {', '.join(buffers)}"
             )
         self._read_sections(slots, buffers)
 

@@ -185,6 +185,11 @@ class Restorer:
         try:
             checkpoint = open_checkpoint(self._storage, step, self._on_piece, trust=self._source.trust)
             counters = checkpoint.node_state(self._node_id)
+            saved = None if counters is None else counters.get("moments")
+            if saved is not None and tuple(saved) != inner.moment_names:
+                fields = {"step": step, "saved": saved, "needed": inner.moment_names}
+                _log.warning("fresh moments: those saved are of another inner optimizer", extra={"fields": fields})
+                counters = None
             if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
                 inner.seek(inner.step_count, update_count=int(counters["update_count"]))
                 set_random_state(counters["random_states"], local)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zeroband.config.cautions import round_steps
 from zeroband.config.model import LlamaConfig
-from zeroband.config.model_size import parameter_count
+from zeroband.config.model_size import matrix_parameter_count, parameter_count
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.kernels.formats import FORMATS
@@ -77,8 +77,11 @@ class Needs:
     @property
     def training_bytes(self) -> int:
         """Bytes for parameters, gradients and moments over all ranks of the node; activations come to it."""
-        moments = 0 if isinstance(self.config.outer, DemoConfig) else 2
-        return _VALUE_BYTES * self.params * (2 + moments)
+        moments = 0 if isinstance(self.config.outer, DemoConfig) else 2 * self.params
+        model = self.config.model
+        if self.config.optim.muon is not None and isinstance(model, LlamaConfig):
+            moments -= matrix_parameter_count(model)  # which have one; zeros stand for the other on disk
+        return _VALUE_BYTES * (2 * self.params + moments)
 
     @property
     def checkpoint_bytes(self) -> int:

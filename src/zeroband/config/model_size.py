@@ -11,7 +11,12 @@ def parameter_count(config: Model, vocab_size: int) -> int:
         return 0
     embeddings = vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
     norms = (2 * config.n_layers + 1) * config.d_model
-    return embeddings + norms + config.n_layers * _block_matrices(config)
+    return embeddings + norms + matrix_parameter_count(config)
+
+
+def matrix_parameter_count(config: LlamaConfig) -> int:
+    """Number of values in the matrices between embedding and head: what Muon steps where it is the inner optimizer."""
+    return config.n_layers * _block_matrices(config)
 
 
 def flops_per_token(config: LlamaConfig, vocab_size: int, seq_length: int) -> int:
@@ -21,7 +26,7 @@ def flops_per_token(config: LlamaConfig, vocab_size: int, seq_length: int) -> in
     embedding, which is a look-up, nor the norms), L is n_layers, d is d_model, t is seq_length. Attention is counted
     in full, as if it were not causal, and recomputed activations are not counted (PaLM, arXiv:2204.02311, appendix B).
     """
-    matrices = config.n_layers * _block_matrices(config) + vocab_size * config.d_model
+    matrices = matrix_parameter_count(config) + vocab_size * config.d_model
     return 6 * matrices + 12 * config.n_layers * config.d_model * seq_length
 
 

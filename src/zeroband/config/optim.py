@@ -26,6 +26,26 @@ class AdamWConfig(Section):
     """Whether norms and other vectors are decayed, too, as in DeMo's source."""
 
 
+class MuonConfig(Section):
+    """Muon, for the matrices between embedding and head; AdamW keeps embeddings, head and vectors (arXiv:2502.16982).
+
+    Its momentum is made orthogonal before it is a step. As inner optimizer of DiLoCo: MuLoCo (arXiv:2505.23725).
+    """
+
+    lr: PositiveFloat | None = None
+    """Peak learning rate of the matrices. None: that of optim.adamw, which fits where adjust_lr = "match_rms_adamw"."""
+    momentum: Decay = 0.95
+    """Decay of the mean of gradients."""
+    nesterov: bool = True
+    """Whether the step looks ahead by one gradient."""
+    ns_steps: int = Field(default=5, ge=1, le=20)
+    """Newton-Schulz iterations that make a matrix orthogonal."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Decoupled decay of the matrices. None: that of optim.adamw."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of a step: 0.2 sqrt(max(rows, columns)), as large as AdamW's; or sqrt(max(1, rows / columns))."""
+
+
 class CosineSchedule(Section):
     """Half a cosine from the peak down."""
 
@@ -59,7 +79,9 @@ class OptimConfig(Section):
     """The inner optimizer and its schedule."""
 
     adamw: AdamWConfig = AdamWConfig()
-    """The inner optimizer."""
+    """The inner optimizer; with [optim.muon] of embeddings, head and vectors alone."""
+    muon: MuonConfig | None = None
+    """Muon for the matrices between them. None: AdamW for all. Not with outer.type = "demo"."""
     schedule: LrSchedule = CosineSchedule()
     """Learning rate after warm-up; counts inner steps."""
     warmup_steps: int = Field(default=1000, ge=0)

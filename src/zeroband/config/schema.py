@@ -378,6 +378,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _muon_has_a_gradient(self) -> RunConfig:
+        if self.optim.muon is not None and isinstance(self.outer, DemoConfig):
+            raise ValueError('outer.type="demo" steps by signs and has no inner optimizer: drop [optim.muon]')
+        return self
+
+    @model_validator(mode="after")
     def _float8_has_sizes_for_it(self) -> RunConfig:
         if self.train.float8 is None:
             return self

@@ -1,8 +1,8 @@
-"""The inner optimizer of a node: AdamW over the local shards, or steps by signs, and the schedule of its learning rate.
+"""The inner optimizer of a node: AdamW over the local shards, with Muon for matrices or without, or steps by signs.
 
-Knows nothing of other nodes. Its whole state is two counters and, with AdamW, two moments for each parameter. It calls
-the function behind torch.optim.AdamW: the class loads torch's compiler at its first step, seconds that most nodes have
-no use for.
+And the schedule of its learning rate. Knows nothing of other nodes. Its whole state is two counters and the moments:
+two for each parameter that AdamW steps, one for each that Muon does. It calls the function behind torch.optim.AdamW:
+the class loads torch's compiler at its first step, seconds that most nodes have no use for.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.errors import ConfigError
+from zeroband.model.muon import muon_parameters, muon_step
 from zeroband.node.sharding import Parameters, local_part
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON_MOMENTS = ("momentum_buffer", "exp_avg_sq")
+"""A name of its own for the first one, Muon's or AdamW's, so that no state is taken for one of AdamW alone."""
+
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporary stays in the cache."""
 
@@ -30,14 +34,14 @@ StepRule = Literal["adamw", "sign"]
 """How gradients become a step; `sign` has no state, and what lies in the gradients was made for it by DeMo."""
 
 
-def learning_rate(step: int, *, optim: OptimConfig, total_steps: int) -> float:
-    """Learning rate of inner step `step`, counted from 0.
+def learning_rate(step: int, *, optim: OptimConfig, total_steps: int, peak: float | None = None) -> float:
+    """Learning rate of inner step `step`, counted from 0. `peak`: None: that of AdamW.
 
     Grows linearly from peak / warmup_steps at step 0 to the peak at step warmup_steps - 1. Then `cosine` and `linear`
     fall from the peak at warmup_steps to final_ratio * peak at total_steps, and `wsd` holds the peak until its last
     decay_ratio * total_steps steps and falls linearly over those. From total_steps on it stays at the end value.
     """
-    peak, warmup = optim.adamw.lr, optim.warmup_steps
+    peak, warmup = optim.adamw.lr if peak is None else peak, optim.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     schedule = optim.schedule
@@ -69,13 +73,15 @@ def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
 class InnerOptimizer:
     """The update rule and its learning-rate schedule as one stateful part.
 
-    AdamW, or DeMo's theta <- theta (1 - lr weight_decay) - lr sign(gradient) (arXiv:2411.19870), which has no moments.
+    AdamW, with Muon for the matrices where `optim.muon` is there; or DeMo's theta <- theta (1 - lr weight_decay) - lr
+    sign(gradient) (arXiv:2411.19870), which has no moments.
 
     The decay is decoupled, and of vectors (norms) only with `decay_vectors`. Uses torch's fused kernel where the device
-    has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards,
-    which those of the fused CPU kernel do; slower.
-    The model must hold its values (not be on the meta device): the moments are made at once, so that another node's
-    can be written into them before the first step.
+    has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards, which those of the fused CPU
+    kernel do, nor on threads and processors, as those of a product of matrices do; slower.
+    `module`: whose blocks hold the matrices that are Muon's; None: `model` is one. It must hold its values (not be on
+    the meta device): the moments are made at once, so that another node's can be written into them before the first
+    step.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class InnerOptimizer:
         optim: OptimConfig,
         *,
         total_steps: int,
+        module: nn.Module | None = None,
         slice_exact: bool = False,
         rule: StepRule = "adamw",
     ) -> None:
@@ -91,18 +98,26 @@ class InnerOptimizer:
         self._optim = optim
         self._total_steps = total_steps
         self._rule: StepRule = rule
-        self.moment_names: tuple[str, ...] = _MOMENTS if rule == "adamw" else ()
-        """Names of the moments of each parameter."""
+        self._is_exact = slice_exact
+        is_muon = optim.muon is not None and rule == "adamw"
+        whole = module or cast(nn.Module, model)
+        of_muon = {id(matrix) for matrix in muon_parameters(whole).values()} if is_muon else set[int]()
+        self._matrices = {name: one for name, one in self._names.items() if id(one) in of_muon}
+        self.moment_names: tuple[str, ...] = (_MUON_MOMENTS if is_muon else _ADAMW_MOMENTS) if rule == "adamw" else ()
+        """Names of the moments. Muon's parameters have the first one alone."""
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
         self._is_fused = rule == "adamw" and all(p.device.type in devices for p in self._names.values())
         self._step_count = 0
         self._states = {
             name: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in self.moment_names},
+                **{moment: torch.zeros_like(parameter) for moment in self._moments_of(name)},
             }
             for name, parameter in self._names.items()
         }
+
+    def _moments_of(self, name: str) -> tuple[str, ...]:
+        return self.moment_names[:1] if name in self._matrices else self.moment_names
 
     @property
     def step_count(self) -> int:
@@ -119,6 +134,14 @@ class InnerOptimizer:
         """Learning rate of the next `step()`."""
         return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps)
 
+    @property
+    def lr_muon(self) -> float | None:
+        """Learning rate of Muon's matrices in the next `step()`; None where it has none of its own."""
+        peak = self._optim.muon.lr if self._optim.muon is not None else None
+        if peak is None:
+            return None
+        return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps, peak=peak)
+
     def step(self, found_inf: Tensor | None = None) -> None:
         """Update the parameters from their gradients and move on by one inner step.
 
@@ -132,10 +155,29 @@ class InnerOptimizer:
         update = partial(self._update, found_inf=found_inf) if self._rule == "adamw" else self._step_by_signs
         config = self._optim.adamw
         of_vectors = config.weight_decay if config.decay_vectors else 0.0
+        others = {name: p for name, p in self._names.items() if name not in self._matrices}
         with torch.no_grad():
-            update([name for name, p in self._names.items() if p.ndim >= 2], config.weight_decay)
-            update([name for name, p in self._names.items() if p.ndim < 2], of_vectors)
+            self._step_matrices(found_inf)
+            update([name for name, p in others.items() if p.ndim >= 2], config.weight_decay)
+            update([name for name, p in others.items() if p.ndim < 2], of_vectors)
         self._step_count += 1
+
+    def _step_matrices(self, found_inf: Tensor | None) -> None:
+        config, lr = self._optim.muon, self.lr_muon
+        if config is None or not self._matrices:
+            return
+        muon_step(
+            self._matrices,
+            {name: self._states[name][self.moment_names[0]] for name in self._matrices},
+            config,
+            lr=self.lr if lr is None else lr,
+            weight_decay=self._optim.adamw.weight_decay if config.weight_decay is None else config.weight_decay,
+            is_exact=self._is_exact,
+            found_inf=found_inf,
+        )
+        for name, parameter in self._matrices.items():
+            if parameter.grad is not None:
+                self._states[name]["step"] += 1 if found_inf is None else 1 - found_inf
 
     def _update(self, names: Iterable[str], weight_decay: float, *, found_inf: Tensor | None) -> None:
         gradients = {name: gradient for name in names if (gradient := self._names[name].grad) is not None}
@@ -144,8 +186,8 @@ class InnerOptimizer:
         adamw(
             [local_part(self._names[name]) for name in gradients],
             [local_part(gradient) for gradient in gradients.values()],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
+            [local_part(state[self.moment_names[0]]) for state in states],
+            [local_part(state[self.moment_names[1]]) for state in states],
             [],
             [state["step"] for state in states],
             fused=self._is_fused,
@@ -185,46 +227,47 @@ class InnerOptimizer:
 
     def forget_moments(self) -> None:
         """Start the moments anew, at the same place of the schedule: after a gradient that was not finite."""
-        for moments in self.moments().values():
-            for moment in moments:
-                moment.zero_()
+        for moment in self.named_moments().values():
+            local_part(moment).zero_()
         self.seek(self._step_count, update_count=0)
 
-    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """First and second moment of this rank's shard by parameter name; writing into them sets them."""
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's shards by moment and parameter, of those that have it; writing into them sets them."""
         return {
-            name: (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
-            for name, state in self._states.items()
-            if self.moment_names
+            moment: {name: local_part(state[moment]) for name, state in self._states.items() if moment in state}
+            for moment in self.moment_names
         }
 
     def named_moments(self) -> dict[str, Tensor]:
-        """`exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`, sharded as the parameters; writing into them sets them."""
+        """`exp_avg.PARAMETER` and so on, sharded as the parameters; writing into them sets them."""
         states = self._states.items()
-        return {f"{moment}.{name}": state[moment] for moment in self.moment_names for name, state in states}
+        return {f"{moment}.{name}": s[moment] for moment in self.moment_names for name, s in states if moment in s}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: {"step_count", "update_count", "moments": {name: (first, second)}}, not copied."""
+        """Return this rank's state: {"step_count", "update_count", "moments": as `moments()`}, not copied."""
         return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same model and sharding; the next steps are those that its owner would have made.
 
-        Raises: ConfigError naming the first parameter that differs, before anything has changed.
+        Raises: ConfigError naming the first moment that differs, before anything has changed.
         """
-        theirs = cast(Mapping[str, tuple[Tensor, Tensor]], state["moments"])
-        ours = self.moments()
+        ours, theirs = _flat(self.moments()), _flat(cast(Mapping[str, Mapping[str, Tensor]], state["moments"]))
         for name in sorted(ours.keys() | theirs.keys()):
             our_shape, their_shape = _shape(ours, name), _shape(theirs, name)
             if our_shape != their_shape:
                 raise ConfigError(
-                    f"optimizer state of another model or sharding: {name} has shape {their_shape}, needs {our_shape}"
+                    "optimizer state of another model, sharding or inner optimizer: "
+                    f"{name} has shape {their_shape}, needs {our_shape}"
                 )
-        for name, moments in ours.items():
-            for target, source in zip(moments, theirs[name], strict=True):
-                target.copy_(source)
+        for name, moment in ours.items():
+            moment.copy_(theirs[name])
         self.seek(state["step_count"], update_count=state["update_count"])
 
 
-def _shape(moments: Mapping[str, tuple[Tensor, Tensor]], name: str) -> tuple[int, ...] | None:
-    return tuple(moments[name][0].shape) if name in moments else None
+def _flat(moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{moment}.{name}": shard for moment, shards in moments.items() for name, shard in shards.items()}
+
+
+def _shape(moments: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(moments[name].shape) if name in moments else None

@@ -60,6 +60,7 @@ METRICS: Mapping[str, Metric] = {
     "train/loss": Metric("nats/token", "Mean cross entropy of this node's batch, without z-loss."),
     "train/perplexity": Metric("1", "exp(train/loss)."),
     "train/lr": Metric("1", "Learning rate of the inner optimizer in this step."),
+    "train/lr_muon": Metric("1", "Learning rate of Muon's matrices in this step, where optim.muon.lr sets one apart."),
     "train/grad_norm": Metric("1", "Global norm of the gradient before clipping."),
     "train/tokens": Metric(
         "tokens", "Tokens trained on in the whole run: all nodes' committed ones and this node's since."

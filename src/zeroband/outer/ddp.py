@@ -1,7 +1,8 @@
 """DDP: the nodes' gradients are averaged before every inner optimizer step, so all nodes hold one model at every step.
 
-The outer state is the whole training state: parameters and both AdamW moments, 12 bytes of each parameter. The baseline
-that others are measured against; for links that carry 8 bytes of each parameter at every step.
+The outer state is the whole training state: parameters and two moments, 12 bytes of each parameter; where
+Muon steps a matrix, which has one moment, zeros stand for the second. The baseline that others are measured against;
+for links that carry 8 bytes of each parameter at every step.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from zeroband.kernels.scan import norm
 from zeroband.outer.every_step import PARAMS, EveryStep
 from zeroband.state.flat import gradient_shards, parameter_shards
 
-FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Ddp(EveryStep):
     """The mean of the gradients is the gradient of all nodes."""
 
-    sections = (PARAMS, FIRST_MOMENT, SECOND_MOMENT)
+    sections = (PARAMS, *_ADAMW_MOMENTS)
 
     def __init__(self, parts: OuterParts, *, clip_norm: float | None) -> None:
         self._clip_norm = clip_norm
+        named: dict[str, str] = dict(zip(_ADAMW_MOMENTS, parts.stepper.moment_names, strict=True))
+        self.sections = tuple(named.get(section, section) for section in self.sections)
         open_buffers(parts.buffers, self.sections)
         super().__init__(parts)
 
@@ -58,12 +61,7 @@ class Ddp(EveryStep):
         return {"grad_norm": 0.0, "updates_before": self._parts.stepper.update_count}
 
     def _held(self) -> Mapping[str, Mapping[str, Tensor]]:
-        moments = self._parts.stepper.moments()
-        return {
-            PARAMS: parameter_shards(self._parts.model),
-            FIRST_MOMENT: {name: first for name, (first, _) in moments.items()},
-            SECOND_MOMENT: {name: second for name, (_, second) in moments.items()},
-        }
+        return {PARAMS: parameter_shards(self._parts.model), **self._parts.stepper.moments()}
 
     def _seek(self, record: Mapping[str, Any]) -> None:
         updates = record.get("updates_before", 0) + (record["weight"] > 0)

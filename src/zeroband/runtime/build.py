@@ -21,7 +21,7 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel
-from zeroband.model.optim import InnerOptimizer, StepRule
+from zeroband.model.optim import InnerOptimizer
 from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
@@ -72,10 +72,6 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     built = _build_model(config, tokenizer, local)
     custom = load_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else None
     is_exact = _has_common_steps(config, custom)
-    rule: StepRule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
-    inner = InnerOptimizer(
-        built.parameters, config.optim, total_steps=config.train.total_steps, slice_exact=is_exact, rule=rule
-    )
     return TrainerParts(
         config=config,
         node_id=node_id_of(config),
@@ -96,7 +92,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         model=built.model,
         parameters=built.parameters,
         placement=built.placement,
-        inner=inner,
+        inner=_build_inner(config, built, is_exact=is_exact),
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
@@ -145,6 +141,17 @@ def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _
         **values,
     }
     return _BuiltModel(blueprint, model, parameters, placed, shared)
+
+
+def _build_inner(config: RunConfig, built: _BuiltModel, *, is_exact: bool) -> InnerOptimizer:
+    return InnerOptimizer(
+        built.parameters,
+        config.optim,
+        total_steps=config.train.total_steps,
+        module=built.model,
+        slice_exact=is_exact,
+        rule="sign" if isinstance(config.outer, DemoConfig) else "adamw",
+    )
 
 
 def _log_progress(tokens: int) -> None:

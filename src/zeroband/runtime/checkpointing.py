@@ -54,9 +54,8 @@ class Staging:
         moments = () if state.has_moments else node.inner.moment_names
         self.inner = (*moments, *state.own)
         folder = world.open_folder(stack)
-        self._moments = [  # their places never change, and asking for them takes as long as copying a small model
-            {name: pair[number] for name, pair in node.inner.moments().items()} for number in range(len(moments))
-        ]
+        # their places never change, and asking for them takes as long as copying a small model
+        self._moments = node.inner.moments() if moments else {}
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
         self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
         self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
@@ -106,8 +105,7 @@ class Staging:
 
     def _shards_by_section(self, state: StateParts) -> Mapping[str, Mapping[str, Tensor]]:
         """This rank's shards on its device, for each staged buffer that is filled from them."""
-        moments = zip(self.inner, self._moments, strict=False)  # the node's own sections come after them
-        return {**state.shards, **dict(moments)}
+        return {**state.shards, **self._moments}
 
 
 def _node_of(member_id: str) -> str:
@@ -310,6 +308,7 @@ class Checkpoints:
             "local_world_size": self._local.world_size,
             "step_count": inner.step_count,
             "update_count": inner.update_count,
+            "moments": inner.moment_names,
             "random_states": randoms,
         }
 

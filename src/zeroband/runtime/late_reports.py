@@ -26,6 +26,7 @@ class InnerStep:
     number: int
     """Counted from 0."""
     lr: float
+    lr_muon: float | None = None
     tokens: int
     """Targets."""
     data_s: float
@@ -94,6 +95,7 @@ class LateReports:
             loss=nats / made.tokens,
             tokens=made.tokens,
             lr=made.lr,
+            lr_muon=made.lr_muon,
             grad_norm=norm,
             data_s=made.data_s,
             blocked_s=made.blocked_s,

@@ -247,7 +247,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     """
     node, outer, found_inf = training.node, training.world.outer, None
     widest = widest_float(passed.nats.device)
-    lr, has_own_steps = node.inner.lr, outer.has_own_steps
+    lr, lr_muon, has_own_steps = node.inner.lr, node.inner.lr_muon, outer.has_own_steps
     if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
         with node.departure.in_step():
             sum_over_ranks(passed.nats, node.local)
@@ -266,7 +266,13 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     node.inner.zero_grad()
     shown = Reading(torch.stack([passed.nats.to(widest), norm.to(widest)]))
     return InnerStep(
-        number=step, lr=lr, tokens=passed.tokens, data_s=passed.data_s, data_pass=passed.data_pass, shown=shown
+        number=step,
+        lr=lr,
+        lr_muon=lr_muon,
+        tokens=passed.tokens,
+        data_s=passed.data_s,
+        data_pass=passed.data_pass,
+        shown=shown,
     )
 
 

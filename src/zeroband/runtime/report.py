@@ -238,6 +238,8 @@ class StepResult:
     data_pass: int
     ended_at_s: float
     """When the device was done with it, by the process's monotonic clock."""
+    lr_muon: float | None = None
+    """Learning rate of the matrices; None: they have none apart."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,7 @@ class TrainerReport(NodeReport):
             "train/loss": learned.loss,
             "train/perplexity": perplexity(learned.loss),
             "train/lr": learned.lr,
+            "train/lr_muon": learned.lr_muon,
             "train/grad_norm": learned.grad_norm,
             "train/tokens": committed.progress.tokens + self._uncommitted_tokens,
             "train/tokens_per_s": rate,

@@ -140,7 +140,9 @@ def test_checkpoint_of_another_model_is_refused(good: Path) -> None:
 
 
 def test_checkpoint_of_another_algorithm_is_refused(good: Path) -> None:
-    with pytest.raises(RecoveryFailed, match="another algorithm: params, momentum; needed: params, exp_avg"):
+    with pytest.raises(
+        RecoveryFailed, match="another algorithm or inner optimizer: params, momentum; needed: params, exp_avg"
+    ):
         restore(LocalStorage(good, "a"), layout().slots, buffers_of(0, ("params", "exp_avg")))
 
 

@@ -14,6 +14,8 @@ from zeroband.checks.memory import gpu_memory, host_memory, out_of_gpu_memory
 from zeroband.checks.needs import Needs
 from zeroband.config import load_config
 from zeroband.errors import MachineUnfit
+from zeroband.model import Transformer
+from zeroband.model.muon import muon_parameters
 
 TINY = ("--model.d-model=32", "--model.n-layers=1", "--model.n-heads=2", "--model.d-ff=64", "--train.total-steps=100")
 STORE = ("--store.url", "redis://127.0.0.1:1")
@@ -68,6 +70,14 @@ def test_needs_without_the_tokenizer_are_the_least_that_they_can_be() -> None:
 )
 def test_no_more_checkpoints_are_expected_than_the_run_takes(arguments: tuple[str, ...], kept: int) -> None:
     assert needs_of(*arguments, "--ckpt.path=somewhere").kept_checkpoints == kept
+
+
+def test_matrices_that_muon_steps_have_one_moment() -> None:
+    with_muon, without = needs_of("--optim.muon={}"), needs_of()
+    model = Transformer(without.config.model, without.vocab_size)
+    matrices = sum(parameter.numel() for parameter in muon_parameters(model).values())
+    assert with_muon.training_bytes == without.training_bytes - 4 * matrices < without.training_bytes
+    assert with_muon.checkpoint_bytes == without.checkpoint_bytes
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_made_up_tokens_are_refused_without_a_vocabulary_and_where_text_is_neede
         RunConfig.model_validate({"data": data, **settings})
 
 
+def test_muon_is_refused_where_steps_are_signs_and_empty_is_enough_for_it() -> None:
+    store, muon = {"url": "redis://localhost"}, {"muon": {}}
+    config = RunConfig.model_validate({"outer": {"type": "ddp"}, "store": store, "optim": muon})
+    assert config.optim.muon is not None and config.optim.muon.lr is None
+    with pytest.raises(ValidationError, match=re.escape("has no inner optimizer: drop [optim.muon]")):
+        RunConfig.model_validate({"outer": {"type": "demo"}, "store": store, "optim": muon})
+
+
 def test_time_outs_follow_detect_s() -> None:
     assert FaultConfig(detect_s=60.0).time_outs == TimeOuts(
         detect_s=60.0, lease_s=60.0, renew_s=12.0, watch_s=0.25, hung_s=1440.0, transfer_s=7200.0, store_s=7200.0

@@ -181,6 +181,16 @@ def test_record_in_a_checkpoint_makes_the_same_model(local: LocalMesh, tmp_path:
         assert torch.equal(built(ids), node.model(ids))
 
 
+def test_muon_steps_the_matrices_of_the_layers(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(hub_section("mixtral"), local, tmp_path, optim={"muon": {}})
+    node.loader.assign([(0, 4)])
+    take_step(node)
+    moved = {name for name, moment in node.inner.moments()["exp_avg_sq"].items() if moment.any()}
+    matrices = {name for name, p in node.parameters.named_parameters() if p.ndim > 1}
+    assert matrices - moved == {name for name in matrices if ".layers." in name}
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= moved
+
+
 # -- adapters ------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: InnerOptimizer | torch.optim.Optimizer, f
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    moments = {name: tuple(m.clone() for m in pair) for name, pair in state["moments"].items()}
+    moments = {moment: {name: m.clone() for name, m in of.items()} for moment, of in state["moments"].items()}
     return {**state, "moments": moments}
 
 
@@ -154,8 +154,8 @@ def test_loaded_state_continues_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
     ours, theirs = optimizer.state_dict(), resumed_optimizer.state_dict()
     assert (ours["step_count"], ours["update_count"]) == (theirs["step_count"], theirs["update_count"]) == (6, 6)
-    for name, pair in ours["moments"].items():
-        assert all(torch.equal(a, b) for a, b in zip(pair, theirs["moments"][name], strict=True))
+    for moment, shards in ours["moments"].items():
+        assert all(torch.equal(shard, theirs["moments"][moment][name]) for name, shard in shards.items())
 
 
 def test_load_copies_and_does_not_alias() -> None:
@@ -163,21 +163,20 @@ def test_load_copies_and_does_not_alias() -> None:
     donor_optimizer, optimizer = optimizer_of(donor), optimizer_of(model)
     train(donor, donor_optimizer, 0, 1)
     optimizer.load_state_dict(donor_optimizer.state_dict())
-    before = optimizer.moments()["matrix"][0].clone()
+    before = optimizer.moments()["exp_avg"]["matrix"].clone()
     train(donor, donor_optimizer, 1, 1)
-    assert torch.equal(optimizer.moments()["matrix"][0], before)
+    assert torch.equal(optimizer.moments()["exp_avg"]["matrix"], before)
 
 
 def test_load_refuses_another_model_and_changes_nothing() -> None:
     optimizer = optimizer_of(Tiny())
     state = copied(optimizer.state_dict())
-    state["moments"]["norm"] = (torch.ones(5), torch.ones(5))
-    state["moments"]["matrix"] = (torch.ones(4, 3), torch.ones(4, 3))
-    with pytest.raises(ConfigError, match=r"norm has shape \(5,\), needs \(3,\)"):
+    state["moments"]["exp_avg"] = {"norm": torch.ones(5), "matrix": torch.ones(4, 3)}
+    with pytest.raises(ConfigError, match=r"exp_avg.norm has shape \(5,\), needs \(3,\)"):
         optimizer.load_state_dict(state)
-    assert optimizer.moments()["matrix"][0].count_nonzero() == 0
-    del state["moments"]["norm"]
-    with pytest.raises(ConfigError, match="norm has shape None"):
+    assert optimizer.moments()["exp_avg"]["matrix"].count_nonzero() == 0
+    del state["moments"]["exp_avg"]["norm"]
+    with pytest.raises(ConfigError, match=r"exp_avg.norm has shape None"):
         optimizer.load_state_dict(state)
 
 
@@ -186,9 +185,8 @@ def test_moments_exist_before_the_first_step_and_are_live() -> None:
     donor_optimizer, optimizer = optimizer_of(donor), optimizer_of(model)
     train(donor, donor_optimizer, 0, 3)
     model.load_state_dict(donor.state_dict())
-    for name, pair in donor_optimizer.moments().items():
-        for ours, theirs in zip(optimizer.moments()[name], pair, strict=True):
-            ours.copy_(theirs)
+    for name, moment in donor_optimizer.named_moments().items():
+        optimizer.named_moments()[name].copy_(moment)
     optimizer.seek(3, update_count=3)
     for side, side_optimizer in ((donor, donor_optimizer), (model, optimizer)):
         train(side, side_optimizer, 3, 2)

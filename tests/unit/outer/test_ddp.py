@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeroband.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from zeroband.config.outer import DdpConfig
 from zeroband.elastic.rounds.interfaces import StateCopy
 from zeroband.state.flat import digest_of
@@ -15,9 +16,9 @@ StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]
 
 
-def flat(run: Any, name: str, moment: int) -> Tensor:
-    moments = run[name].inner.moments()
-    return torch.cat([moments[key][moment].reshape(-1) for key in sorted(moments)])
+def flat(run: Any, name: str, moment: str) -> Tensor:
+    moments = run[name].inner.moments()[moment]
+    return torch.cat([moments[key].reshape(-1) for key in sorted(moments)])
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0], ids=["below the clip", "clipped"])
@@ -36,9 +37,31 @@ def test_two_nodes_train_as_one_with_the_mean_gradient_bit_for_bit(
         reports = run.round(**gradients)
         for name in ("a", "b"):
             assert torch.equal(run[name].params, alone.params)
-            moments = (flat(run, "alone", 0), flat(run, "alone", 1))
+            moments = (flat(run, "alone", "exp_avg"), flat(run, "alone", "exp_avg_sq"))
             assert reports[name].state_digest == digest_of(alone.params, *moments)
-            assert torch.equal(flat(run, name, 1), flat(run, "alone", 1))
+            assert torch.equal(flat(run, name, "exp_avg_sq"), flat(run, "alone", "exp_avg_sq"))
+
+
+MUON = OptimConfig(adamw=AdamWConfig(lr=0.1), muon=MuonConfig(), warmup_steps=0, clip_norm=1.0)
+
+
+def test_joiner_goes_on_with_the_moments_of_muon(start_run: StartRun, noise: Noise) -> None:
+    """After a state that it fetched, and a round that it replayed."""
+    run = start_run(DDP, "a", "b", optim=MUON)
+    for seed in (0, 2):
+        run.round(a=noise(seed), b=noise(seed + 1))
+    assert run["a"].outer.sections == ("params", "momentum_buffer", "exp_avg_sq")
+    joiner = run.add("c")
+    assert joiner.receive(run["a"]) == run["a"].outer.state_digest
+    for moment, shards in run["a"].inner.moments().items():
+        assert shards.keys() == joiner.inner.moments()[moment].keys()
+        assert all(torch.equal(joiner.inner.moments()[moment][name], shard) for name, shard in shards.items())
+        assert all(shard.any() for shard in shards.values())
+    run.round(a=noise(4), b=noise(5))
+    run.round_with_joiner("c", a=noise(6), b=noise(7))
+    run.round(a=noise(8), b=noise(9), c=noise(10))
+    assert len({run[name].outer.state_digest for name in "abc"}) == 1
+    assert torch.equal(joiner.params, run["a"].params)
 
 
 def test_gradient_norm_is_the_nodes_common_one_before_clipping(start_run: StartRun, noise: Noise) -> None:
@@ -62,8 +85,8 @@ def test_copy_holds_the_moments_of_the_step_that_ended(start_run: StartRun, nois
     copy = run["a"].outer.copy_state()
     assert (copy.round, copy.state_digest) == (2, run["a"].outer.state_digest)
     assert torch.equal(copy.sections["params"], run["a"].params)
-    for number, section in enumerate(("exp_avg", "exp_avg_sq")):
-        assert torch.equal(copy.sections[section], flat(run, "a", number))
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(copy.sections[moment], flat(run, "a", moment))
 
 
 def test_copy_is_no_view_of_the_state_that_goes_on(start_run: StartRun, noise: Noise) -> None:

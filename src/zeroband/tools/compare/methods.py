@@ -45,8 +45,8 @@ class Preset:
     """Other settings, by dotted key."""
 
 
-def _diloco(what: str, codec: str = "int8", **outer: Any) -> Preset:
-    return Preset(what, {"type": "diloco", **outer}, "all_reduce", codec, has_rounds=True)
+def _diloco(what: str, codec: str = "int8", flags: Mapping[str, Any] | None = None, **outer: Any) -> Preset:
+    return Preset(what, {"type": "diloco", **outer}, "all_reduce", codec, has_rounds=True, flags=flags or {})
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -56,6 +56,14 @@ PRESETS: Mapping[str, Preset] = {
     "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "all_reduce", "int8"),
     "diloco": _diloco("DiLoCo, int8 pseudo-gradients"),
     "diloco-fp32": _diloco("DiLoCo, float32 pseudo-gradients", "fp32"),
+    "ddp-muon": Preset(
+        "data parallel in float32, with Muon for the matrices",
+        {"type": "ddp"},
+        "all_reduce",
+        "fp32",
+        flags={"optim.muon": "{}"},
+    ),
+    "muloco": _diloco("MuLoCo: DiLoCo with Muon for the matrices, int8 pseudo-gradients", flags={"optim.muon": "{}"}),
     "average": _diloco("plain mean of the parameters", "fp32", optimizer={"lr": 1.0, "momentum": 0.0}),
     "streaming": _diloco(
         "Streaming DiLoCo: 2 fragments, overlap of one step, mixing 0.5, int4",

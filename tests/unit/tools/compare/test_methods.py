@@ -64,6 +64,16 @@ def test_settings_behind_a_name_win_over_the_entry() -> None:
     assert {"--comm.codec=fp16", "--train.batch_size=3"} < set(flags_of(arm, nodes=2, inner_steps=20))
 
 
+@pytest.mark.parametrize("text", ["ddp-muon", "muloco", "muloco:comm.codec=fp32", "ddp:optim.muon={}"])
+def test_inner_optimizer_is_part_of_a_method(text: str) -> None:
+    (arm,) = parse_arms([text])
+    muon = load_config(flags_of(arm, nodes=4, inner_steps=20), NO_STORE).optim.muon
+    assert muon is not None and muon.lr is None, "the rates that are tried are those of both"
+    (rate,) = parse_arms([f"{text}:optim.muon.momentum=0.9"])
+    muon = load_config(flags_of(rate, nodes=4, inner_steps=20), NO_STORE).optim.muon
+    assert muon is not None and muon.momentum == 0.9
+
+
 def test_one_entry_leaves_nothing_behind_in_the_table() -> None:
     before = json.dumps({name: dict(preset.outer or {}) for name, preset in PRESETS.items()})
     outer_of("average:optimizer.lr=0.5")

@@ -1,0 +1,175 @@
+"""Muon: momentum, made orthogonal by Newton-Schulz, is the step of a matrix (Jordan 2024; arXiv:2502.16982).
+
+Owns which parameters it is for, the iteration, and the step of the local shards. torch.optim.Muon, which it is held
+against, takes neither shards nor stacks of matrices, and loads torch's compiler at its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from zeroband.config.optim import MuonConfig
+from zeroband.errors import ConfigError
+from zeroband.model.language_model import LanguageModel
+from zeroband.node.sharding import is_sharded, local_part
+from zeroband.node.whole_matrices import map_whole
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+"""Coefficients of the quintic: steep at 0, so that five steps do; singular values end between 0.7 and 1.2, not at 1."""
+
+_LEAST_NORM = 1e-7
+_FRACTION_BITS = 25
+_AT_ONCE = 1 << 26
+"""Elements of a stack of matrices that are worked on at a time."""
+
+_NOT_FOR_MUON = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def muon_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the matrices of the blocks, and stacks of them as experts have, but for embeddings and convolutions.
+
+    So embedding and head are AdamW's; of a module without blocks all matrices are taken. Raises ConfigError where there
+    is none.
+    """
+    inside = (model.blocks if isinstance(model, LanguageModel) else ()) or [model]
+    parts = [part for block in inside for part in block.modules() if not isinstance(part, _NOT_FOR_MUON)]
+    of_parts = {id(one) for part in parts for one in part.parameters(recurse=False)}
+    found = {
+        name: one
+        for name, one in model.named_parameters()
+        if one.ndim in (2, 3) and one.requires_grad and id(one) in of_parts
+    }
+    if not found:
+        raise ConfigError(
+            "[optim.muon] is for the matrices between embedding and head, and this model has none; drop the section"
+        )
+    return found
+
+
+def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
+    """Return U V^T of each matrix U S V^T, about: singular values end between 0.7 and 1.2.
+
+    Shapes: (..., m, n), kept; computed in the type that it has.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)
+    plus_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = plus_product(gram, gram, gram, beta=_B, alpha=_C)
+        x = plus_product(x, polynomial, x, beta=_A)
+    return x.mT if is_tall else x
+
+
+def orthogonalized_exactly(matrices: Tensor, *, steps: int) -> Tensor:
+    """Do as `orthogonalized` does, to the same bits on any device, with any number of threads and in any order of sums.
+
+    Shapes: (..., m, n) float32, kept. Whatever enters a product is rounded to multiples of 2^-25. Singular values stay
+    below 1.2, those of the polynomial below 2.9, so by Cauchy and Schwarz every partial sum of a product is below 4: a
+    multiple of 2^-50, which float64 holds without rounding. Slow on GPUs that have little float64.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if is_tall else matrices).double()
+    x = _on_grid(x / _exact_norm(x))
+    for _ in range(steps):
+        gram = _on_grid(x @ x.mT)
+        polynomial = _on_grid((gram @ gram) * _C + gram * _B)
+        x = _on_grid(polynomial @ x + x * _A)
+    return (x.mT if is_tall else x).float()
+
+
+def _on_grid(x: Tensor) -> Tensor:
+    return x.mul_(2.0**_FRACTION_BITS).round_().mul_(2.0**-_FRACTION_BITS)
+
+
+def _exact_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each matrix as float64, from a sum of integers; infinite of zeros, which so stay zeros."""
+    largest = x.abs().amax((-2, -1), keepdim=True)
+    bits = (62 - (x.shape[-2] * x.shape[-1]).bit_length()) // 2
+    integers = (x / largest * 2.0**bits).round_().long()
+    norm = integers.square().sum((-2, -1), keepdim=True).double().sqrt() * 2.0**-bits * largest
+    return torch.where(largest > 0, norm, torch.inf)
+
+
+def muon_step(
+    parameters: Mapping[str, nn.Parameter],
+    momenta: Mapping[str, Tensor],
+    config: MuonConfig,
+    *,
+    lr: float,
+    weight_decay: float,
+    is_exact: bool = False,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update matrices and their momenta from their gradients, in place; each rank its shards.
+
+    Each matrix is whole on one rank for its iteration, in bfloat16 on GPUs. `is_exact`: to the same bits on any number
+    of ranks, on any device. `found_inf`: () float32 on the parameters' device; where it is 1, nothing changes. Called
+    by all local ranks with gradients of the same parameters.
+    """
+    for group in _groups(parameters):
+        directions = [_direction(parameters[name], momenta[name], config, found_inf) for name in group]
+        updates = _orthogonalized_each([parameters[name] for name in group], directions, config, is_exact=is_exact)
+        for name, update in zip(group, updates, strict=True):
+            theta, scale = local_part(parameters[name].data), lr * _scale(config, parameters[name].shape)
+            moved = theta * (1 - lr * weight_decay) - update.float().mul_(scale)  # one rounding for each operation
+            theta.copy_(moved if found_inf is None else torch.where(found_inf > 0, theta, moved))
+
+
+def _groups(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+    """Names of what is worked on at a time: a stack, whose matrices FSDP2 leaves whole, or one matrix for each rank."""
+    waiting: list[str] = []
+    for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
+        parameter = parameters[name]
+        if parameter.grad is None:
+            continue
+        if parameter.ndim == 3:
+            yield [name]
+            continue
+        waiting.append(name)
+        if len(waiting) == (parameter.device_mesh.size() if is_sharded(parameter) else 1):
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
+
+
+def _direction(parameter: nn.Parameter, momentum: Tensor, config: MuonConfig, found_inf: Tensor | None) -> Tensor:
+    """Take the gradient into the momentum, and return the step before it is orthogonal; this rank's shard of both."""
+    assert parameter.grad is not None
+    average, gradient = local_part(momentum), local_part(parameter.grad)
+    fresh = gradient * (1 - config.momentum)  # as torch.optim.Muon: a mean of gradients, not their sum
+    following = average * config.momentum + fresh
+    if found_inf is not None:
+        following = torch.where(found_inf > 0, average, following)
+        fresh = torch.where(found_inf > 0, 0.0, fresh)
+    average.copy_(following)
+    return following * config.momentum + fresh if config.nesterov else following
+
+
+def _orthogonalized_each(
+    parameters: Sequence[nn.Parameter], directions: Sequence[Tensor], config: MuonConfig, *, is_exact: bool
+) -> list[Tensor]:
+    """Return this rank's shards of the orthogonal matrices, from its shards."""
+    if not is_exact and directions[0].is_cuda:
+        directions = [direction.bfloat16() for direction in directions]
+    orthogonal = partial(orthogonalized_exactly if is_exact else orthogonalized, steps=config.ns_steps)
+    first = parameters[0]
+    if first.ndim == 3:
+        at_once = max(1, _AT_ONCE // (first.shape[1] * first.shape[2]))
+        return [torch.cat([orthogonal(part) for part in stack.split(at_once)]) for stack in directions]
+    if is_sharded(first) and first.device_mesh.size() > 1:
+        return map_whole(directions, [one.shape[0] for one in parameters], first.device_mesh, orthogonal)
+    return [orthogonal(matrix) for matrix in directions]
+
+
+def _scale(config: MuonConfig, shape: torch.Size) -> float:
+    """What the learning rate is multiplied by, for steps as large as AdamW's or as its author has them."""
+    rows, columns = shape[-2:]
+    return 0.2 * sqrt(max(rows, columns)) if config.adjust_lr == "match_rms_adamw" else sqrt(max(1.0, rows / columns))
