@@ -20,7 +20,7 @@ from zeroband.dropin.inner import (
     build_optimizer,
     default_inner,
 )
-from zeroband.dropin.outer_sgd import outer_sgd_of
+from zeroband.dropin.outer_step import outer_step_of
 from zeroband.dropin.session import DropInOptions, Session
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, RunOver
@@ -45,13 +45,14 @@ class DiLoCoOptimizer(Optimizer):
     batch norms, stays its own.
     `batch_size`: samples of this node in one inner step, over all its ranks; a node counts by the samples it learned
     from.
-    `inner_steps`: between two outer steps (H).
+    `inner_steps`: between two outer steps (H). None: 500, with SparseLoCo 30.
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
     None: learning rates are the loop's business, and a schedule that it has follows the steps of this node.
     `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
     `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
-    `outer_optimizer`: `functools.partial` of torch.optim.SGD. None: Nesterov with lr 0.7 and momentum 0.9.
+    `outer_optimizer`: an element-wise optimizer of torch's, as a class or `functools.partial`, such as SGD or AdamW.
+    Its moments are the run's: equal on all nodes bit for bit, fetched by joiners. None: Nesterov, lr 0.7, momentum 0.9.
     `total_steps`: inner steps after which the run is complete. None: it goes on as long as somebody trains.
     `settings`: keys of a run's configuration and their values, such as {"run.id": "first-try"}; `zeroband train --help`
     lists them. Environment variables ZERO_BAND_SECTION__KEY count, too.
@@ -69,7 +70,7 @@ class DiLoCoOptimizer(Optimizer):
         *,
         batch_size: int,
         params: Params | None = None,
-        inner_steps: int = 500,
+        inner_steps: int | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         store: str | None = None,
         inner_optimizer: Optimizer | OptimizerFactory = default_inner,
@@ -85,7 +86,7 @@ class DiLoCoOptimizer(Optimizer):
             inner_steps=inner_steps,
             total_steps=total_steps,
             store=store,
-            outer=outer_sgd_of(outer_optimizer),
+            outer=None if outer_optimizer is None else outer_step_of(outer_optimizer),
             settings=settings or {},
         )
         optimizer = build_optimizer(inner_optimizer, params)

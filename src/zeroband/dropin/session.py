@@ -13,20 +13,23 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 
 import torch
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.data.ledger import count
 from zeroband.dropin.company import Company
 from zeroband.dropin.inner import ScheduledOptimizer
+from zeroband.dropin.outer_step import OuterStep
 from zeroband.dropin.parameters import NamedParameters
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
@@ -36,6 +39,8 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
+from zeroband.outer.registry import build_algorithm
+from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
@@ -50,12 +55,14 @@ class DropInOptions:
 
     batch_size: int
     """Samples of this node in one inner step, over all its ranks."""
-    inner_steps: int
+    inner_steps: int | None
+    """None: as many as the algorithm usually has."""
     total_steps: int | None
     """Inner steps of the whole run; None: it has no end."""
     store: str | None
     """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
-    outer: OuterSGDConfig
+    outer: OuterStep | None = None
+    """None: the algorithm's own."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
@@ -102,17 +109,19 @@ class Session:
             total_steps=wish.total_steps,
         )
         _require_one_writer(config, parameters, local)
+        _require_plain(config, wish.outer)
         node_id = broadcast_json(node_id_of(config), local)
         return NodeParts(
             config=config,
             node_id=node_id,
             node_dir=node_dir_of(config),
-            shared=shared_of(config, parameters.shapes, wish.total_steps),
+            shared=shared_of(config, parameters.shapes, wish.total_steps, wish.outer),
             local=local,
             model=parameters,
             inner=self._inner,
             departure=Departure(config.fault.grace_s),
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+            build_algorithm=partial(_build_algorithm, config, wish.outer),
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
@@ -333,12 +342,32 @@ def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None
 def _require_one_writer(config: RunConfig, parameters: NamedParameters, local: LocalMesh) -> None:
     """Raises ConfigError where several whole copies would write to what a node has once."""
     outer = config.outer
-    assert isinstance(outer, DilocoConfig)
     if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
         return
-    for key, value, needed in (("merge", outer.merge, "eager"), ("state_device", outer.state_device, "cuda")):
-        if value == needed:
+    for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
+        if getattr(outer, key, None) == unfit:
             raise ConfigError(
-                f"outer.{key} = {value!r} with {local.world_size} ranks that each hold the whole model: shard it with "
+                f"outer.{key} = {unfit!r} with {local.world_size} ranks that each hold the whole model: shard it with "
                 "FSDP2, or start a node for each rank"
             )
+
+
+def _require_plain(config: RunConfig, outer: OuterStep | None) -> None:
+    """Raise ConfigError where what was asked for needs an outer step by SGD, and got another optimizer."""
+    if not isinstance(outer, TorchOuterOptimizer):
+        return
+    for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
+        if getattr(config.outer, key, None) == unfit:
+            raise ConfigError(
+                f"outer.{key} = {unfit!r} needs an outer step by SGD, and outer_optimizer is {outer}: drop the one, or "
+                "give torch.optim.SGD"
+            )
+
+
+def _build_algorithm(config: RunConfig, outer: OuterStep | None, parts: OuterParts) -> OuterAlgorithm:
+    """The outer algorithm of a loop that clips its gradients itself."""
+    assert config.outer is not None, "the drop-in has one"
+    if isinstance(outer, TorchOuterOptimizer):
+        assert isinstance(config.outer, DilocoConfig)
+        return TorchDiLoCo(parts, config.outer, outer)
+    return build_algorithm(parts, config.outer, clip_norm=None)

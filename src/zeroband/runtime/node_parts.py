@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.node.faults import FaultPoints
 
 if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
-    from zeroband.elastic.rounds.interfaces import Inner
+    from zeroband.elastic.rounds.interfaces import Inner, OuterAlgorithm, OuterParts
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
 
@@ -32,3 +32,5 @@ class NodeParts:
     inner: Inner
     departure: Departure
     faults: FaultPoints
+    build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
+    """Makes the outer algorithm; None: as [outer] and [optim] say."""

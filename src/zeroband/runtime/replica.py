@@ -249,6 +249,8 @@ class Replica:
             auto_rollback=self._auto_rollback(),
             memory=self.memory if local.rank == 0 else None,
         )
+        if self._node.build_algorithm is not None:
+            return self._node.build_algorithm(parts)
         assert config.outer is not None, "a run of several nodes has an outer algorithm"
         return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
 

@@ -52,7 +52,6 @@ def test_processes_of_one_machine_are_nodes_of_their_own_and_ranks_of_one_launch
         ("outer.inner_steps", "give inner_steps to DiLoCoOptimizer"),
         ("outer.optimizer.lr", "give outer_optimizer to DiLoCoOptimizer"),
         ("store.url", "give store to DiLoCoOptimizer"),
-        ("outer.type", "it is diloco"),
         ("falt.detect_s", "did you mean fault.detect_s"),
     ],
 )
