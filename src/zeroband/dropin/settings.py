@@ -15,7 +15,7 @@ from zeroband.errors import ConfigError
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 
-_TRAINERS = ("ckpt", "data", "export", "model", "optim", "resume", "rollback", "train")
+_TRAINERS = ("data", "export", "model", "optim", "rollback", "train")
 """Sections that only the trainer has."""
 
 _ARGUMENTS = {
@@ -75,7 +75,9 @@ def config_of(
         "train.total_steps": ENDLESS_STEPS if total_steps is None else total_steps,
         "train.batch_size": 1,
     }
-    return load_config([f"--{key}={_text(value)}" for key, value in flags.items()], environ)
+    resumes = bool(flags.pop("resume", False))
+    line = [f"--{key}={_text(value)}" for key, value in flags.items()]
+    return load_config([*line, "--resume"] if resumes else line, environ)
 
 
 def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> dict[str, object]:
@@ -105,7 +107,7 @@ def _text(value: object) -> str:
 def _require_ours(key: str) -> None:
     section = key.partition(".")[0]
     if section in _TRAINERS:
-        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model, data and checkpoints are yours")
+        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model and data are yours")
     for ours, way_out in _ARGUMENTS.items():
         if key == ours or key.startswith(f"{ours}."):
             raise ConfigError(f"settings has {key!r}: {way_out} to DiLoCoOptimizer instead")

@@ -29,8 +29,6 @@ UPDATES = "outer_updates"
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporaries stay in the cache."""
-_WAYS = ("foreach", "fused", "capturable", "differentiable")
-"""Options of torch's optimizers for how a step is computed, not what it comes to."""
 _TRIAL_STEPS = 8
 """RAdam takes another branch from its sixth step on."""
 _TRIAL_CUTS = (0, 1, 100, 257)
@@ -74,12 +72,18 @@ def _term(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor 
 class TorchOuterOptimizer:
     """Steps slices of the outer state as a torch optimizer steps parameters. `build`: called with a list of them.
 
+    `what`: the argument that it came from, for errors.
+
     Raises ConfigError where a step is not element-wise, or keeps more than tensors of a parameter's shape and numbers
     that follow from the count of steps.
     """
 
-    def __init__(self, build: Callable[[Any], Optimizer]) -> None:
+    ways = ("foreach", "fused", "capturable", "differentiable")
+    """Options of torch's optimizers for how a step is computed, not what it comes to. They are off."""
+
+    def __init__(self, build: Callable[[Any], Optimizer], *, what: str = "outer_optimizer") -> None:
         self._build = build
+        self._what = what
         self._begin_clock()
         self._name = type(self._clock).__name__
         self.options = self._options_of()
@@ -98,7 +102,7 @@ class TorchOuterOptimizer:
         """Take the `step`-th step, from 1, in place. All (n,) float32 on CPU; `state`: by `state_names`."""
         if not params.numel():
             return
-        numbers = self._numbers_after(step - 1)
+        numbers = self.numbers_after(step - 1)
         names = list(state)
         for chunk in zip(
             params.split(_CHUNK), gradient.split(_CHUNK), *(state[n].split(_CHUNK) for n in names), strict=True
@@ -106,8 +110,7 @@ class TorchOuterOptimizer:
             optimizer, parameter = self._over(chunk[0])
             held = dict(zip(names, chunk[2:], strict=True))
             if step > 1:
-                copies = {name: _copied(number) for name, number in numbers.items()}
-                optimizer.state[parameter] = {**copies, **held}
+                optimizer.state[parameter] = {**_copied(numbers), **held}
             _step(optimizer, parameter, chunk[1])
             for name, buffer in held.items():
                 after = optimizer.state[parameter].get(name)
@@ -121,7 +124,7 @@ class TorchOuterOptimizer:
         parameter = nn.Parameter(values)
         optimizer = self._build([parameter])
         for group in optimizer.param_groups:
-            group.update({way: False for way in _WAYS if way in group})
+            group.update({way: False for way in self.ways if way in group})
         return optimizer, parameter
 
     def _begin_clock(self) -> None:
@@ -129,22 +132,23 @@ class TorchOuterOptimizer:
         self._clock, self._tick = self._over(torch.zeros(1))
         self._ticks = 0
 
-    def _numbers_after(self, steps: int) -> dict[str, Any]:
-        """What the optimizer keeps beside moments after so many steps."""
+    def numbers_after(self, steps: int) -> dict[str, Any]:
+        """Copies of what the optimizer keeps beside moments after so many steps."""
         if steps < self._ticks:
             self._begin_clock()
         while self._ticks < steps:
             _step(self._clock, self._tick, torch.zeros(1))
             self._ticks += 1
-        return {name: held for name, held in self._clock.state[self._tick].items() if not _is_like(held, self._tick)}
+        held = self._clock.state[self._tick].items()
+        return _copied({name: number for name, number in held if not _is_like(number, self._tick)})
 
     # -- what it must be -----------------------------------------------------------------------------------------
 
     def _options_of(self) -> dict[str, Any]:
         if len(self._clock.param_groups) != 1:
-            raise ConfigError("outer_optimizer has groups with different settings; all parameters take one outer step")
+            raise ConfigError(f"{self._what} {self._name} makes groups of its own; all parameters take one step")
         (group,) = self._clock.param_groups
-        return {name: value for name, value in group.items() if name not in ("params", *_WAYS)}
+        return {name: value for name, value in group.items() if name not in ("params", *self.ways)}
 
     def _step_straight(self) -> tuple[dict[str, Any], Tensor]:
         """Take steps on a vector as a user would; the optimizer's state and the vector after them."""
@@ -155,20 +159,20 @@ class TorchOuterOptimizer:
                 _step(optimizer, parameter, gradient)
         except Exception as error:
             raise ConfigError(
-                f"outer_optimizer {self._name} does not step a vector by its gradient ({error!s:.200}); the outer "
+                f"{self._what} {self._name} does not step a vector by its gradient ({error!s:.200}); the outer "
                 "state is flat: give an element-wise optimizer such as torch.optim.SGD, Adam or AdamW"
             ) from error
         return dict(optimizer.state[parameter]), values
 
     def _require_known(self, state: Mapping[str, Any]) -> None:
         """Require that what is no moment follows from the number of steps."""
-        numbers = self._numbers_after(_TRIAL_STEPS)
+        numbers = self.numbers_after(_TRIAL_STEPS)
         for name in sorted(state.keys() - set(self.state_names)):
             held = state[name]
             is_number = held is None or isinstance(held, int | float) or (isinstance(held, Tensor) and not held.ndim)
             if not is_number or bool(held != numbers.get(name)):
                 raise ConfigError(
-                    f"outer_optimizer {self._name} keeps {name!r}, which is neither a float32 tensor of a parameter's "
+                    f"{self._what} {self._name} keeps {name!r}, which is neither a float32 tensor of a parameter's "
                     "shape nor a number that follows from the count of steps, so a joiner could not be given it; give "
                     "an element-wise optimizer such as torch.optim.SGD, Adam or AdamW"
                 )
@@ -184,7 +188,7 @@ class TorchOuterOptimizer:
         same = torch.equal(values, wanted) and all(torch.equal(held, straight[n]) for n, held in state.items())
         if not same:
             raise ConfigError(
-                f"outer_optimizer {self._name} is not element-wise: slices of a vector step otherwise than the "
+                f"{self._what} {self._name} is not element-wise: slices of a vector step otherwise than the "
                 "whole, so ranks and nodes would disagree; give one such as torch.optim.SGD, Adam or AdamW"
             )
         return digest_of(values, *state.values())
@@ -209,8 +213,8 @@ def _is_like(held: Any, values: Tensor) -> bool:
     return isinstance(held, Tensor) and held.shape == values.shape and held.dtype == torch.float32
 
 
-def _copied(number: Any) -> Any:
-    return number.clone() if isinstance(number, Tensor) else number
+def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: number.clone() if isinstance(number, Tensor) else number for name, number in numbers.items()}
 
 
 class TorchDiLoCo(ManySteps):

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.faults import FaultPoints
 
 if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
-    from zeroband.elastic.rounds.interfaces import Inner, OuterAlgorithm, OuterParts
+    from zeroband.checkpoint.own_state import OwnState
+    from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a checkpoint says of its model, for whoever exports or evaluates it."""
+
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The [model] section, and `vocab_size`; empty where the model is the user's own."""
+    tokenizer: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The record of `data.tokens.Corpus`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +41,12 @@ class NodeParts:
     """What all nodes of the run must agree on, by the name that a node which differs is told."""
     local: LocalMesh
     model: Parameters
-    inner: Inner
+    inner: OwnState
     departure: Departure
     faults: FaultPoints
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
+
+    def trained_on(self) -> TrainedOn:
+        """Where the model comes from, as far as the package knows."""
+        return TrainedOn()

@@ -36,7 +36,6 @@ from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
-from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
@@ -336,7 +335,6 @@ class Replica:
         if isinstance(self.outer, Ddp):
             return True
         local, inner = self._node.local, self._node.inner
-        assert isinstance(inner, InnerOptimizer), "only the trainer has checkpoints"
         own = {name: self.buffers[name] for name in self.outer.local_sections}
         has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
         if all_ok(has_inner, local):

@@ -129,6 +129,36 @@ def test_outer_steps_are_those_of_the_optimizer_that_was_asked_for(
     torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("inner", [ADAMW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.RMSprop])
+def test_ddp_of_one_node_is_plain_training(join: Callable[..., zeroband.DiLoCoOptimizer], inner: Any) -> None:
+    alone, model = model_of(), model_of()
+    plain = inner(alone.parameters())
+    schedule = COSINE(plain)
+    wanted = train(alone, plain, 5, schedule.step)
+    optimizer = join(
+        model, inner_optimizer=inner, inner_steps=None, lr_scheduler=COSINE, settings={"outer.type": "ddp"}
+    )
+    got = train(model, optimizer, 5)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    assert (optimizer.inner_step, optimizer.last_round.round, optimizer.last_round.weights) == (5, 5, (8,))
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_demo_steps_by_signs_with_the_options_of_sgd(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    optimizer = join(
+        model,
+        inner_optimizer=partial(torch.optim.SGD, lr=0.125),
+        inner_steps=None,
+        settings={"outer.type": "demo", "outer.k": 64},
+    )
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    moved = train(model, optimizer, 1) - before
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 0.125), rtol=0, atol=1e-6)
+    assert train(model, optimizer, 2).isfinite().all()
+    assert optimizer.last_round.round == 3
+
+
 FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 
 
@@ -293,6 +323,11 @@ def test_node_whose_outer_step_comes_to_other_bits_is_told(
         ({"settings": {"outer.type": "sparseloco"}, "outer_optimizer": AVERAGE}, "has an outer step of its own"),
         ({"settings": {"outer.type": "ddp"}, "inner_steps": 2}, "whose rounds are one step"),
         (
+            {"settings": {"outer.type": "ddp"}, "inner_optimizer": torch.optim.Adafactor, "inner_steps": None},
+            "inner_optimizer Adafactor is not element-wise",
+        ),
+        ({"settings": {"outer.type": "demo"}, "inner_steps": None}, "inner_optimizer is AdamW, and outer.type='demo'"),
+        (
             {"settings": {"outer.merge": "eager", "outer.overlap": "full"}, "outer_optimizer": torch.optim.Adam},
             "needs an outer step by SGD",
         ),
@@ -303,6 +338,12 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         join(model_of(), **arguments)
+
+
+def test_ddp_makes_the_inner_optimizer_itself(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    with pytest.raises(ConfigError, match=r"inner_optimizer is an instance, and with outer\.type='ddp'"):
+        join(model, inner_optimizer=ADAMW(model.parameters()), inner_steps=None, settings={"outer.type": "ddp"})
 
 
 @pytest.mark.parametrize("store", ["", "  "])
