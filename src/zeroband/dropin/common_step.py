@@ -112,8 +112,13 @@ class CommonOptimizer(SteppedLoopState):
             state[parameter] = {**self._proven.numbers_after(update_count), **moments}
 
     def forget_moments(self) -> None:
-        super().forget_moments()
-        self.update_count = 0
+        """Do nothing: they are the run's."""
+
+    def _optimizer_state(self) -> dict[int, dict[str, Any]]:
+        return {}
+
+    def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Do nothing: the outer state has it."""
 
 
 class SignSteps(SteppedLoopState):

@@ -76,7 +76,7 @@ class LoopState:
         if saved is None or counters["local_world_size"] != self._ranks or saved["names"] != self._names():
             _log.warning("fresh moments, and the state of the loop as it was made: what was saved is of other ranks")
             return False
-        self._inner.load_moments(self._sharded(saved["optimizer"]))
+        self._load_optimizer(saved["optimizer"])
         theirs: Mapping[str, Any] = saved["state"]
         if missing := sorted(self._held.keys() ^ theirs.keys()):
             _log.warning("saved and given state differ", extra={"fields": {"left_as_they_were": missing}})
@@ -94,6 +94,9 @@ class LoopState:
         """What this rank has of each parameter's state, by its place."""
         state: dict[int, dict[str, Any]] = self._inner.state_dict()["state"]
         return {place: {name: _local(value) for name, value in one.items()} for place, one in state.items()}
+
+    def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        self._inner.load_moments(self._sharded(state))
 
     def _sharded(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         return {

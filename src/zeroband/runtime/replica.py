@@ -329,12 +329,12 @@ class Replica:
     def load_inner(self, step: int) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
 
-        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all in the outer
-        state.
+        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all of the trainer's
+        in the outer state.
         """
-        if isinstance(self.outer, Ddp):
-            return True
         local, inner = self._node.local, self._node.inner
+        if isinstance(self.outer, Ddp) and inner.moment_names:
+            return True
         own = {name: self.buffers[name] for name in self.outer.local_sections}
         has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
         if all_ok(has_inner, local):
