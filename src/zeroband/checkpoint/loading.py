@@ -150,12 +150,22 @@ class Checkpoint:
         self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path], self.on_piece))
         return True
 
+    def read_file(self, node_id: str, name: str) -> bytes | None:
+        """What else a node saved of itself under this name; None where it did not."""
+        path = f"nodes/{node_id}/{name}"
+        if path not in self.manifest.files:
+            return None
+        return self._reading(path, partial(self._read_whole, path, self.manifest.files[path]))
+
     def _read_json(self, path: str, file: StoredFile) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self._read_whole(path, file)))
+
+    def _read_whole(self, path: str, file: StoredFile) -> bytes:
         data = self.storage.read(f"{self.folder}/{path}")
         seen = FileHash.like(file)
         seen.update(data)
         seen.require(file)
-        return cast("dict[str, Any]", json.loads(data))
+        return data
 
     def _hash(self, path: str, file: StoredFile) -> set[tuple[str, str]]:
         """Compare the hash of a file; it holds no tensor."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, Restored, open_checkpoint, restore, steps_in_order
+from zeroband.checkpoint.own_state import OWN_FILE, OwnState
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
-from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
@@ -172,7 +172,7 @@ class Restorer:
         return _saved(restored)
 
     def load_inner(
-        self, step: int, inner: InnerOptimizer, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
+        self, step: int, inner: OwnState, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
     ) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read before; every local rank its shards.
 
@@ -191,9 +191,10 @@ class Restorer:
                 _log.warning("fresh moments: those saved are of another inner optimizer", extra={"fields": fields})
                 counters = None
             if counters is not None and (not wanted or checkpoint.read_inner(self._node_id, wanted)):
-                inner.seek(inner.step_count, update_count=int(counters["update_count"]))
-                set_random_state(counters["random_states"], local)
-                return True
+                packed = checkpoint.read_file(self._node_id, OWN_FILE.format(rank=local.rank))
+                if inner.restore(counters, packed):
+                    set_random_state(counters["random_states"], local)
+                    return True
         except CheckpointDamaged as error:
             _log.error("fresh moments: its own are damaged", extra={"fields": {"step": step, "why": str(error)}})
         inner.forget_moments()

@@ -16,7 +16,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -135,6 +135,8 @@ class Staged:
     """Buffers of the node's inner optimizer; none where the outer state holds them."""
     node_state: Mapping[str, Any]
     """Counters and random states; JSON."""
+    files: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
+    """What else the node saves of itself, by file name."""
 
 
 class Save:
@@ -276,6 +278,8 @@ class Save:
         self._write(f"{folder}/state.json", lambda: iter((state,)))
         if self._staged.inner:
             self._write(f"{folder}/inner.safetensors", self._inner_pieces)
+        for name, data in self._staged.files.items():
+            self._write(f"{folder}/{name}", lambda data=data: _cut(data))
 
     def _write(self, path: str, pieces: Callable[[], Iterable[Data]]) -> None:
         self._retry(path, lambda: self._store(path, pieces()))

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -81,6 +81,8 @@ class SaveOrder:
     node_state: Mapping[str, Any]
     is_left_out: bool = False
     """This node does not take part: nothing is staged, and the others need not wait for it."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Paths in shared memory of what else this node saves of itself, by name; they stay until the save is over."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -217,7 +219,7 @@ class Writer:
         self._plan: OuterPlan = plan_outer(self._slots, tuple(spec.outer), max_bytes=spec.max_file_bytes)
         self._key = None if spec.token is None else CheckpointKey.of(spec.token, spec.run_id)
         self._trust = ANYBODY if spec.token is None else Trust(spec.token)
-        self._orders: queue.Queue[SaveOrder | None] = queue.Queue()
+        self._orders: queue.Queue[Save | None] = queue.Queue()
 
     def listen(self, lines: TextIO) -> None:
         """Take orders from a stream until it ends; a thread of its own, so that a save in hand does not hold it up."""
@@ -234,18 +236,19 @@ class Writer:
                 self._save_of(order).leave_out("an earlier checkpoint is still being written there")
             else:
                 self._answers.forget()
-                self._orders.put(order)
+                self._orders.put(self._save_of(order))  # its files are mapped now: its trainer may be gone soon
         self._orders.put(None)
 
     def work(self) -> None:
         """Write one checkpoint after the other."""
-        while (order := self._orders.get()) is not None:
+        while (save := self._orders.get()) is not None:
             self._answers.begin()
-            self._save_of(order).run()
+            save.run()
             self._answers.end()
 
     def _save_of(self, order: SaveOrder) -> Save:
-        staged = Staged(self._slots, self._plan, self._outer, self._inner, order.node_state)
+        files = {name: _map_file(path) for name, path in order.files.items()}
+        staged = Staged(self._slots, self._plan, self._outer, self._inner, order.node_state, files)
         spec, vouching = self._spec, (self._key, self._trust)
         return Save(
             self._storage, order.stamp, staged, spec.node_id, order.members, spec.rules, self._answers, *vouching
@@ -255,6 +258,11 @@ class Writer:
 def _map_buffer(descriptor: int) -> memoryview:
     """The bytes of a staging buffer; they stay when its file is removed."""
     return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ))
+
+
+def _map_file(path: str) -> memoryview:
+    with Path(path).open("rb") as file:
+        return _map_buffer(file.fileno())
 
 
 def main() -> int:

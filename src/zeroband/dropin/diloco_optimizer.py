@@ -17,10 +17,11 @@ from zeroband.dropin.inner import (
     Params,
     ScheduledOptimizer,
     SchedulerFactory,
+    bring_up,
     build_optimizer,
     default_inner,
 )
-from zeroband.dropin.outer_sgd import outer_sgd_of
+from zeroband.dropin.outer_step import outer_step_of
 from zeroband.dropin.session import DropInOptions, Session
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, RunOver
@@ -45,16 +46,21 @@ class DiLoCoOptimizer(Optimizer):
     batch norms, stays its own.
     `batch_size`: samples of this node in one inner step, over all its ranks; a node counts by the samples it learned
     from.
-    `inner_steps`: between two outer steps (H).
+    `inner_steps`: between two outer steps (H). None: 500, with SparseLoCo 30.
     `lr_scheduler`: called with the inner optimizer; follows the run's inner steps, also where this node joins late.
-    None: learning rates are the loop's business, and a schedule that it has follows the steps of this node.
+    None: learning rates are the loop's business. A schedule that it made over this optimizer is brought to the run's
+    place before the first step of a node that joins late, and follows the steps of this node from there.
     `store`: address of the run's Redis; None: ZERO_BAND_STORE__URL, else "local": a server of this process's own, at
     `store_url`. An empty one is refused, and a node that was given one and stays alone warns.
     `inner_optimizer`: called with `params`, or an instance. None: AdamW.
-    `outer_optimizer`: `functools.partial` of torch.optim.SGD. None: Nesterov with lr 0.7 and momentum 0.9.
+    `outer_optimizer`: an element-wise optimizer of torch's, as a class or `functools.partial`, such as SGD or AdamW.
+    Its moments are the run's: equal on all nodes bit for bit, fetched by joiners. None: Nesterov, lr 0.7, momentum 0.9.
     `total_steps`: inner steps after which the run is complete. None: it goes on as long as somebody trains.
     `settings`: keys of a run's configuration and their values, such as {"run.id": "first-try"}; `zeroband train --help`
-    lists them. Environment variables ZERO_BAND_SECTION__KEY count, too.
+    lists them. Environment variables ZERO_BAND_SECTION__KEY count, too. With "ckpt.path" the run has checkpoints, from
+    which {"resume": True} goes on where no node holds it any more.
+    `state`: objects with `state_dict` and `load_state_dict` by name, such as {"sampler": sampler, "scaler": scaler}.
+    They go into this node's part of a checkpoint, and get it back when a node of this id resumes, before this returns.
 
     Under torchrun the ranks of one machine are one node, and all of them make the same calls; gradients among them are
     the loop's business (DistributedDataParallel, FSDP2). Works with schedules, gradient scalers and `state_dict`, which
@@ -69,13 +75,14 @@ class DiLoCoOptimizer(Optimizer):
         *,
         batch_size: int,
         params: Params | None = None,
-        inner_steps: int = 500,
+        inner_steps: int | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         store: str | None = None,
         inner_optimizer: Optimizer | OptimizerFactory = default_inner,
         outer_optimizer: Optimizer | OptimizerFactory | None = None,
         total_steps: int | None = None,
         settings: Mapping[str, object] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("inner_steps", inner_steps), ("total_steps", total_steps)):
             if value is not None and value < 1:
@@ -85,15 +92,20 @@ class DiLoCoOptimizer(Optimizer):
             inner_steps=inner_steps,
             total_steps=total_steps,
             store=store,
-            outer=outer_sgd_of(outer_optimizer),
+            outer=None if outer_optimizer is None else outer_step_of(outer_optimizer),
             settings=settings or {},
+            state=state or {},
+            inner=None if isinstance(inner_optimizer, Optimizer) else inner_optimizer,
         )
         optimizer = build_optimizer(inner_optimizer, params)
         self._inner = ScheduledOptimizer(optimizer, lr_scheduler)
         self._session: Session | None = None
+        self._has_begun = False
+        """An inner step was made here."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share_state()
         self._session = Session(self._inner, wish)
+        self._share_state()  # what a checkpoint held of it is in other objects
         atexit.register(self._abandon)
 
     def _share_state(self) -> None:
@@ -114,10 +126,19 @@ class DiLoCoOptimizer(Optimizer):
         Raises RunOver when this node `is_done` already; RecoveryFailed, StoreLost.
         """
         session = self._open_session
-        session.require_going()
-        loss = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
-        self._inner.advance()
+        session.begin_step()
+        if not self._has_begun:
+            self._has_begun = True
+            for optimizer in (self, self._inner.optimizer):
+                bring_up(optimizer, session.inner_step)
+        if session.has_common_steps:  # by what the nodes make of the gradients, which the closure computes
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
+        else:
+            loss = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
+            self._inner.advance()
         session.stepped(None if loss is None else float(loss))
+        self._share_state()  # the run may have gone back to a checkpoint
         return loss
 
     # -- where the run is ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -118,6 +119,10 @@ class ScheduledOptimizer:
         """The optimizer's own."""
         return self.optimizer.state_dict()
 
+    def load_moments(self, state: Mapping[int, Any]) -> None:
+        """Take over the state of each parameter, by its place; options and schedule stay as they are."""
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(state)})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over moments; the schedule stays where it is. Without one the options are taken over, too."""
         self.optimizer.load_state_dict(dict(state))
@@ -125,6 +130,24 @@ class ScheduledOptimizer:
             step = self.step_count
             self._rewind(self._build_schedule)
             self.seek(step)
+
+
+def bring_up(optimizer: Optimizer, step: int) -> None:
+    """Move schedules that the user made over an optimizer on to this inner step, which others made for them.
+
+    Nothing in torch leads from an optimizer to its schedules, so they are looked for among all objects; one that is at
+    another place already stays there. Parts of other schedules, and those that follow losses, are left alone.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as each schedule leaves it
+        return
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and one.optimizer is optimizer]
+    parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for one in found:
+            if id(one) not in parts and not isinstance(one, ReduceLROnPlateau) and one.last_epoch == 0:
+                for _ in range(step):
+                    one.step()
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from zeroband.errors import ConfigError
 from zeroband.node.sharding import is_sharded
 
+_COMPILED, _DDP = "_orig_mod.", "module."
+"""What torch.compile and DistributedDataParallel put before the names of a model."""
+
 
 @dataclass(frozen=True)
 class NamedParameters:
@@ -29,10 +32,12 @@ class NamedParameters:
         named: dict[str, nn.Parameter] = {}
         for number, place in places:
             group = groups[number]
-            name = str(group["param_names"][place]) if "param_names" in group else f"{number}.{place:06d}"
+            name = _bare(str(group["param_names"][place])) if "param_names" in group else f"{number}.{place:06d}"
             if name in named:
                 raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
             named[name] = group["params"][place]
+        if all(name.startswith(_DDP) for name in named):
+            named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
         _require_once(named)
         for name, parameter in named.items():
             _require_fit(name, parameter)
@@ -57,6 +62,11 @@ class NamedParameters:
     def shapes(self) -> dict[str, str]:
         """What nodes that do not share a model are told: each parameter with its shape."""
         return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
+
+
+def _bare(name: str) -> str:
+    """The name without what torch.compile puts into it: peers that compile, and those that do not, train together."""
+    return name.replace(_COMPILED, "")
 
 
 def _require_once(named: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A node's part in a run, from its way in to its end, driven by a loop of the user's own. Main thread of every rank.
 
-Puts together what the trainer is made of, but for its model, data and checkpoints.
+Puts together what the trainer is made of, but for its model and data.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.data.ledger import count
+from zeroband.dropin.common_step import CommonOptimizer, LoopDdp, SteppedLoopState, loop_state_of
 from zeroband.dropin.company import Company
-from zeroband.dropin.inner import ScheduledOptimizer
+from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
+from zeroband.dropin.loop_state import LoopState
+from zeroband.dropin.outer_step import OuterStep
 from zeroband.dropin.parameters import NamedParameters
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
+from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
@@ -36,6 +43,9 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_
 from zeroband.node.sharding import is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
+from zeroband.outer.registry import build_algorithm
+from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
+from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.report import LoopReport, NodeReport, SilentReport
@@ -50,13 +60,19 @@ class DropInOptions:
 
     batch_size: int
     """Samples of this node in one inner step, over all its ranks."""
-    inner_steps: int
+    inner_steps: int | None
+    """None: as many as the algorithm usually has."""
     total_steps: int | None
     """Inner steps of the whole run; None: it has no end."""
     store: str | None
     """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
-    outer: OuterSGDConfig
+    outer: OuterStep | None = None
+    """None: the algorithm's own."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    inner: OptimizerFactory | None = None
+    """What made the inner optimizer; None: it was given as it is."""
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Objects with a state_dict that go into checkpoints."""
 
 
 class Session:
@@ -86,7 +102,11 @@ class Session:
             self._report = self._open_report(parameters, stack)
             self._run, self._joiner = open_replica(self._node, self._report.events, stack)
             self._company = self._build_company(is_own=address == LOCAL)
-            self._enter_first(is_own_store=address == LOCAL)
+            self._checkpoints: Checkpointing = NoCheckpoints()
+            joined = self._enter_first(is_own_store=address == LOCAL)
+            if joined:
+                self._checkpoints = open_checkpoints(self._node, self._run, self._report.events, stack)
+                self._checkpoints.take_if_due(joined)
             self._stack = stack.pop_all()
 
     # -- from the user's wishes to a member ---------------------------------------------------------------------
@@ -102,17 +122,24 @@ class Session:
             total_steps=wish.total_steps,
         )
         _require_one_writer(config, parameters, local)
+        _require_plain(config, wish.outer)
+        self._own, inner_items = loop_state_of(
+            config.outer, self._inner, wish.inner, wish.state, parameters.named, ranks=local.world_size
+        )
+        if config.ckpt.path is not None:
+            self._own.pack()  # what a checkpoint cannot hold is said before the first step
         node_id = broadcast_json(node_id_of(config), local)
         return NodeParts(
             config=config,
             node_id=node_id,
             node_dir=node_dir_of(config),
-            shared=shared_of(config, parameters.shapes, wish.total_steps),
+            shared={**shared_of(config, parameters.shapes, wish.total_steps, wish.outer), **inner_items},
             local=local,
             parameters=parameters,
-            inner=self._inner,
+            inner=self._own,
             departure=Departure(config.fault.grace_s),
             faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
+            build_algorithm=partial(_build_algorithm, config, wish.outer, self._own),
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> LoopReport:
@@ -142,20 +169,23 @@ class Session:
         address = None if is_own else parse_store_url(self.store_url).shown
         return Company(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
-    def _enter_first(self, *, is_own_store: bool) -> None:
-        """Become a member, and say where; where the run is complete, say that, and be done."""
+    def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport]:
+        """Become a member, and say where; where the run is complete, say that, and be done.
+
+        Returns the round with which this node became one; none where it is done.
+        """
         run_id, shown = self._node.config.run.id, parse_store_url(self.store_url).shown
         try:
-            self._enter(None)
+            rounds = self._enter(None)
         except RunOver as over:
             self._end_without(over)
-            return
+            return ()
         except Leaving as early:
             self._leave_without(early)
-            return
+            return ()
         joined = self.last_round
         if joined is None or self._local.rank != 0:
-            return
+            return rounds
         place = f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
         where = f"store {shown}"
         if is_own_store:
@@ -164,6 +194,7 @@ class Session:
                 f"with store={self.store_url!r}"
             )
         say(f"in run {run_id!r} as {self._node.node_id}, {place}, at inner step {self.inner_step}; {where}")
+        return rounds
 
     def _end_without(self, over: RunOver) -> None:
         """Be done because the run is complete, although this node had no part in its last round."""
@@ -176,7 +207,7 @@ class Session:
         self.is_done = True
         _log.warning("left without handing over", extra={"fields": {"why": str(leaving)}})
 
-    def _enter(self, why: Fenced | None) -> None:
+    def _enter(self, why: Fenced | RolledBack | None) -> Sequence[RoundReport]:
         joined = self._joiner.enter() if why is None else self._joiner.come_back(why)
         self._report.belongs_to(self._run.outer.record["session"])
         for round in joined:
@@ -184,6 +215,7 @@ class Session:
             self._report.entered(round)
         self._begin_phase()
         self._end_if_due()
+        return joined
 
     def _begin_phase(self) -> None:
         """Inner steps until the next contribution: as many as the run has dealt this node."""
@@ -205,10 +237,11 @@ class Session:
         """Have the next inner step end the phase, and this node leave with it. From a signal handler, too."""
         self._node.departure.ask(time.monotonic())
 
-    def require_going(self) -> None:
-        """Raise RunOver where no further inner step counts."""
+    def begin_step(self) -> None:
+        """An inner step is about to be made. Raises RunOver where none counts any more."""
         if self.is_done:
             raise RunOver(f"this node is done after inner step {self.inner_step}; end the loop when is_done is true")
+        self._checkpoints.settle()
 
     def stepped(self, loss: float | None) -> None:
         """An inner step was made: take the outer step that is due with it. `loss`: of the step, where known.
@@ -229,25 +262,46 @@ class Session:
             self._company.learned(self._parameters.named.values())
         hooks.learned(self._wish.batch_size, math.nan if loss is None else loss)
         node.faults.at("inner", hooks.round + 1)
-        ends_round = self._ends_round()
+        ends_round, before = self._ends_round(), hooks.progress
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._company is not None:
             self._company.offer(hooks.round + 1, self._run.mesh.member_id)
         try:
+            if not hooks.has_own_steps:
+                hooks.sync_gradients(hooks.inner_step, self._wish.batch_size)
+                self._run_common_step()
             synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
-        except Fenced as fence:
-            self._end_if_due()  # others go on, and one that leaves need not come back
-            if not self.is_done:
-                self._enter(fence)
+        except (Fenced, RolledBack) as why:
+            self._come_back(why)
             return
         self.last_round = synced[-1] if synced else self.last_round
         if self._company is not None:
             self._company.ended(list(synced))
+        if hooks.progress is not before:
+            self._checkpoints.take_if_due(synced)
         self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
         self._from_s = time.monotonic()
         if ends_round or hooks.progress.is_complete:
             self._begin_phase()
             self._end_if_due()
+
+    @property
+    def has_common_steps(self) -> bool:
+        """Whether all nodes make each inner step together, which `stepped` does then."""
+        return not self._run.outer.has_own_steps
+
+    def _run_common_step(self) -> None:
+        assert isinstance(self._own, SteppedLoopState)
+        self._own.step()
+
+    def _come_back(self, why: Fenced | RolledBack) -> None:
+        """Become a member again. The others go on: one that leaves need not, and has nothing of theirs to save."""
+        if isinstance(why, RolledBack):
+            self._enter(why)
+            return
+        self._end_if_due(saves=False)
+        if not self.is_done:
+            self._checkpoints.take_if_due(self._enter(why))
 
     def _ends_round(self) -> bool:
         """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
@@ -257,16 +311,26 @@ class Session:
             departure.ask(time.monotonic())
         return not (stays and has_time) or self._steps >= self._dealt
 
-    def _end_if_due(self) -> None:
-        """Have this node be done where the run is complete, or where it was asked to leave and has handed over."""
+    def _end_if_due(self, *, saves: bool = True) -> None:
+        """Have this node be done where the run is complete, or where it was asked to leave and has handed over.
+
+        `saves`: a checkpoint, where nobody goes on.
+        """
         if self.is_done:
             self._report.finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
             for synced in self._run.outer.flush():
                 self._report.committed(synced)
+            if saves:
+                self._save_if_last()
             if not self._node.departure.is_hurried:
                 self._report.events.emit("drained", round=self._run.outer.round)
             self.is_done = True
+
+    def _save_if_last(self) -> None:
+        """Take a checkpoint if nobody goes on with the run when this node leaves."""
+        if self._node.config.ckpt.path is not None and (staying := self._run.announce_leaving()) != "others":
+            self._checkpoints.take_before_leaving(is_alone=staying == "nobody")
 
     def _tell(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
         values: dict[str, MetricValue | None] = {
@@ -291,6 +355,8 @@ class Session:
         """
         if kind is None:
             barrier(self._local)
+            if not self.is_done:
+                self._save_if_last()
         self.abandon(kind, error, trace)
 
     def abandon(
@@ -333,12 +399,34 @@ def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None
 def _require_one_writer(config: RunConfig, parameters: NamedParameters, local: LocalMesh) -> None:
     """Raises ConfigError where several whole copies would write to what a node has once."""
     outer = config.outer
-    assert isinstance(outer, DilocoConfig)
     if local.world_size == 1 or any(is_sharded(p) for p in parameters.named.values()):
         return
-    for key, value, needed in (("merge", outer.merge, "eager"), ("state_device", outer.state_device, "cuda")):
-        if value == needed:
+    for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
+        if getattr(outer, key, None) == unfit:
             raise ConfigError(
-                f"outer.{key} = {value!r} with {local.world_size} ranks that each hold the whole model: shard it with "
+                f"outer.{key} = {unfit!r} with {local.world_size} ranks that each hold the whole model: shard it with "
                 "FSDP2, or start a node for each rank"
             )
+
+
+def _require_plain(config: RunConfig, outer: OuterStep | None) -> None:
+    """Raise ConfigError where what was asked for needs an outer step by SGD, and got another optimizer."""
+    if not isinstance(outer, TorchOuterOptimizer):
+        return
+    for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
+        if getattr(config.outer, key, None) == unfit:
+            raise ConfigError(
+                f"outer.{key} = {unfit!r} needs an outer step by SGD, and outer_optimizer is {outer}: drop the one, or "
+                "give torch.optim.SGD"
+            )
+
+
+def _build_algorithm(config: RunConfig, outer: OuterStep | None, own: LoopState, parts: OuterParts) -> OuterAlgorithm:
+    """The outer algorithm of a loop that clips its gradients itself."""
+    assert config.outer is not None, "the drop-in has one"
+    if isinstance(outer, TorchOuterOptimizer):
+        assert isinstance(config.outer, DilocoConfig)
+        return TorchDiLoCo(parts, config.outer, outer)
+    if isinstance(own, CommonOptimizer):
+        return LoopDdp(parts, own)
+    return build_algorithm(parts, config.outer, clip_norm=None)

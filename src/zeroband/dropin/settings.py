@@ -8,15 +8,17 @@ import socket
 from collections.abc import Mapping
 
 from zeroband.config.load import load_config, shared_items
-from zeroband.config.outer import OuterSGDConfig
+from zeroband.config.outer import CustomConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
+from zeroband.dropin.outer_step import OuterStep
 from zeroband.errors import ConfigError
+from zeroband.outer.custom import load_algorithm
+from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 
-_TRAINERS = ("ckpt", "data", "export", "model", "optim", "resume", "rollback", "train")
+_TRAINERS = ("data", "export", "model", "optim", "rollback", "train")
 """Sections that only the trainer has."""
 
 _ARGUMENTS = {
-    "outer.type": "it is diloco",
     "outer.inner_steps": "give inner_steps",
     "outer.optimizer": "give outer_optimizer",
     "store.url": "give store",
@@ -26,7 +28,10 @@ _ARGUMENTS = {
 LOCAL = "local"
 """What stands in the place of a store's address: a server of this process's own."""
 
-_STORE = "ZERO_BAND_STORE__URL"
+_STORE, _TYPE = "ZERO_BAND_STORE__URL", "ZERO_BAND_OUTER__TYPE"
+
+_EVERY_STEP = ("ddp", "demo")
+"""Algorithms whose rounds are one inner step."""
 
 ENDLESS_STEPS = 10**15
 """Inner steps of a run that was given no end."""
@@ -52,8 +57,8 @@ def config_of(
     environ: Mapping[str, str],
     *,
     store_url: str,
-    inner_steps: int,
-    outer: OuterSGDConfig,
+    inner_steps: int | None,
+    outer: OuterStep | None,
     total_steps: int | None,
 ) -> RunConfig:
     """What the trainer would read from its files. `settings`: keys and values over those of the environment.
@@ -66,15 +71,32 @@ def config_of(
         "node.id": environ.get("ZERO_BAND_NODE__ID") or default_node_id(environ),
         **settings,
         "store.url": store_url,
-        "outer.type": "diloco",
-        "outer.inner_steps": inner_steps,
-        "outer.optimizer.lr": outer.lr,
-        "outer.optimizer.momentum": outer.momentum,
-        "outer.optimizer.nesterov": outer.nesterov,
+        **_outer_flags(str(settings.get("outer.type") or environ.get(_TYPE) or "diloco"), inner_steps, outer),
         "train.total_steps": ENDLESS_STEPS if total_steps is None else total_steps,
         "train.batch_size": 1,
     }
-    return load_config([f"--{key}={_text(value)}" for key, value in flags.items()], environ)
+    resumes = bool(flags.pop("resume", False))
+    line = [f"--{key}={_text(value)}" for key, value in flags.items()]
+    return load_config([*line, "--resume"] if resumes else line, environ)
+
+
+def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> dict[str, object]:
+    """What the arguments say of [outer]."""
+    flags: dict[str, object] = {"outer.type": kind}
+    if kind in _EVERY_STEP and inner_steps not in (None, 1):
+        raise ConfigError(
+            f'inner_steps={inner_steps} with outer.type="{kind}", whose rounds are one step; leave it out'
+        )
+    if kind not in _EVERY_STEP and inner_steps is not None:
+        flags["outer.inner_steps"] = inner_steps
+    if kind != "diloco" and step is not None:
+        raise ConfigError(
+            f'outer_optimizer is given, but outer.type="{kind}" has an outer step of its own; leave it out'
+        )
+    if kind == "diloco" and not isinstance(step, TorchOuterOptimizer):
+        sgd = step or OuterSGDConfig()
+        flags |= {f"outer.optimizer.{name}": getattr(sgd, name) for name in ("lr", "momentum", "nesterov")}
+    return flags
 
 
 def _text(value: object) -> str:
@@ -85,7 +107,7 @@ def _text(value: object) -> str:
 def _require_ours(key: str) -> None:
     section = key.partition(".")[0]
     if section in _TRAINERS:
-        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model, data and checkpoints are yours")
+        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model and data are yours")
     for ours, way_out in _ARGUMENTS.items():
         if key == ours or key.startswith(f"{ours}."):
             raise ConfigError(f"settings has {key!r}: {way_out} to DiLoCoOptimizer instead")
@@ -97,9 +119,16 @@ def default_node_id(environ: Mapping[str, str]) -> str:
     return f"{socket.gethostname()[:48]}-{launcher}"
 
 
-def shared_of(config: RunConfig, shapes: Mapping[str, str], total_steps: int | None) -> dict[str, str]:
-    """What all nodes must agree on. `shapes`: of the parameters, by name."""
+def shared_of(
+    config: RunConfig, shapes: Mapping[str, str], total_steps: int | None, outer: OuterStep | None = None
+) -> dict[str, str]:
+    """What all nodes must agree on. `shapes`: of the parameters, by name. `outer`: the step that was asked for."""
     items = {key: value for key, value in shared_items(config).items() if key.partition(".")[0] not in _TRAINERS}
+    if isinstance(outer, TorchOuterOptimizer):
+        items = {key: value for key, value in items.items() if not key.startswith("outer.optimizer.")}
+        items |= {"outer_optimizer": str(outer), "outer_optimizer (its bits on this machine)": outer.digest}
+    if isinstance(config.outer, CustomConfig):
+        items["outer.algorithm (file)"] = load_algorithm(config.outer).digest
     return {
         "trained by": "zeroband.DiLoCoOptimizer",
         "total_steps": str(total_steps),

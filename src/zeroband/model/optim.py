@@ -243,6 +243,18 @@ class InnerOptimizer:
         states = self._states.items()
         return {f"{moment}.{name}": s[moment] for moment in self.moment_names for name, s in states if moment in s}
 
+    def counters(self) -> dict[str, Any]:
+        """How far it is: inner steps on the schedule, updates that the moments have seen."""
+        return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moment_names}
+
+    def pack(self) -> None:
+        """Do nothing: counters and moments are all."""
+
+    def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:
+        """Take the age of moments that were read before; the place of the schedule is the run's."""
+        self.seek(self._step_count, update_count=int(counters["update_count"]))
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: {"step_count", "update_count", "moments": as `moments()`}, not copied."""
         return {"step_count": self._step_count, "update_count": self.update_count, "moments": self.moments()}

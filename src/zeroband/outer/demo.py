@@ -94,7 +94,8 @@ class Demo(EveryStep):
 
     def _contribute(self, norm: float) -> bool:
         """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
-        gradients = gradient_shards(self._parts.model)
+        held, shards = gradient_shards(self._parts.model), self._parts.shards
+        gradients = {name: shards.own(name, gradient) for name, gradient in held.items()}  # of copies, this rank's part
         if math.isfinite(norm) and self._memory.accumulate(gradients, scale=self._parts.stepper.lr):
             self._memory.pack(0, self._payloads.payload(0))
             return True

@@ -15,7 +15,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
-from zeroband.data.tokens import prepare
+from zeroband.data.tokens import Corpus, prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
@@ -30,7 +30,7 @@ from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, make_room, p
 from zeroband.node.sharding import NamedParameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node_parts import NodeParts
+from zeroband.runtime.node_parts import NodeParts, TrainedOn
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
 
@@ -49,6 +49,16 @@ class TrainerParts(NodeParts):
     placement: Placement
     inner: InnerOptimizer
     profiler: StepProfiler
+
+    def trained_on(self) -> TrainedOn:
+        config, tokenizer = self.config, self.tokenizer
+        corpus = Corpus(
+            config.data,
+            config.run.seed,
+            fingerprint=self.data_fingerprint,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+        )
+        return TrainedOn(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
 
 
 def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> TrainerParts:

@@ -10,29 +10,31 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from zeroband.checkpoint.layout import MAX_FILE_BYTES
 from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.own_state import OWN_FILE
 from zeroband.checkpoint.owner import Owner, claim
 from zeroband.checkpoint.random_states import gather_random_states
 from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
-from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.transport.gloo_plane import lane_bounds
+from zeroband.errors import Leaving, RunOver
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import are_rounds_steps
-from zeroband.runtime.build import TrainerParts
+from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.world import StateParts, World
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
@@ -45,7 +47,7 @@ _log = get_logger(__name__)
 class Staging:
     """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
 
-    def __init__(self, node: TrainerParts, world: World, stack: ExitStack) -> None:
+    def __init__(self, node: NodeParts, world: World, stack: ExitStack) -> None:
         self._local = node.local
         self._world, state = world, world.state_parts
         self.layout = FlatLayout.of(node.parameters)
@@ -54,6 +56,7 @@ class Staging:
         moments = () if state.has_moments else node.inner.moment_names
         self.inner = (*moments, *state.own)
         folder = world.open_folder(stack)
+        self._folder = folder
         # their places never change, and asking for them takes as long as copying a small model
         self._moments = node.inner.moments() if moments else {}
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
@@ -82,6 +85,17 @@ class Staging:
         """What this rank copies of a buffer that all ranks see."""
         start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
         return buffer[start:stop]
+
+    def put(self, packed: bytes | None) -> dict[str, str]:
+        """Lay this rank's own file beside the buffers; the paths of all ranks' files, by name."""
+        path = self._folder / f"{_STAGED}{OWN_FILE.format(rank=self._local.rank)}"
+        if packed is None:
+            return {}
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(packed)
+        fresh.replace(path)  # the writer may still map what was there before
+        names = [OWN_FILE.format(rank=rank) for rank in range(self._local.world_size)]
+        return {name: str(self._folder / f"{_STAGED}{name}") for name in names}
 
     def begin(self) -> None:
         """Start to copy this rank's part. Nothing of it may change until `finish`."""
@@ -157,7 +171,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        node: TrainerParts,
+        node: NodeParts,
         world: World,
         events: Events,
         *,
@@ -242,13 +256,14 @@ class Checkpoints:
         is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
         if is_free:
             self._staged_round = self._hooks.round
+            files = self._staging.put(self._node.inner.pack())
             self._staging.begin()
             self._is_copying = True
             randoms = gather_random_states(self._local)
             if self._writer is not None:
-                self._order = self._order_of(members, self._node_state(randoms))
+                self._order = self._order_of(members, self._node_state(randoms), files)
         elif self._writer is not None:
-            self._writer.give(self._order_of(members, {}, is_left_out=True))
+            self._writer.give(self._order_of(members, is_left_out=True))
             self._emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
         self._stalled_since(from_s)
         if waits:
@@ -276,16 +291,19 @@ class Checkpoints:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
 
     def _order_of(
-        self, members: Sequence[str], node_state: Mapping[str, Any], *, is_left_out: bool = False
+        self,
+        members: Sequence[str],
+        node_state: Mapping[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
+        *,
+        is_left_out: bool = False,
     ) -> SaveOrder:
         stamp = self._stamp(members)
         savers = stamp.members if self._config.shared else (self._node.node_id,)
-        return SaveOrder(stamp, savers, node_state, is_left_out)
+        return SaveOrder(stamp, savers, node_state or {}, is_left_out, files or {})
 
     def _stamp(self, members: Sequence[str]) -> Stamp:
-        config, hooks = self._node.config, self._hooks
-        tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
-        corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
+        config, hooks, described = self._node.config, self._hooks, self._node.trained_on()
         return Stamp(
             run_id=config.run.id,
             session=hooks.record["session"],
@@ -296,19 +314,16 @@ class Checkpoints:
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,
-            model=self._node.blueprint.to_record(),
-            tokenizer=config.data.tokenizer,
-            data=corpus.to_record(),
+            model=described.model,
+            tokenizer=described.tokenizer,
+            data=described.data,
         )
 
     def _node_state(self, randoms: list[str]) -> dict[str, Any]:
-        inner = self._node.inner
         return {
             "round": self._hooks.round,
             "local_world_size": self._local.world_size,
-            "step_count": inner.step_count,
-            "update_count": inner.update_count,
-            "moments": inner.moment_names,
+            **self._node.inner.counters(),
             "random_states": randoms,
         }
 
@@ -349,3 +364,17 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close(waits=waits)
         self._stack.close()
+
+
+def open_checkpoints(node: NodeParts, world: World, events: Events, stack: ExitStack) -> Checkpointing:
+    """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
+    if node.config.ckpt.path is None:
+        return NoCheckpoints()
+    is_sequel = world.outer.progress.follows is not None
+    checkpoints = Checkpoints(node, world, events, takes_over=is_sequel)
+
+    def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
+
+    stack.push(close)
+    return checkpoints

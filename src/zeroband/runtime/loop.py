@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from zeroband.config.schema import ExportConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.errors import Fenced, Leaving, RunOver
+from zeroband.errors import Fenced, Leaving
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
@@ -38,7 +37,7 @@ from zeroband.observe.events import NoEvents
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import Checkpointing, Checkpoints, NoCheckpoints
+from zeroband.runtime.checkpointing import Checkpointing, NoCheckpoints, open_checkpoints
 from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
@@ -90,8 +89,8 @@ def train(config: RunConfig, local: LocalMesh, departure: Departure, stack: Exit
     world, joiner = open_world(node, report, stack)
     joined = joiner.enter()
     note_entry(world, report, joined)
-    checkpoints, evaluations = open_checkpoints(node, world, report, stack), open_evaluations(node, world, sets, report)
-    training = Training(node, world, joiner, checkpoints, report, evaluations)
+    checkpoints = open_checkpoints(node, world, report.events, stack)
+    training = Training(node, world, joiner, checkpoints, report, open_evaluations(node, world, sets, report))
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
@@ -137,20 +136,6 @@ def open_world(node: TrainerParts, report: Report, stack: ExitStack) -> tuple[Wo
         single = SingleNode(node, report.events)
         return single, Joiner(single, node.local, node.departure, NoEvents())  # nobody waits for it on its way
     return open_replica(node, report.events, stack)
-
-
-def open_checkpoints(node: TrainerParts, world: World, report: Report, stack: ExitStack) -> Checkpointing:
-    """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
-    if node.config.ckpt.path is None:
-        return NoCheckpoints()
-    is_sequel = world.outer.progress.follows is not None
-    checkpoints = Checkpoints(node, world, report.events, takes_over=is_sequel)
-
-    def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving))
-
-    stack.push(close)
-    return checkpoints
 
 
 def open_evaluations(node: TrainerParts, world: World, sets: Sequence[EvaluationSet], report: Report) -> Evaluations:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.faults import FaultPoints
 
 if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
-    from zeroband.elastic.rounds.interfaces import Inner
+    from zeroband.checkpoint.own_state import OwnState
+    from zeroband.elastic.rounds.interfaces import OuterAlgorithm, OuterParts
     from zeroband.node.mesh import LocalMesh
     from zeroband.node.sharding import Parameters
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a checkpoint says of its model, for whoever exports or evaluates it."""
+
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What `blueprint_of_record` makes it of; empty where the model is a loop's own."""
+    tokenizer: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The record of `data.tokens.Corpus`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +42,12 @@ class NodeParts:
     local: LocalMesh
     parameters: Parameters
     """What the nodes train together."""
-    inner: Inner
+    inner: OwnState
     departure: Departure
     faults: FaultPoints
+    build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
+    """Makes the outer algorithm; None: as [outer] and [optim] say."""
+
+    def trained_on(self) -> TrainedOn:
+        """Where the model comes from, as far as the package knows."""
+        return TrainedOn()

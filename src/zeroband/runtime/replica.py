@@ -36,7 +36,6 @@ from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.errors import ConfigError, JoinRefused, Leaving, RecoveryFailed, RunOver
-from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
@@ -249,6 +248,8 @@ class Replica:
             auto_rollback=self._auto_rollback(),
             memory=self.memory if local.rank == 0 else None,
         )
+        if self._node.build_algorithm is not None:
+            return self._node.build_algorithm(parts)
         assert config.outer is not None, "a run of several nodes has an outer algorithm"
         return build_algorithm(parts, config.outer, clip_norm=config.optim.clip_norm)
 
@@ -328,13 +329,12 @@ class Replica:
     def load_inner(self, step: int) -> bool:
         """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
 
-        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all in the outer
-        state.
+        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all of the trainer's
+        in the outer state.
         """
-        if isinstance(self.outer, Ddp):
-            return True
         local, inner = self._node.local, self._node.inner
-        assert isinstance(inner, InnerOptimizer), "only the trainer has checkpoints"
+        if isinstance(self.outer, Ddp) and inner.moment_names:
+            return True
         own = {name: self.buffers[name] for name in self.outer.local_sections}
         has_inner = self.restorer.load_inner(step, inner, local, own if local.rank == 0 else {})
         if all_ok(has_inner, local):

@@ -60,7 +60,9 @@ def join(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., zeroband.DiLo
     made: list[zeroband.DiLoCoOptimizer] = []
 
     def join_one(model: nn.Module, **arguments: Any) -> zeroband.DiLoCoOptimizer:
-        settings = {"run.id": tmp_path.name, "run.dir": tmp_path, "comm.codec": "fp32", **arguments.pop("settings", {})}
+        settings = {"run.id": tmp_path.name, "run.dir": tmp_path, **arguments.pop("settings", {})}
+        if settings.get("outer.type") not in ("sparseloco", "demo"):
+            settings = {"comm.codec": "fp32", **settings}
         arguments = {"batch_size": 8, "inner_steps": 2, "store": redis_url, "inner_optimizer": ADAMW, **arguments}
         made.append(zeroband.DiLoCoOptimizer(params=model.named_parameters(), settings=settings, **arguments))
         return made[-1]
@@ -105,6 +107,76 @@ def test_outer_steps_are_those_of_nesterov_on_what_the_inner_steps_changed(
     model = model_of()
     got = train(model, join(model), 6)
     torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
+
+
+def test_outer_steps_are_those_of_the_optimizer_that_was_asked_for(
+    join: Callable[..., zeroband.DiLoCoOptimizer],
+) -> None:
+    adam = partial(torch.optim.Adam, lr=0.01)
+    alone, outer = model_of(), model_of()
+    inner, stepping = ADAMW(alone.parameters()), adam(outer.parameters())
+    for step in range(6):
+        loss_of(alone, step).backward()
+        inner.step()
+        inner.zero_grad()
+        if step % 2 == 1:
+            for ours, theirs in zip(outer.parameters(), alone.parameters(), strict=True):
+                ours.grad = (ours - theirs).detach()
+            stepping.step()
+            alone.load_state_dict(outer.state_dict())
+    model = model_of()
+    got = train(model, join(model, outer_optimizer=adam), 6)
+    torch.testing.assert_close(got, nn.utils.parameters_to_vector(alone.parameters()).detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [ADAMW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.RMSprop])
+def test_ddp_of_one_node_is_plain_training(join: Callable[..., zeroband.DiLoCoOptimizer], inner: Any) -> None:
+    alone, model = model_of(), model_of()
+    plain = inner(alone.parameters())
+    schedule = COSINE(plain)
+    wanted = train(alone, plain, 5, schedule.step)
+    optimizer = join(
+        model, inner_optimizer=inner, inner_steps=None, lr_scheduler=COSINE, settings={"outer.type": "ddp"}
+    )
+    got = train(model, optimizer, 5)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+    assert (optimizer.inner_step, optimizer.last_round.round, optimizer.last_round.weights) == (5, 5, (8,))
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_demo_steps_by_signs_with_the_options_of_sgd(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    optimizer = join(
+        model,
+        inner_optimizer=partial(torch.optim.SGD, lr=0.125),
+        inner_steps=None,
+        settings={"outer.type": "demo", "outer.k": 64},
+    )
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    moved = train(model, optimizer, 1) - before
+    torch.testing.assert_close(moved.abs(), torch.full_like(moved, 0.125), rtol=0, atol=1e-6)
+    assert train(model, optimizer, 2).isfinite().all()
+    assert optimizer.last_round.round == 3
+
+
+FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"outer.type": "sparseloco", "outer.k": 2}, {"outer.type": "custom", "outer.algorithm": FED_ADAM}],
+    ids=lambda settings: settings["outer.type"],
+)
+def test_other_algorithms_train(join: Callable[..., zeroband.DiLoCoOptimizer], settings: dict[str, Any]) -> None:
+    model = model_of()
+    optimizer = join(model, settings=settings)
+    digests = [optimizer.last_round.state_digest]
+    for _ in range(2):
+        train(model, optimizer, 2)
+        digests.append(optimizer.last_round.state_digest)
+    assert len(set(digests)) == 3
+    with pytest.raises(ConfigError, match=r"outer\.type is .* in the running run"):
+        join(model_of(), settings={"node.id": "other"})
 
 
 def test_it_works_as_an_optimizer_of_torch(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
@@ -228,11 +300,50 @@ def test_node_that_differs_is_told_where(join: Callable[..., zeroband.DiLoCoOpti
     for arguments, model, key, theirs in [
         ({}, model_of(width=5), "parameter 0.bias", "(3,)"),
         ({"outer_optimizer": AVERAGE}, model_of(), "outer.optimizer.lr", "0.7"),
+        ({"outer_optimizer": torch.optim.Adam}, model_of(), "outer_optimizer", "absent"),
         ({"total_steps": 9}, model_of(), "total_steps", "None"),
     ]:
         with pytest.raises(ConfigError) as refused:
             join(model, settings={"node.id": "second"}, **arguments)
         assert f"{key} is {theirs!r} in the running run" in str(refused.value)
+
+
+def test_node_whose_outer_step_comes_to_other_bits_is_told(
+    join: Callable[..., zeroband.DiLoCoOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(model_of(), outer_optimizer=torch.optim.Adam, settings={"node.id": "first"})
+    monkeypatch.setattr("zeroband.outer.torch_optimizer.digest_of", lambda *_: "of another processor")
+    with pytest.raises(ConfigError, match=r"outer_optimizer \(its bits on this machine\) is '[0-9a-f]{32}'"):
+        join(model_of(), outer_optimizer=torch.optim.Adam, settings={"node.id": "second"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"settings": {"outer.type": "sparseloco"}, "outer_optimizer": AVERAGE}, "has an outer step of its own"),
+        ({"settings": {"outer.type": "ddp"}, "inner_steps": 2}, "whose rounds are one step"),
+        (
+            {"settings": {"outer.type": "ddp"}, "inner_optimizer": torch.optim.Adafactor, "inner_steps": None},
+            "inner_optimizer Adafactor is not element-wise",
+        ),
+        ({"settings": {"outer.type": "demo"}, "inner_steps": None}, "inner_optimizer is AdamW, and outer.type='demo'"),
+        (
+            {"settings": {"outer.merge": "eager", "outer.overlap": "full"}, "outer_optimizer": torch.optim.Adam},
+            "needs an outer step by SGD",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    join: Callable[..., zeroband.DiLoCoOptimizer], arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        join(model_of(), **arguments)
+
+
+def test_ddp_makes_the_inner_optimizer_itself(join: Callable[..., zeroband.DiLoCoOptimizer]) -> None:
+    model = model_of()
+    with pytest.raises(ConfigError, match=r"inner_optimizer is an instance, and with outer\.type='ddp'"):
+        join(model, inner_optimizer=ADAMW(model.parameters()), inner_steps=None, settings={"outer.type": "ddp"})
 
 
 @pytest.mark.parametrize("store", ["", "  "])

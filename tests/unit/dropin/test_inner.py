@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from zeroband.dropin.inner import ScheduledOptimizer, build_optimizer
+from zeroband.dropin.inner import ScheduledOptimizer, bring_up, build_optimizer
 from zeroband.errors import ConfigError
 
 RECURSIVE = partial(CosineAnnealingLR, T_max=20)
@@ -78,6 +78,25 @@ def test_states_carry_the_place_of_a_schedule_of_the_users_own() -> None:
     resumed.load_state_dict(ended.state_dict())
     after.load_state_dict(before.state_dict())
     assert options(resumed) == options(ended) != options(scheduled(None))
+
+
+def warm(optimizer: torch.optim.Optimizer) -> SequentialLR:
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=3), RECURSIVE(optimizer)], milestones=[3])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:The epoch parameter")
+@pytest.mark.parametrize("schedule", [RECURSIVE, ALSO_BETAS, warm])
+def test_schedule_of_the_users_own_is_brought_to_the_runs_place_once(schedule: Any) -> None:
+    stepped, late, resumed = scheduled(None), scheduled(None), scheduled(None)
+    wanted, own, there = (schedule(inner.optimizer) for inner in (stepped, late, resumed))
+    for _ in range(7):
+        wanted.step()
+    bring_up(late.optimizer, 7)
+    assert own.last_epoch == 7
+    assert options(late) == options(stepped) != options(scheduled(None))
+    there.step()
+    bring_up(resumed.optimizer, 7)  # it has a place of its own, such as that of a state that was loaded
+    assert there.last_epoch == 1
 
 
 def test_moments_are_forgotten_and_made_anew() -> None:

@@ -25,6 +25,17 @@ def test_names_are_those_of_the_model() -> None:
     assert found.shapes == {"parameter bias": "(3,)", "parameter weight": "(3, 2)"}
 
 
+def test_names_are_those_of_the_model_whatever_it_is_wrapped_in() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    bare = set(named(model.named_parameters()).named)
+    wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"_orig_mod": model})})  # DDP of a compiled one
+    assert set(named(wrapped.named_parameters()).named) == bare == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    model[1] = torch.compile(model[1])
+    assert set(named(model.named_parameters()).named) == bare
+    mine = nn.ModuleDict({"module": nn.Linear(2, 3), "head": nn.Linear(3, 1)})
+    assert "module.weight" in named(mine.named_parameters()).named
+
+
 def test_parameters_without_names_are_called_by_their_places() -> None:
     first, second = nn.Linear(2, 3), nn.Linear(3, 1)
     groups = [{"params": list(first.parameters())}, {"params": list(second.parameters()), "lr": 1.0}]

@@ -48,11 +48,10 @@ def test_processes_of_one_machine_are_nodes_of_their_own_and_ranks_of_one_launch
     ("key", "says"),
     [
         ("model.d_model", r"\[model\] is the trainer's"),
-        ("ckpt.path", r"\[ckpt\] is the trainer's"),
+        ("data.seq_length", r"\[data\] is the trainer's"),
         ("outer.inner_steps", "give inner_steps to DiLoCoOptimizer"),
         ("outer.optimizer.lr", "give outer_optimizer to DiLoCoOptimizer"),
         ("store.url", "give store to DiLoCoOptimizer"),
-        ("outer.type", "it is diloco"),
         ("falt.detect_s", "did you mean fault.detect_s"),
     ],
 )

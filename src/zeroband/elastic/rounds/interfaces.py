@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from zeroband.elastic.rounds.rollback import StagedState
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import RecoveryFailed
 from zeroband.kernels.codec import Codec
-from zeroband.model.optim import InnerOptimizer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh, broadcast_json
 from zeroband.node.sharding import Parameters
@@ -79,6 +78,42 @@ class Inner(Protocol):
         ...
 
 
+@runtime_checkable
+class Stepper(Inner, Protocol):
+    """The inner optimizer, as far as rounds of one inner step are concerned with it."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """What `moments` are called."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    @property
+    def update_count(self) -> int:
+        """Steps that the moments have seen."""
+        ...
+
+    def step(self) -> None:
+        """Step by the gradients that lie in the model, if any do, and move on by one inner step."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def seek(self, step: int, *, update_count: int | None = None) -> None:
+        """Go on at this inner step, with moments that have seen so many updates where that is said."""
+        ...
+
+    def moments(self) -> Mapping[str, Any]:
+        """This rank's shards of the moments; writing into them sets them."""
+        ...
+
+
 @dataclass(frozen=True)
 class OuterParts:
     """What an outer algorithm works with."""
@@ -113,9 +148,9 @@ class OuterParts:
     """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
 
     @property
-    def stepper(self) -> InnerOptimizer:
+    def stepper(self) -> Stepper:
         """The inner optimizer, for an algorithm that takes its steps by itself."""
-        assert isinstance(self.inner, InnerOptimizer), "such an algorithm needs the trainer's"
+        assert isinstance(self.inner, Stepper), "such an algorithm needs one that all nodes have"
         return self.inner
 
 

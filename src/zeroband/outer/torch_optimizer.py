@@ -1,0 +1,248 @@
+"""Any element-wise optimizer of torch's as the outer step: OpenDiLoCo's form, with a state that is equal on all nodes.
+
+The optimizer steps slices of the flat state from moments that lie in buffers there, so a joiner fetches them and a
+journal replays them. Every operation rounds once, as the arithmetic of all outer steps does; that it comes to the same
+bits on every node is shown at join, where each compares what some steps of it came to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from zeroband.config.outer import DilocoConfig
+from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Opening
+from zeroband.elastic.rounds.interfaces import OuterParts
+from zeroband.errors import ConfigError
+from zeroband.outer.many_steps import PARAMS, ManySteps
+from zeroband.state.flat import digest_of
+
+UPDATES = "outer_updates"
+"""What a verdict records: the steps that the outer optimizer has made, of each fragment."""
+
+_CHUNK = 1 << 20
+"""Elements handled at a time, so that the temporaries stay in the cache."""
+_TRIAL_STEPS = 8
+"""RAdam takes another branch from its sixth step on."""
+_TRIAL_CUTS = (0, 1, 100, 257)
+
+
+class OneRounding(TorchFunctionMode):
+    """Computes what torch may fuse, such as `addcdiv_`, in operations that round once each.
+
+    Fused multiply-add depends on the processor: torch's plain CPU kernels come to other bits than those of AVX2.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, options = getattr(func, "__name__", ""), dict(kwargs or {})
+        term = _term(name.removesuffix("_"), args, options)
+        if term is None:
+            return func(*args, **options)
+        target: Tensor = args[0]
+        return target.add_(term) if name.endswith("_") else target.add(term)
+
+
+def _term(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
+    """What an operation adds to its first argument; None where torch fuses nothing."""
+    alpha, value = options.get("alpha", 1), options.get("value", 1)
+    match name:
+        case "add" if alpha != 1:
+            return args[1] * alpha
+        case "sub" if alpha != 1:
+            return args[1] * -alpha
+        case "addcmul":
+            return (args[1] * args[2]) * value
+        case "addcdiv":
+            return (args[1] / args[2]) * value
+        case "lerp":
+            return (args[1] - args[0]) * args[2]
+        case _:
+            return None
+
+
+class TorchOuterOptimizer:
+    """Steps slices of the outer state as a torch optimizer steps parameters. `build`: called with a list of them.
+
+    `what`: the argument that it came from, for errors.
+
+    Raises ConfigError where a step is not element-wise, or keeps more than tensors of a parameter's shape and numbers
+    that follow from the count of steps.
+    """
+
+    ways = ("foreach", "fused", "capturable", "differentiable")
+    """Options of torch's optimizers for how a step is computed, not what it comes to. They are off."""
+
+    def __init__(self, build: Callable[[Any], Optimizer], *, what: str = "outer_optimizer") -> None:
+        self._build = build
+        self._what = what
+        self._begin_clock()
+        self._name = type(self._clock).__name__
+        self.options = self._options_of()
+        """Settings of the optimizer, by name."""
+        straight, values = self._step_straight()
+        self.state_names = tuple(sorted(n for n, held in straight.items() if _is_like(held, values)))
+        """Names of the moments: tensors of a parameter's shape."""
+        self._require_known(straight)
+        self.digest = self._require_element_wise(straight, values)
+        """Digest of what some steps from fixed values came to: equal wherever the bits of all steps are."""
+
+    def __str__(self) -> str:
+        return f"{self._name}({', '.join(f'{name}={value}' for name, value in sorted(self.options.items()))})"
+
+    def apply(self, params: Tensor, state: Mapping[str, Tensor], gradient: Tensor, *, step: int) -> None:
+        """Take the `step`-th step, from 1, in place. All (n,) float32 on CPU; `state`: by `state_names`."""
+        if not params.numel():
+            return
+        numbers = self.numbers_after(step - 1)
+        names = list(state)
+        for chunk in zip(
+            params.split(_CHUNK), gradient.split(_CHUNK), *(state[n].split(_CHUNK) for n in names), strict=True
+        ):
+            optimizer, parameter = self._over(chunk[0])
+            held = dict(zip(names, chunk[2:], strict=True))
+            if step > 1:
+                optimizer.state[parameter] = {**_copied(numbers), **held}
+            _step(optimizer, parameter, chunk[1])
+            for name, buffer in held.items():
+                after = optimizer.state[parameter].get(name)
+                if after is not None and after is not buffer:
+                    buffer.copy_(after)
+
+    # -- one optimizer -------------------------------------------------------------------------------------------
+
+    def _over(self, values: Tensor) -> tuple[Optimizer, nn.Parameter]:
+        """Build a new one that steps these values in place."""
+        parameter = nn.Parameter(values)
+        optimizer = self._build([parameter])
+        for group in optimizer.param_groups:
+            group.update({way: False for way in self.ways if way in group})
+        return optimizer, parameter
+
+    def _begin_clock(self) -> None:
+        """Begin anew with the optimizer of one value, whose numbers are those of all others."""
+        self._clock, self._tick = self._over(torch.zeros(1))
+        self._ticks = 0
+
+    def numbers_after(self, steps: int) -> dict[str, Any]:
+        """Copies of what the optimizer keeps beside moments after so many steps."""
+        if steps < self._ticks:
+            self._begin_clock()
+        while self._ticks < steps:
+            _step(self._clock, self._tick, torch.zeros(1))
+            self._ticks += 1
+        held = self._clock.state[self._tick].items()
+        return _copied({name: number for name, number in held if not _is_like(number, self._tick)})
+
+    # -- what it must be -----------------------------------------------------------------------------------------
+
+    def _options_of(self) -> dict[str, Any]:
+        if len(self._clock.param_groups) != 1:
+            raise ConfigError(f"{self._what} {self._name} makes groups of its own; all parameters take one step")
+        (group,) = self._clock.param_groups
+        return {name: value for name, value in group.items() if name not in ("params", *self.ways)}
+
+    def _step_straight(self) -> tuple[dict[str, Any], Tensor]:
+        """Take steps on a vector as a user would; the optimizer's state and the vector after them."""
+        values, gradients = _trial()
+        try:
+            optimizer, parameter = self._over(values)
+            for gradient in gradients:
+                _step(optimizer, parameter, gradient)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._what} {self._name} does not step a vector by its gradient ({error!s:.200}); the outer "
+                "state is flat: give an element-wise optimizer such as torch.optim.SGD, Adam or AdamW"
+            ) from error
+        return dict(optimizer.state[parameter]), values
+
+    def _require_known(self, state: Mapping[str, Any]) -> None:
+        """Require that what is no moment follows from the number of steps."""
+        numbers = self.numbers_after(_TRIAL_STEPS)
+        for name in sorted(state.keys() - set(self.state_names)):
+            held = state[name]
+            is_number = held is None or isinstance(held, int | float) or (isinstance(held, Tensor) and not held.ndim)
+            if not is_number or bool(held != numbers.get(name)):
+                raise ConfigError(
+                    f"{self._what} {self._name} keeps {name!r}, which is neither a float32 tensor of a parameter's "
+                    "shape nor a number that follows from the count of steps, so a joiner could not be given it; give "
+                    "an element-wise optimizer such as torch.optim.SGD, Adam or AdamW"
+                )
+
+    def _require_element_wise(self, straight: Mapping[str, Any], wanted: Tensor) -> str:
+        """Require that slices with their moments step as the whole does; the digest of what it came to."""
+        values, gradients = _trial()
+        state = {name: torch.zeros_like(values) for name in self.state_names}
+        for step, gradient in enumerate(gradients, start=1):
+            for start, stop in itertools.pairwise(_TRIAL_CUTS):
+                part = {name: buffer[start:stop] for name, buffer in state.items()}
+                self.apply(values[start:stop], part, gradient[start:stop], step=step)
+        same = torch.equal(values, wanted) and all(torch.equal(held, straight[n]) for n, held in state.items())
+        if not same:
+            raise ConfigError(
+                f"{self._what} {self._name} is not element-wise: slices of a vector step otherwise than the "
+                "whole, so ranks and nodes would disagree; give one such as torch.optim.SGD, Adam or AdamW"
+            )
+        return digest_of(values, *state.values())
+
+
+def _step(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Take one step. The gradient is copied: optimizers may keep it, or change it."""
+    parameter.grad = gradient.clone()
+    with OneRounding():
+        optimizer.step()
+    parameter.grad = None
+
+
+def _trial() -> tuple[Tensor, list[Tensor]]:
+    """Values and gradients that are exact in float32, so that every machine begins with the same bits."""
+    places = torch.arange(_TRIAL_CUTS[-1])
+    gradients = [((places * 7919 + step * 104729) % 2003 - 1001) / 4096 for step in range(_TRIAL_STEPS)]
+    return (places * 31 % 509 - 254) / 128, gradients
+
+
+def _is_like(held: Any, values: Tensor) -> bool:
+    return isinstance(held, Tensor) and held.shape == values.shape and held.dtype == torch.float32
+
+
+def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: number.clone() if isinstance(number, Tensor) else number for name, number in numbers.items()}
+
+
+class TorchDiLoCo(ManySteps):
+    """DiLoCo whose outer step is an optimizer of torch's. Outer state: the parameters and its moments."""
+
+    def __init__(self, parts: OuterParts, config: DilocoConfig, optimizer: TorchOuterOptimizer) -> None:
+        self._optimizer = optimizer
+        self._moments = {f"outer_{name}": name for name in optimizer.state_names}
+        self.sections = (PARAMS, *self._moments)
+        super().__init__(parts, config)
+
+    def take_step(self, outer: Mapping[str, Tensor], result: Tensor, *, outer_step: int) -> None:
+        state = {name: outer[section] for section, name in self._moments.items()}
+        self._optimizer.apply(outer[PARAMS], state, result, step=outer_step)
+
+    # -- the count of its steps: rounds to which nobody contributed are none --------------------------------------
+
+    def _updates(self) -> list[int]:
+        return list(self.record.get(UPDATES) or [0] * len(self._bounds))
+
+    def _step_of(self, record: Mapping[str, Any]) -> int:
+        turn = (Progress.from_record(record["progress"]).outer_step - 1) % len(self._bounds)
+        return record[UPDATES][turn]
+
+    def _describe_round(self, opening: Opening, result: Tensor) -> Mapping[str, Any]:
+        updates = self._updates()
+        updates[self._turn] += opening.total_weight > 0
+        return {**super()._describe_round(opening, result), UPDATES: updates}
+
+    def _describe_founding(self) -> Mapping[str, Any]:
+        return {UPDATES: self._updates()}
