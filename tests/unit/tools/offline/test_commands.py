@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from zeroband.checkpoint.storage import open_storage
 from zeroband.data.index import SampleIndex
-from zeroband.data.tokens import TokenStore, prepare
+from zeroband.data.token_store import TokenStore
+from zeroband.data.tokens import prepare
 from zeroband.export import directory
 from zeroband.export.directory import TrainedModel
 from zeroband.tools.offline import continuation, evaluate, export, sample
