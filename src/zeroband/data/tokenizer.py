@@ -262,6 +262,14 @@ def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
         ) from e
 
 
+def with_template(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
+    """The section with the chat template itself instead of its file, for where that is not."""
+    if not isinstance(data.source, ChatSource) or data.source.template is None:
+        return data
+    source = data.source.model_copy(update={"template": tokenizer.chat_template})
+    return data.model_copy(update={"source": source})
+
+
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a name: `byte`, or the name or folder of a Hugging Face tokenizer.
 

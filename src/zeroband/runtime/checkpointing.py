@@ -22,6 +22,7 @@ from zeroband.checkpoint.saving import SaveRules
 from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer import SaveOrder, WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
+from zeroband.data.tokenizer import with_template
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -287,7 +288,8 @@ class Checkpoints:
     def _stamp(self, members: Sequence[str]) -> Stamp:
         config, hooks = self._node.config, self._hooks
         tokens, ids = self._node.data_fingerprint, self._node.tokenizer.fingerprint
-        corpus = Corpus(config.data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
+        data = with_template(config.data, self._node.tokenizer)
+        corpus = Corpus(data, config.run.seed, fingerprint=tokens, tokenizer_fingerprint=ids)
         return Stamp(
             run_id=config.run.id,
             session=hooks.record["session"],

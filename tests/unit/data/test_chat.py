@@ -16,7 +16,7 @@ from zeroband.data.index import SampleIndex
 from zeroband.data.loader import IGNORED, Loader
 from zeroband.data.sources import Conversation, conversations
 from zeroband.data.token_store import TokenStore
-from zeroband.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, tokenizer_of
+from zeroband.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, tokenizer_of, with_template
 from zeroband.data.tokens import is_prepared, prepare
 from zeroband.errors import ConfigError
 
@@ -197,6 +197,15 @@ def test_template_may_lie_in_a_file(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text(PLAIN)
     assert opened(folder, str(path)).chat_template == PLAIN
+
+
+def test_what_is_recorded_of_a_template_is_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(PLAIN)
+    data = DataConfig(source=ChatSource(type="chat", paths=("chats.jsonl",), template=str(path)))
+    recorded = with_template(data, tokenizer_of(data))
+    path.unlink()
+    assert tokenizer_of(recorded).chat_template == PLAIN
 
 
 def test_tokenizer_without_a_template_is_refused(folder: Path) -> None:
