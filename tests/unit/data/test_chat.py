@@ -112,9 +112,17 @@ def test_mask_and_ids_are_those_of_transformers(folder: Path, backend: Any, temp
 
 
 def test_mask_does_not_depend_on_what_a_tokenizer_calls_the_place_of_a_space(folder: Path, tmp_path: Path) -> None:
-    trimmed = opened(make_tokenizer(tmp_path, trims=True), PLAIN)
-    ((chat,), (other,)) = encode(opened(folder, PLAIN)), encode(trimmed)
+    said = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    trimmed = opened(make_tokenizer(tmp_path, trims=True), said)
+    messages = [{"role": "assistant", "content": "  spaces on both sides   "}, *TALK]
+    ((chat,), (other,)) = encode(opened(folder, said), messages), encode(trimmed, messages)
     assert learned(chat) == learned(other)
+
+
+def test_first_token_is_learned_by_nobody(folder: Path) -> None:
+    tokenizer = opened(folder, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
+    (chat,) = encode(tokenizer, [{"role": "assistant", "content": "xyz"}])
+    assert learned(chat) == [False, True, True]
 
 
 def test_what_is_learned_is_what_the_assistant_says_with_the_end_of_each_turn(folder: Path, backend: Any) -> None:
