@@ -43,6 +43,7 @@ NOTHING = [
     ("recovery", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("sparse", ["--runs", "0"], "0 measures nothing; give 1 or more"),
     ("train_loop", ["--steps", "0"], "0 measures nothing; give 1 or more"),
+    ("sft", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("others", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
 ]
 

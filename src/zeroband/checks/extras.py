@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroband.checks.finding import Finding
-from zeroband.config.data import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticTokensSource, TextSource
+from zeroband.config.data import ChatSource, FilesSource, HuggingFaceSource, SyntheticTokensSource
 from zeroband.config.schema import RunConfig
 from zeroband.errors import way_to_extra
 
@@ -45,6 +45,8 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, module)."""
     if config.data.tokenizer != "byte" and not isinstance(config.data.source, SyntheticTokensSource):
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
+    if isinstance(config.data.source, ChatSource):
+        yield "data.source.type='chat'", "transformers"
     if isinstance(config.data.source, HuggingFaceSource):
         yield "data.source.type='huggingface'", "datasets"
     if config.train.float8 is not None:
@@ -61,7 +63,7 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, protocol) of every value that is a URL."""
     source = config.data.source
-    paths = source.paths if isinstance(source, TextSource | JsonlSource | ParquetSource) else ()
+    paths = source.paths if isinstance(source, FilesSource) else ()
     values = [("data.source.paths", path) for path in paths]
     values += [("ckpt.path", config.ckpt.path), ("resume.path", config.resume.path if config.resume else None)]
     for key, value in values:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.checks.finding import Finding
-from zeroband.config.data import JsonlSource, ParquetSource, SyntheticTokensSource, TextSource
+from zeroband.config.data import ChatSource, DataConfig, FilesSource, SyntheticTokensSource, TextSource
 from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
+from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
-from zeroband.data.sources import documents, require_beginning_of_text
+from zeroband.data.sources import conversations, documents, require_beginning_of_text
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 
@@ -23,7 +24,7 @@ _LOOKED_INTO = 64
 def local_inputs(config: RunConfig) -> Iterator[Finding]:
     """What lies on this machine, as far as a look at it tells; says nothing where all is there."""
     source = config.data.source
-    if isinstance(source, TextSource | JsonlSource | ParquetSource):
+    if isinstance(source, FilesSource):
         try:
             local = [path for path in source.paths if "://" not in path.removeprefix("file://")]
             files = find_files(local)
@@ -34,7 +35,7 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
             yield Finding("data", "cannot be read", str(error), stops="start")
     for name, data in ({} if config.eval is None else config.eval.data_of(config.data)).items():
         try:
-            if isinstance(data.source, TextSource | JsonlSource | ParquetSource):
+            if isinstance(data.source, FilesSource):
                 find_files([path for path in data.source.paths if "://" not in path.removeprefix("file://")])
         except ConfigError as error:
             yield Finding("evaluation", f"{name} of eval.sources cannot be read", str(error), stops="start")
@@ -71,10 +72,8 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
     except (ConfigError, OSError) as error:
         findings.append(Finding("tokenizer", "cannot be opened", str(error), stops="start"))
     try:
-        if isinstance(source, SyntheticTokensSource):
-            findings.append(Finding("data", f"{source.tokens} made-up tokens"))
-        elif first := next(documents(source, config.run.seed), None):
-            findings.append(Finding("data", f"first document: {len(first.text)} characters of {first.where}"))
+        if seen := _first_of(config.data, config.run.seed):
+            findings.append(Finding("data", seen))
         else:
             findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
     except (ConfigError, OSError) as error:
@@ -106,6 +105,22 @@ def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
         return Finding("model", "cannot be built", str(error), stops="start"), 0
     numel = model.trained().numel
     return Finding("model", f"{config.model.type}, {numel} values to train in {len(model.blocks)} layers"), numel
+
+
+def _first_of(data: DataConfig, seed: int) -> str | None:
+    """What the data begin with; None where there are none. Raises: ConfigError, OSError."""
+    match data.source:
+        case SyntheticTokensSource(tokens=tokens):
+            return f"{tokens} made-up tokens"
+        case ChatSource() as source:
+            chat = next(conversations(source), None)
+            if chat is None:
+                return None
+            ids = sum(len(part.ids) for part in ChatEncoder(tokenizer_of(data)).encode(chat))
+            return f"first conversation: {ids} tokens of {chat.where}"
+        case source:
+            first = next(documents(source, seed), None)
+            return first and f"first document: {len(first.text)} characters of {first.where}"
 
 
 def _weights(config: LlamaConfig, folder: Path) -> Iterator[Finding]:

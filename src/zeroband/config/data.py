@@ -61,6 +61,18 @@ class HuggingFaceSource(Section):
     are refused."""
 
 
+class ChatSource(Section):
+    """JSON Lines files of conversations, to fine-tune on what the assistant says in them."""
+
+    type: Literal["chat"]
+    paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
+    """Files, globs or fsspec URLs of JSON Lines (`.gz` and `.zst` by their ending); one conversation each line."""
+    field: str = "messages"
+    """Key that holds the messages: objects with `role` and `content`, or with `from` and `value`."""
+    template: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Jinja template that writes a conversation as text, or the file of one. None: the tokenizer's own."""
+
+
 class SyntheticSource(Section):
     """Text that is made up, for tests and simulations."""
 
@@ -84,10 +96,13 @@ class SyntheticTokensSource(Section):
 BytesSource = TextSource | ParquetSource | HuggingFaceSource
 """Sources whose documents may be bytes that are no text."""
 
+FilesSource = TextSource | JsonlSource | ParquetSource | ChatSource
+"""Sources that name their files."""
+
 DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource
 """Sources of text, which a tokenizer makes into ids."""
 
-Source = Annotated[DocumentSource | SyntheticTokensSource, Field(discriminator="type")]
+Source = Annotated[DocumentSource | ChatSource | SyntheticTokensSource, Field(discriminator="type")]
 
 
 class DataConfig(Section):

@@ -120,11 +120,6 @@ class SampleIndex:
         start = position * self.seq_length
         return start, min(start + self.seq_length + 1, self.n_tokens)
 
-    def targets(self, positions: npt.NDArray[np.int64]) -> int:
-        """Number of targets in the samples at these positions; only the last one of the corpus may be short."""
-        starts = positions * self.seq_length
-        return int(np.minimum(self.seq_length, self.n_tokens - 1 - starts).sum())
-
 
 @dataclass(frozen=True)
 class EvaluationIndex(SampleIndex):

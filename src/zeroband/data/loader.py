@@ -19,10 +19,10 @@ from torch import Tensor
 
 from zeroband.data.index import SampleIndex, rank_share, require_even_shares
 from zeroband.data.ledger import Range, take
-from zeroband.data.tokens import TokenStore
+from zeroband.data.token_store import TokenStore
 
 IGNORED = -100
-"""Target of a place that is not learned: the padding behind the end of the corpus."""
+"""Target of a place that is not learned: padding, and in conversations what the assistant does not say."""
 
 _NO_SAMPLE = -1
 """Position of a row that only pads a batch."""
@@ -38,11 +38,11 @@ class MicroBatch:
     tokens: Tensor
     """(b, t) int64."""
     targets: Tensor
-    """(b, t) int64: the token after each one; IGNORED behind the end of the corpus."""
+    """(b, t) int64: the token after each one; IGNORED where it is not learned."""
     cu_seqlens: Tensor | None
     """(documents + 1,) int32: where each document begins in the b t places of all rows laid end to end, and the end. A
-    row begins a document, and so does an end-of-document token: the first token of a document is predicted from that
-    token alone. None without document mask."""
+    row begins a document, and so does an end-of-document token of text, from which alone the first token of the next
+    one is predicted, and the first token of a conversation. None without document mask."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return these rows on a device; pinned ones get there when it comes to them, and nobody waits."""
@@ -111,7 +111,10 @@ class Loader:
 
     @property
     def targets_in_step(self) -> int:
-        """Targets of the whole node in the last step, the same number on each of its ranks: the loss's denominator."""
+        """Targets of the whole node in the last step, the same number on each of its ranks: the loss's denominator.
+
+        Conversations may have none in a step.
+        """
         return self._targets_in_step
 
     @property
@@ -179,7 +182,9 @@ class Loader:
         if self._even_micro_batches:
             share = [*share, *[_NO_SAMPLE] * (-len(share) % size)]
         batches = [batch.pinned() if self._pins else batch for batch in self._micro_batches(share, size)]
-        return _BuiltStep(batches, self._index.targets(positions), self._index.data_pass(indices[-1]))
+        spans = [self._index.span(position) for position in positions.tolist()]
+        targets = sum(self._store.count_learned(start + 1, stop) for start, stop in spans)
+        return _BuiltStep(batches, targets, self._index.data_pass(indices[-1]))
 
     def _micro_batches(self, positions: Sequence[int], size: int) -> Iterator[MicroBatch]:
         for start in range(0, len(positions), size):
@@ -190,13 +195,15 @@ class Loader:
         shape = (len(positions), self._index.seq_length)
         tokens = np.full(shape, end, dtype=np.int64)  # (b, t)
         targets = np.full(shape, IGNORED, dtype=np.int64)  # (b, t)
+        begins = np.zeros(shape, dtype=np.bool_)  # (b, t); padding is one document
         for row, position in enumerate(positions):
             if position == _NO_SAMPLE:
                 continue
-            sample = self._store.read(*self._index.span(position))
-            tokens[row, : len(sample) - 1] = sample[:-1]
-            targets[row, : len(sample) - 1] = sample[1:]
-        begins = (tokens == end) & (targets != IGNORED)  # (b, t); padding is one document
+            start, stop = self._index.span(position)
+            sample, places = self._store.read(start, stop), slice(0, stop - start - 1)
+            tokens[row, places] = sample[:-1]
+            np.copyto(targets[row, places], sample[1:], where=self._store.is_learned(start + 1, stop))
+            begins[row, places] = self._store.begins(start, sample[:-1])
         lengths = _cu_seqlens(begins) if self._document_mask else None
         return MicroBatch(torch.as_tensor(tokens), torch.as_tensor(targets), lengths)
 

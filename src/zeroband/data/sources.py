@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, cast
 
 from zeroband.config.data import (
+    ChatSource,
     DocumentSource,
+    FilesSource,
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,
@@ -25,6 +27,8 @@ from zeroband.errors import ConfigError, way_to_extra
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
 _BEGINNING_BYTES = 1 << 13
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""What messages with `from` call the roles; others are called alike."""
 
 
 class Document(NamedTuple):
@@ -32,6 +36,16 @@ class Document(NamedTuple):
 
     text: str | bytes
     """Bytes as they lie in a text file, else a string; empty where the source holds an empty or null value."""
+    where: str
+
+
+class Conversation(NamedTuple):
+    """The messages of one conversation, at least one of them the assistant's, and where they came from."""
+
+    messages: list[dict[str, Any]]
+    """Each has a `role`, and a `content` unless it calls tools; a template may know other keys."""
+    tools: list[dict[str, Any]] | None
+    """JSON schemas of the tools that the assistant may call."""
     where: str
 
 
@@ -64,11 +78,21 @@ def documents(source: DocumentSource, seed: int) -> Iterator[Document]:
             return _synthetic(source, seed)
 
 
-def source_identity(source: DocumentSource, seed: int) -> list[Any]:
+def conversations(source: ChatSource) -> Iterator[Conversation]:
+    """Yield the conversations of a source in an order that every call repeats.
+
+    Raises: ConfigError naming the file, the line, and what is wrong with the conversation.
+    """
+    for where, row in _rows_of_json(source_files(source), source.field):
+        tools: Any = row.get("tools")
+        yield Conversation(_messages(row[source.field], where), tools or None, where)
+
+
+def source_identity(source: DocumentSource | ChatSource, seed: int) -> list[Any]:
     """What changes when the documents of a source change: its settings, and the stamps of its files. Plain JSON."""
     settings = source.model_dump(mode="json")
     match source:
-        case TextSource() | JsonlSource() | ParquetSource():
+        case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
             return [settings, [file.stamp() for file in source_files(source)]]
         case HuggingFaceSource():
             dataset = _load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
@@ -77,7 +101,7 @@ def source_identity(source: DocumentSource, seed: int) -> list[Any]:
             return [settings, seed]
 
 
-def source_files(source: TextSource | JsonlSource | ParquetSource) -> list[SourceFile]:
+def source_files(source: FilesSource) -> list[SourceFile]:
     """The files of a source. Raises ConfigError where one of its paths names none."""
     return find_files(source.paths) if source.paths else stdlib_files()
 
@@ -120,15 +144,47 @@ def _require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
 
 
 def _jsonl(files: list[SourceFile], field: str) -> Iterator[Document]:
+    for where, row in _rows_of_json(files, field):
+        yield Document(_as_text(row[field], field, where), where)
+
+
+def _messages(found: Any, where: str) -> list[dict[str, Any]]:
+    """What a field holds, as messages with roles."""
+    items = cast("list[Any]", found) if isinstance(found, list) else []
+    messages = [_message(item, number, where) for number, item in enumerate(items, start=1)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ConfigError(
+            f"data.source: {where}: no message of the assistant, so there is nothing to learn; leave the line out, or "
+            "name the key that holds the messages in data.source.field"
+        )
+    return messages
+
+
+def _message(item: Any, number: int, where: str) -> dict[str, Any]:
+    message = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+    if "from" in message and "role" not in message:
+        speaker = message["from"]
+        message = {"role": _ROLES.get(speaker, speaker), "content": message.get("value")}
+    said = message.get("content")
+    if not isinstance(message.get("role"), str) or (said is None and not message.get("tool_calls")):
+        raise ConfigError(
+            f"data.source: {where}: message {number} has no role, or nothing is said in it; a message is an object "
+            'such as {"role": "user", "content": "..."}'
+        )
+    return message
+
+
+def _rows_of_json(files: list[SourceFile], field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where a line lies, and its object, which has the field."""
     for file in files:
         with file.open() as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     where = f"{file.name}:{number}"
-                    yield Document(_jsonl_text(line, field, where), where)
+                    yield where, _row_of_json(line, field, where)
 
 
-def _jsonl_text(line: bytes, field: str, where: str) -> str:
+def _row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
     try:
         row: Any = json.loads(line)
     except ValueError as e:
@@ -138,7 +194,7 @@ def _jsonl_text(line: bytes, field: str, where: str) -> str:
     keys = cast("dict[str, Any]", row)
     if field not in keys:
         raise ConfigError(f"data.source: {where}: no field {field!r} (data.source.field); it has {_listed(list(keys))}")
-    return _as_text(keys[field], field, where)
+    return keys
 
 
 def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from zeroband.config.data import SyntheticTokensSource
 from zeroband.data.index import mix64
+from zeroband.data.token_store import TokenStore
 
 _FORMAT = 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -20,7 +21,7 @@ _LOW = np.uint64((1 << 32) - 1)
 _32 = np.uint64(32)
 
 
-class SyntheticTokens:
+class SyntheticTokens(TokenStore):
     """Documents of made-up ids, their ends at random; a token store without a file.
 
     Ids are about as frequent as words (Zipf's law): half of those drawn are below the root of vocab_size. The ids

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.config.data import DataConfig, SyntheticTokensSource
-from zeroband.data.tokenizer_files import match_training, write_byte_tokenizer
+from zeroband.config.data import ChatSource, DataConfig, SyntheticTokensSource
+from zeroband.data.tokenizer_files import (
+    BYTE_CHAT_TEMPLATE,
+    END_OF_DOCUMENT_TEXT,
+    match_training,
+    write_byte_tokenizer,
+)
 from zeroband.errors import ConfigError, way_to_extra
 
 Ids = npt.NDArray[np.uint32]
+Offsets = npt.NDArray[np.int64]
+
+_CHARACTERS = re.compile(f"{re.escape(END_OF_DOCUMENT_TEXT)}|.", re.DOTALL)
+"""A character of a chat, or the end of a document as it is written out."""
 
 
 class Tokenizer(Protocol):
@@ -30,9 +41,24 @@ class Tokenizer(Protocol):
     """Equal for two tokenizers only if they give the same ids for every text."""
     room: int = 0
     """Ids that the model has room for, where they are more than vocab_size."""
+    own_chat_template: str | None = None
+    """Jinja template that comes with the tokenizer, if one does."""
+    chat_template: str | None = None
+    """Jinja template of the conversations that are trained on; None where text is."""
+    special_names: Mapping[str, str] = {}
+    """How special ids are written in a chat, by the names that templates know: `eos_token` and others."""
+    special_texts: frozenset[str] = frozenset()
+    """How all special ids are written in a chat."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         """Ids of each text, without any special id. Bytes are taken as UTF-8. Raises: UnicodeError."""
+        ...
+
+    def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
+        """Ids of text in which special ids are written out, none is added, and the characters that each stands for.
+
+        Shapes: (n,) and (n, 2), first character and the one behind the last. Raises: UnicodeError.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,10 +89,22 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     end_of_document = 256
     fingerprint = "byte/1"
+    own_chat_template = BYTE_CHAT_TEMPLATE
+    special_names: Mapping[str, str] = {"eos_token": END_OF_DOCUMENT_TEXT}
+    special_texts = frozenset({END_OF_DOCUMENT_TEXT})
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         encoded = (text.encode() if isinstance(text, str) else text for text in texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in encoded]
+
+    def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for match in _CHARACTERS.finditer(text):
+            found = [self.end_of_document] if match[0] == END_OF_DOCUMENT_TEXT else match[0].encode()
+            ids.extend(found)
+            offsets.extend([match.span()] * len(found))
+        return np.array(ids, dtype=np.uint32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -75,7 +113,7 @@ class ByteTokenizer(Tokenizer):
         return sum(i < 256 for i in ids)
 
     def save(self, folder: Path, *, seq_length: int) -> None:
-        write_byte_tokenizer(folder, seq_length=seq_length)
+        write_byte_tokenizer(folder, seq_length=seq_length, chat_template=self.chat_template)
 
 
 class NoTokenizer(Tokenizer):
@@ -87,6 +125,9 @@ class NoTokenizer(Tokenizer):
         self.fingerprint = f"none/{vocab_size}"
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
+        self._refuse()
+
+    def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
         self._refuse()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,8 +150,13 @@ class _Backend(Protocol):
     """The part of transformers' PreTrainedTokenizerBase that is used here."""
 
     eos_token_id: int | None
+    is_fast: bool
+    chat_template: Any
+    special_tokens_map: dict[str, str]
+    added_tokens_decoder: dict[int, Any]
 
-    def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]: ...
+    def __call__(self, text: Any, **options: Any) -> dict[str, list[Any]]: ...
+    def get_chat_template(self) -> str: ...
     def decode(self, token_ids: list[int], **options: Any) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
     def save_pretrained(self, save_directory: str) -> object: ...
@@ -128,6 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"data.tokenizer={name!r} has no end-of-sequence token, which marks the end of a document here; "
                 "choose a tokenizer that has one, or data.tokenizer=byte"
             )
+        self._name = name
         self._backend = backend
         vocabulary = backend.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
@@ -136,12 +183,26 @@ class HuggingFaceTokenizer(Tokenizer):
         content = json.dumps(vocabulary, sort_keys=True) if fast is None else cast(str, fast.to_str())
         digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         self.fingerprint = f"hf/{self.end_of_document}/{digest}"
+        self.special_names = backend.special_tokens_map
+        self.special_texts = frozenset(str(token) for token in backend.added_tokens_decoder.values())
+        with contextlib.suppress(ValueError):  # it has none, or none that is chosen where nobody chooses
+            self.own_chat_template = backend.get_chat_template()
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         decoded = [text if isinstance(text, str) else text.decode() for text in texts]
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         encoded = self._backend(decoded, return_attention_mask=False, return_token_type_ids=False, **options)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
+        if not self._backend.is_fast:
+            raise ConfigError(
+                f"data.tokenizer={self._name!r} does not tell which characters a token stands for, which chats need; "
+                "choose one with a tokenizer.json"
+            )
+        encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoded["input_ids"], dtype=np.uint32), offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=True)
@@ -151,14 +212,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return len(self.decode(ids).encode())
 
     def save(self, folder: Path, *, seq_length: int) -> None:
-        self._backend.save_pretrained(str(folder))
-        match_training(folder, seq_length=seq_length)
+        if self.chat_template is None:
+            self._backend.save_pretrained(str(folder))
+            match_training(folder, seq_length=seq_length)
+        else:  # what begins a conversation is written by the template, as in training
+            self._backend.chat_template = self.chat_template
+            self._backend.save_pretrained(str(folder))
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a [data] section, with the room that it asks for.
 
-    Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it.
+    Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it, or it cannot write the
+    chats of data.source.
     """
     if isinstance(data.source, SyntheticTokensSource):
         assert data.vocab_size is not None, "checked with the section"
@@ -171,7 +237,37 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
                 f"{data.tokenizer!r}; set it to {tokenizer.vocab_size} or more, or to none"
             )
         tokenizer.room = data.vocab_size
+    if isinstance(data.source, ChatSource):
+        tokenizer.chat_template = _chat_template(data.source, data.tokenizer, tokenizer)
     return tokenizer
+
+
+def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
+    """The template that is asked for, or the tokenizer's own."""
+    if source.template is None:
+        if tokenizer.own_chat_template is None:
+            raise ConfigError(
+                f"data.tokenizer={name!r} has no chat template, which writes the conversations of "
+                f"{', '.join(source.paths)} as text; set data.source.template to a Jinja template or the file of one, "
+                "or choose the tokenizer of a model that chats"
+            )
+        return tokenizer.own_chat_template
+    if "{{" in source.template or "{%" in source.template:
+        return source.template
+    try:
+        return Path(source.template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(
+            f"data.source.template={source.template!r} is neither a Jinja template nor a file of one: {e}"
+        ) from e
+
+
+def with_template(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
+    """The section with the chat template itself instead of its file, for where that is not."""
+    if not isinstance(data.source, ChatSource) or data.source.template is None:
+        return data
+    source = data.source.model_copy(update={"template": tokenizer.chat_template})
+    return data.model_copy(update={"source": source})
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -9,11 +9,20 @@ from typing import Any
 END_OF_DOCUMENT_TEXT = "<|endoftext|>"
 """How the byte tokenizer's end of a document is written out; training never takes it from text."""
 
+BYTE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+"""How a conversation is written in bytes; the end of a document ends what the assistant says."""
+
 _N_BYTES = 256
 _TOKENIZER, _SETTINGS, _SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
 
-def write_byte_tokenizer(folder: Path, *, seq_length: int) -> None:
+def write_byte_tokenizer(folder: Path, *, seq_length: int, chat_template: str | None = None) -> None:
     """Bytes of UTF-8 as ids 0..255 and the end of a document as 256, in the format of the tokenizers library.
 
     A byte-level BPE without merges: its pre-tokenizer writes each byte as one printable character, and the vocabulary
@@ -54,7 +63,8 @@ def write_byte_tokenizer(folder: Path, *, seq_length: int) -> None:
         "model_max_length": seq_length,
     }
     _write(folder / _TOKENIZER, tokenizer)
-    _write(folder / _SETTINGS, settings)
+    chats = {} if chat_template is None else {"chat_template": chat_template}
+    _write(folder / _SETTINGS, settings | chats)
 
 
 def match_training(folder: Path, *, seq_length: int) -> None:

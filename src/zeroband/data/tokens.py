@@ -1,36 +1,44 @@
 """The tokenised corpus of a machine: one flat array of ids on disk, built once and mapped by every process.
 
-A cache entry is `<key>.tokens` (the raw ids) and `<key>.json` (its manifest, written last: an entry without one does
-not exist). The key is made of everything the ids depend on, so an entry is never stale; old entries are not removed.
+A cache entry is `<key>.tokens` (the raw ids), for conversations `<key>.marks` (a byte for each id), and `<key>.json`
+(its manifest, written last: an entry without one does not exist). The key is made of everything the ids depend on, so
+an entry is never stale; old entries are not removed.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from types import TracebackType
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
-from zeroband.config.data import DataConfig, DocumentSource, SyntheticTokensSource
-from zeroband.data.sources import Document, documents, source_identity
+from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource
+from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
+from zeroband.data.sources import Document, conversations, documents, source_identity
 from zeroband.data.synthetic_tokens import SyntheticTokens
+from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
+from zeroband.observe.log import get_logger
 
 _FORMAT = 1
 _CHUNK_CHARACTERS = 1 << 20
 _CHUNK_DOCUMENTS = 1024
 _POLL_S = 0.1
+
+_log = get_logger(__name__)
 
 Dtype = np.dtype[np.unsignedinteger]
 
@@ -51,21 +59,13 @@ class TokenManifest:
     vocab_size: int
     end_of_document: int
     fingerprint: str
-    """Hash of the ids: equal on two machines only if they hold the same corpus."""
-
-
-class TokenStore(Protocol):
-    """The documents of a corpus one after the other, an end-of-document id behind each."""
-
-    end_of_document: int
-    fingerprint: str
-    """Hash of the content: nodes of one run compare it when they join."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32; perhaps not writable."""
-        ...
+    """Hash of the ids and marks: equal on two machines only if they hold the same corpus."""
+    learned: int | None = None
+    """How many ids are marked to be learned; None where all are, and nothing is marked."""
+    padding: int = 0
+    """Ids that stand between conversations so that samples do not cut them."""
+    cut_documents: int = 0
+    """Conversations that are longer than a sample."""
 
 
 class MappedTokens(TokenStore):
@@ -87,11 +87,29 @@ class MappedTokens(TokenStore):
         return self._tokens[start:stop]
 
 
+class MarkedTokens(MappedTokens):
+    """A cache entry of conversations: where they begin and what is learned of them lies beside their ids."""
+
+    def __init__(self, path: Path, manifest: TokenManifest) -> None:
+        super().__init__(path, manifest)
+        self._marks: Marks = np.memmap(_marks(path), dtype=np.uint8, mode="r", shape=(manifest.tokens,))
+
+    def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        return (self._marks[start : start + len(ids)] & BEGINS) != 0
+
+    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        return (self._marks[start:stop] & LEARNED) != 0
+
+    def count_learned(self, start: int, stop: int) -> int:
+        return int(np.count_nonzero(self._marks[start:stop] & LEARNED))
+
+
 def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None) -> TokenStore:
     """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
 
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
-    Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, and for a corpus without text.
+    Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, a corpus without text, and a
+    conversation that cannot be written or has nothing to learn.
     """
     tokenizer = tokenizer_of(config)
     if isinstance(config.source, SyntheticTokensSource):
@@ -103,7 +121,8 @@ def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None
         store = _open(entry)
         if store is None:
             with _only_one_builds(entry, _dtype(tokenizer), on_progress):
-                store = _open(entry) or _build(entry, tokenizer, documents(config.source, seed), on_progress)
+                corpus = _chunks_of(config, config.source, seed, tokenizer)
+                store = _open(entry) or _build(entry, tokenizer, corpus, on_progress)
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
@@ -116,9 +135,11 @@ def is_prepared(config: DataConfig, seed: int) -> bool:
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 
 
-def _entry_of(config: DataConfig, source: DocumentSource, seed: int, tokenizer: Tokenizer) -> Path:
+def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer) -> Path:
     """Where the ids of a corpus lie, or would."""
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed)]
+    if isinstance(source, ChatSource):
+        identity += [tokenizer.chat_template, config.seq_length]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
 
@@ -132,12 +153,16 @@ def _open(entry: Path) -> MappedTokens | None:
     """The entry if it is committed and whole, else None."""
     try:
         manifest = TypeAdapter(TokenManifest).validate_json(entry.with_suffix(".json").read_bytes(), strict=True)
-        size = entry.stat().st_size
+        is_whole = entry.stat().st_size == manifest.tokens * np.dtype(manifest.dtype).itemsize
+        if manifest.learned is not None:
+            is_whole &= _marks(entry).stat().st_size == manifest.tokens
     except (FileNotFoundError, ValueError):
         return None
-    if size != manifest.tokens * np.dtype(manifest.dtype).itemsize:
-        return None
-    return MappedTokens(entry, manifest)
+    return _mapped(entry, manifest) if is_whole else None
+
+
+def _mapped(entry: Path, manifest: TokenManifest) -> MappedTokens:
+    return MappedTokens(entry, manifest) if manifest.learned is None else MarkedTokens(entry, manifest)
 
 
 @contextmanager
@@ -159,39 +184,81 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-def _build(
-    entry: Path, tokenizer: Tokenizer, corpus: Iterable[Document], on_progress: OnProgress | None
-) -> MappedTokens:
+class _Chunk(NamedTuple):
+    """A part of a corpus in its place, as it is written to the disk."""
+
+    ids: npt.NDArray[np.uint32]
+    marks: Marks | None
+    """None: all ids are learned."""
+    documents: int
+    empty: int = 0
+    padding: int = 0
+    cut: int = 0
+
+
+class _Column:
+    """One of the files of an entry while it is built, and the hash of what is in it."""
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self._out = path.open("wb")
+        self.digest = hashlib.blake2b(identity.encode(), digest_size=16)
+
+    def append(self, values: npt.NDArray[np.unsignedinteger]) -> None:
+        content = values.tobytes()
+        self.digest.update(content)
+        self._out.write(content)
+
+    def __enter__(self) -> _Column:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        with self._out:
+            if kind is None:
+                self._out.flush()
+                os.fsync(self._out.fileno())
+
+
+def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[_Chunk], on_progress: OnProgress | None) -> MappedTokens:
     dtype = _dtype(tokenizer)
-    digest = hashlib.blake2b(f"{dtype.str}/{tokenizer.vocab_size}/".encode(), digest_size=16)
-    n_tokens = n_documents = n_empty = 0
-    with _partial(entry).open("wb") as out:
-        for chunk in _chunks(corpus):
-            full = [document for document in chunk if document.text]
-            ids = _encode(tokenizer, full).astype(dtype).tobytes()
-            digest.update(ids)
-            out.write(ids)
-            n_tokens += len(ids) // dtype.itemsize
-            n_documents += len(full)
-            n_empty += len(chunk) - len(full)
+    is_marked = tokenizer.chat_template is not None
+    tokens = learned = 0
+    counted = np.zeros(4, dtype=np.int64)
+    with ExitStack() as stack:
+        ids = stack.enter_context(_Column(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
+        marks = stack.enter_context(_Column(_partial(_marks(entry)), "marks/")) if is_marked else None
+        for chunk in corpus:
+            ids.append(chunk.ids.astype(dtype))
+            if marks is not None and chunk.marks is not None:
+                marks.append(chunk.marks)
+                learned += int(np.count_nonzero(chunk.marks & LEARNED))
+            tokens += len(chunk.ids)
+            counted += (chunk.documents, chunk.empty, chunk.padding, chunk.cut)
             if on_progress is not None:
-                on_progress(n_tokens)
-        out.flush()
-        os.fsync(out.fileno())
-    if not n_tokens:
+                on_progress(tokens)
+    n_documents, n_empty, padding, cut = counted.tolist()
+    if not tokens:
         raise ConfigError(f"data.source: no text to train on ({n_empty} documents, all of them empty)")
+    if marks is not None:
+        ids.digest.update(marks.digest.digest())
+        _partial(_marks(entry)).replace(_marks(entry))
     manifest = TokenManifest(
         format=_FORMAT,
         dtype=dtype.str,
-        tokens=n_tokens,
+        tokens=tokens,
         documents=n_documents,
         empty_documents=n_empty,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
-        fingerprint=digest.hexdigest(),
+        fingerprint=ids.digest.hexdigest(),
+        learned=None if marks is None else learned,
+        padding=padding,
+        cut_documents=cut,
     )
     _commit(entry, manifest)
-    return MappedTokens(entry, manifest)
+    if cut:
+        fields = {"cut": cut, "of": n_documents}
+        _log.warning("conversations that are longer than data.seq_length are cut", extra={"fields": fields})
+    return _mapped(entry, manifest)
 
 
 def _commit(entry: Path, manifest: TokenManifest) -> None:
@@ -203,6 +270,36 @@ def _commit(entry: Path, manifest: TokenManifest) -> None:
         out.flush()
         os.fsync(out.fileno())
     draft.replace(entry.with_suffix(".json"))
+
+
+def _chunks_of(
+    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer
+) -> Iterator[_Chunk]:
+    if isinstance(source, ChatSource):
+        return _chats(source, tokenizer, config.seq_length)
+    return _texts(documents(source, seed), tokenizer)
+
+
+def _texts(corpus: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Chunk]:
+    for chunk in _chunks(corpus):
+        full = [document for document in chunk if document.text]
+        yield _Chunk(_encode(tokenizer, full), None, len(full), empty=len(chunk) - len(full))
+
+
+def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int) -> Iterator[_Chunk]:
+    encoder = ChatEncoder(tokenizer)
+    chats = itertools.chain.from_iterable(map(encoder.encode, conversations(source)))
+    packed = pack(chats, seq_length, tokenizer.end_of_document)
+    while some := list(itertools.islice(packed, _CHUNK_DOCUMENTS)):
+        ids, marks = (np.concatenate(parts) for parts in zip(*some, strict=True))
+        said = [chat for chat in some if (chat.marks & LEARNED).any()]
+        yield _Chunk(
+            ids,
+            marks,
+            documents=len(said),
+            padding=sum(len(chat.ids) for chat in some) - sum(len(chat.ids) for chat in said),
+            cut=sum(len(chat.ids) > seq_length + 1 for chat in said),
+        )
 
 
 def _chunks(corpus: Iterable[Document]) -> Iterator[list[Document]]:
@@ -245,9 +342,14 @@ def _dtype(tokenizer: Tokenizer) -> Dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-def _partial(entry: Path) -> Path:
-    """Where an entry is built, under the lock: what a killed build leaves is overwritten by the next."""
-    return entry.with_suffix(".part")
+def _marks(entry: Path) -> Path:
+    """Where the marks of the ids of an entry lie."""
+    return entry.with_suffix(".marks")
+
+
+def _partial(path: Path) -> Path:
+    """Where a file of an entry is built, under the lock: what a killed build leaves is overwritten by the next."""
+    return path.with_suffix(f"{path.suffix}.part")
 
 
 def _size(path: Path) -> int:

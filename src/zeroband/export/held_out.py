@@ -11,8 +11,9 @@ from zeroband.config import load_config
 from zeroband.config.data import DataConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
+from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import tokenizer_of
-from zeroband.data.tokens import TokenStore, prepare
+from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate
 from zeroband.export.opened import Opened, open_trained
@@ -41,7 +42,10 @@ def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Ev
 
 
 def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int) -> Evaluation:
-    """The loss of a model on at most so many samples that were held out."""
+    """The loss of a model on at most so many samples that were held out.
+
+    Raises: ConfigError where nothing in them is learned.
+    """
     loader = Loader(
         held_out.tokens,
         held_out.index,
@@ -52,7 +56,13 @@ def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples:
         document_mask=held_out.config.document_mask,
     )
     model = opened.model.build(device)
-    return evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
+    result = evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
+    if not result.targets:
+        raise ConfigError(
+            f"the assistant says nothing in {samples} samples that were held out; evaluate more of them (--samples), "
+            "or hold out more (data.hold_out)"
+        )
+    return result
 
 
 def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:

@@ -48,11 +48,8 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 
     Both compute in float32 on the CPU, from weights rounded as they were written: 8 bytes a parameter are needed.
     """
-    if not (directory / CONFIG_FILE).is_file():
-        return None
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
+    transformers = _transformers()
+    if transformers is None or not (directory / CONFIG_FILE).is_file():
         return None
     ids = torch.randint(
         model.tokenizer.vocab_size, (_ROWS, min(_LENGTH, model.seq_length)), generator=torch.Generator().manual_seed(0)
@@ -72,8 +69,10 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 
 def describe(parity: Parity | None) -> str:
     """What the comparison showed, in words."""
+    if parity is None and _transformers() is not None:
+        return "not checked: the model is a module of its own"
     if parity is None:
-        return f"not checked: the model is not one of transformers, or that is not installed; {way_to_extra('hf')}"
+        return f"not checked: transformers is not installed; {way_to_extra('hf')}"
     verdict = "equal" if parity.is_equal else "NOT EQUAL"
     line = (
         f"{verdict} to transformers in float32: max |difference| {parity.difference:.2e} over {parity.logits} logits "
@@ -88,3 +87,11 @@ def _logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with evaluating(model):
         result = model(ids)
     return result if isinstance(result, Tensor) else result.logits
+
+
+def _transformers() -> Any:
+    """The library, or None."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        return None

@@ -113,8 +113,7 @@ def gradient_scale(targets_in_step: int, world_size: int) -> float:
 
     FSDP2 averages gradients over the ranks, which divides by `world_size`; this undoes it. So neither the number of
     ranks nor the cut into micro-batches changes the gradient, even where ranks have unequal numbers of targets.
-    `targets_in_step` counts the whole node: all its ranks and micro-batches of this inner step.
+    `targets_in_step` counts the whole node: all its ranks and micro-batches of this inner step. Without any, all losses
+    are sums of nothing, and the gradient is 0.
     """
-    if targets_in_step < 1:
-        raise ValueError(f"targets_in_step={targets_in_step}: an inner step needs at least one target")
-    return world_size / targets_in_step
+    return world_size / targets_in_step if targets_in_step else 0.0

@@ -14,7 +14,7 @@ from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import Loader
-from zeroband.data.tokenizer import Tokenizer, tokenizer_of
+from zeroband.data.tokenizer import Tokenizer, tokenizer_of, with_template
 from zeroband.data.tokens import Corpus, prepare
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -53,7 +53,7 @@ class TrainerParts(NodeParts):
     def trained_on(self) -> TrainedOn:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
-            config.data,
+            with_template(config.data, tokenizer),
             config.run.seed,
             fingerprint=self.data_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,

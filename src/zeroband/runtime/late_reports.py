@@ -40,6 +40,11 @@ class InnerStep:
     """What checkpoints and an evaluation measured."""
 
 
+def mean_of(nats: float, tokens: int) -> float:
+    """The loss of an inner step; NaN where it has no targets."""
+    return nats / tokens if tokens else math.nan
+
+
 class LateReports:
     """Tells outer algorithm and report of each inner step, one step late and in order; at a boundary, at once.
 
@@ -83,7 +88,7 @@ class LateReports:
             return
         with self._departure.in_step():
             nats, norm = made.shown.read()
-        loss, is_finite = nats / made.tokens, math.isfinite(norm)
+        loss, is_finite = mean_of(nats, made.tokens), math.isfinite(norm)
         if not is_finite:
             fields = {"step": made.number, "norm": norm, "loss": loss}
             _log.warning("the gradient of an inner step is not finite, so it is left out", extra={"fields": fields})
@@ -92,7 +97,7 @@ class LateReports:
     def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:
         nats, norm = made.shown.read()
         learned = StepResult(
-            loss=nats / made.tokens,
+            loss=mean_of(nats, made.tokens),
             tokens=made.tokens,
             lr=made.lr,
             lr_muon=made.lr_muon,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeroband.config import RunConfig
 from zeroband.config.schema import ExportConfig
+from zeroband.data.chat import prompt_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -47,7 +48,7 @@ from zeroband.runtime.evaluation import (
 )
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
-from zeroband.runtime.late_reports import InnerStep, LateReports
+from zeroband.runtime.late_reports import InnerStep, LateReports, mean_of
 from zeroband.runtime.report import Report, RunProgress, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
@@ -228,7 +229,7 @@ def is_round_over(training: Training, steps: int) -> bool:
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
     """Have the optimizer step by the gradients of this node, for which nobody waits, or by those of all nodes.
 
-    A gradient of this node's own that is not finite moves the schedule of the optimizer alone.
+    A gradient of this node's own that is not finite, or of no target, moves the schedule of the optimizer alone.
     """
     node, outer, found_inf = training.node, training.world.outer, None
     widest = widest_float(passed.nats.device)
@@ -236,14 +237,14 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
         with node.departure.in_step():
             sum_over_ranks(passed.nats, node.local)
-            outer.learned(passed.tokens, passed.nats.item() / passed.tokens)
+            outer.learned(passed.tokens, mean_of(passed.nats.item(), passed.tokens))
     with blocked:
         common_norm = outer.sync_gradients(step, passed.tokens)
     if common_norm is None:
         with node.departure.in_step():
             beside = passed.nats if has_own_steps else None
             norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, beside=beside)
-        found_inf = (~norm.isfinite()).float() if has_own_steps else None
+        found_inf = (~norm.isfinite() | (passed.tokens == 0)).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
         norm = torch.full_like(passed.nats, common_norm, dtype=widest)
@@ -304,7 +305,7 @@ def forward_backward(node: TrainerParts) -> PassResult:
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
     """Continue a prompt with the trained model; into the node's folder of the run directory."""
-    ids = torch.tensor(node.tokenizer.encode(prompt).astype("int64"), device=node.local.device)
+    ids = torch.tensor(prompt_of(node.tokenizer, prompt).ids.astype("int64"), device=node.local.device)
     context = node.config.data.seq_length
     generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
     if node.local.rank == 0:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from zeroband.config.data import DataConfig, TextSource
-from zeroband.data.tokens import TokenStore, prepare
+from zeroband.data.token_store import TokenStore
+from zeroband.data.tokens import prepare
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroband.data.index import SampleIndex
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
-from zeroband.data.tokens import TokenStore
+from zeroband.data.token_store import TokenStore
 from zeroband.errors import ConfigError
 
 T = 8

@@ -15,8 +15,9 @@ import pytest
 from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
 from zeroband.data import tokens
 from zeroband.data.sources import Document
+from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import ByteTokenizer
-from zeroband.data.tokens import TokenStore, prepare
+from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError
 
 END = 256

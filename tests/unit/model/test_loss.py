@@ -116,6 +116,8 @@ def test_gradient_scale_makes_rank_average_the_mean_over_targets() -> None:
     torch.testing.assert_close((by_rank[0][0] + by_rank[1][0]) / 2, expected)
 
 
-def test_gradient_scale_refuses_a_step_without_targets() -> None:
-    with pytest.raises(ValueError, match="targets_in_step=0"):
-        gradient_scale(0, world_size=2)
+def test_step_without_targets_has_no_gradient() -> None:
+    logits, targets = example()
+    loss = next_token_loss(logits, torch.full_like(targets, IGNORE_INDEX), z_loss=0.1)
+    (gradient,) = torch.autograd.grad(loss.objective * gradient_scale(0, world_size=2), logits)
+    assert (loss.cross_entropy.item(), int(loss.targets), gradient.count_nonzero().item()) == (0.0, 0, 0)

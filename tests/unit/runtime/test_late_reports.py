@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture
 def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
-    """build(**settings): a node that trains a small model alone."""
+    """build(**settings): a node that trains a small model alone; None: without that setting."""
     nodes: list[TrainerParts] = []
 
     def build(**settings: Any) -> TrainerParts:
@@ -65,7 +66,8 @@ def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerPar
         small |= {"data.source.type": "synthetic", "data.source.documents": 40, "data.cache_dir": tmp_path}
         small |= {"train.batch_size": BATCH, "train.micro_bs": 2, "train.dtype": "float32", "train.compile": "false"}
         small |= {"optim.warmup_steps": 0, "optim.clip_norm": 0.5, "train.total_steps": 100}
-        config = load_config([f"--{key}={value}" for key, value in {**small, **settings}.items()])
+        given = {key: value for key, value in {**small, **settings}.items() if value is not None}
+        config = load_config([f"--{key}={value}" for key, value in given.items()])
         nodes.append(build_trainer(config, local, Departure(1.0)))
         return nodes[-1]
 
@@ -141,6 +143,26 @@ def test_reported_steps_are_those_of_a_loop_that_reads_at_once(build: Callable[.
         plain.inner.zero_grad()
     assert [(seen.loss, seen.grad_norm, seen.lr) for seen in report.results] == expected
     assert expected[0][1] > 0.5 and expected[-1][0] < expected[0][0]
+
+
+def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
+    build: Callable[..., TrainerParts], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    path = tmp_path / "chats.jsonl"
+    asked, answered = {"role": "user", "content": "?" * 16 * 50}, {"role": "assistant", "content": "!"}
+    path.write_text(json.dumps({"messages": [asked, answered]}))
+    chats = {"data.source.type": "chat", "data.source.paths": path, "data.source.documents": None}
+    node, told = build(**chats, **{"data.hold_out": 0}), list[tuple[int, float]]()
+    before = {name: value.detach().clone() for name, value in node.model.named_parameters()}
+    outer = NoAlgorithm(RunShape(2, BATCH))
+    outer.learned = lambda tokens, loss: told.append((tokens, loss))
+    report = Rows()
+    loop.train_round(training_of(node, outer, report))
+    assert [seen.tokens for seen in report.results] == [0, 0]
+    assert [tokens for tokens, _ in told] == [0, 0]
+    assert all(torch.equal(value, before[name]) for name, value in node.model.named_parameters())
+    assert node.inner.step_count == 2, "the schedule goes on"
 
 
 @pytest.mark.gpu

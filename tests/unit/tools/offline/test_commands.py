@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -15,8 +16,10 @@ from tests.unit.export.trained import CORPUS, TINY, save, trained_of
 from torch.nn import functional as F
 
 from zeroband.checkpoint.storage import open_storage
+from zeroband.config.data import ChatSource
 from zeroband.data.index import SampleIndex
-from zeroband.data.tokens import TokenStore, prepare
+from zeroband.data.token_store import TokenStore
+from zeroband.data.tokens import prepare
 from zeroband.export import directory
 from zeroband.export.directory import TrainedModel
 from zeroband.tools.offline import continuation, evaluate, export, sample
@@ -210,3 +213,45 @@ def test_export_into_a_folder_in_use_is_refused_before_anything_is_read(
 def test_missing_checkpoint_is_an_error_without_a_traceback(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["no/such/checkpoint"]) == 2
     assert "no/such/checkpoint is no folder" in capsys.readouterr().err
+
+
+# -- of a run on conversations --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chats(trained: TrainedModel, tmp_path: Path) -> str:
+    """A run in which users ask `2+2` and the assistant answers with one character."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    lines = [
+        {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": letter}]}
+        for letter in "abcdefghijkl"
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    source = ChatSource(type="chat", paths=(str(path),))
+    data = CORPUS.data.model_copy(update={"source": source, "cache_dir": tmp_path / "cache", "hold_out": 0.3})
+    corpus = replace(CORPUS, data=data, fingerprint=prepare(data, CORPUS.seed).fingerprint)
+    save(open_storage(str(tmp_path / "ck"), "demo", "a"), 10, trained, data=corpus.to_record())
+    return str(tmp_path / "ck" / "demo")
+
+
+def test_eval_counts_what_the_assistant_says_alone(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([chats, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "held out         4 samples of 32 tokens, 4 used" in out
+    assert "8 tokens, 4 bytes of text" in out
+
+
+def test_sample_asks_as_a_user_and_ends_with_the_answer(
+    chats: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bytes] = []
+
+    def generate(_: object, prompt: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(bytes(prompt.tolist()))
+        return torch.cat((prompt, torch.tensor([*b"four", 256, *b"more"])))
+
+    monkeypatch.setattr(continuation, "generate", generate)
+    assert sample.main([chats, "--prompt", "2+2", "--device", "cpu"]) == 0
+    assert asked == [b"<|user|>\n2+2\n<|assistant|>\n"]
+    assert capsys.readouterr().out.rstrip().endswith("four")
