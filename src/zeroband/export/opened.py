@@ -92,6 +92,11 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     stamp = checkpoint.manifest.stamp
     what = f"step {stamp.inner_step} of run {stamp.run_id}"
     described = dict(stamp.model)
+    if not described:
+        raise ConfigError(
+            f"{what} was trained in a loop of one's own, which has the model; {checkpoint.folder}/outer has "
+            "its parameters as safetensors"
+        )
     try:
         vocab_size = int(described.pop("vocab_size"))
         config, corpus = ModelConfig.model_validate(described), Corpus.of_record(stamp.data)

@@ -16,6 +16,7 @@ import zeroband
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import ConfigError
+from zeroband.export.opened import open_trained
 
 pytestmark = pytest.mark.slow
 
@@ -176,3 +177,11 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(
         zeroband.DiLoCoOptimizer(
             params=model_of().named_parameters(), batch_size=8, store=redis_url, state=state, settings=settings
         )
+
+
+def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(join: Join, tmp_path: Path) -> None:
+    model, sampler = model_of(), Sampler()
+    with join(model, sampler) as optimizer:
+        train(model, optimizer, sampler, 2)
+    with pytest.raises(ConfigError, match=r"was trained in a loop of one's own"):
+        open_trained(str(tmp_path / "saved" / tmp_path.name))
