@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -150,6 +151,15 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(join: Join, tmp_
     checkpoint.verify()
     assert checkpoint.manifest.stamp.state_digest == digest
     assert "nodes/a/rank_0.safetensors" in checkpoint.manifest.files
+
+
+def test_copy_is_whole_before_the_next_step_changes_anything(join: Join, tmp_path: Path) -> None:
+    model, sampler = model_of(), Sampler()
+    optimizer = join(model, sampler)
+    train(model, optimizer, sampler, 3)  # a round, which is saved, and a step of the next
+    told = (tmp_path / tmp_path.name / "a" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in told]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint_staged"] == [2]
 
 
 class Unfit:
