@@ -5,6 +5,7 @@
                               outer/model.safetensors               outer parameters, Hugging Face Llama names
                               outer/momentum.safetensors, ...       one for each other section of the outer state
                               nodes/<node id>/inner.safetensors     its inner optimizer
+                              nodes/<node id>/rank_0.safetensors    of a loop of one's own, what each rank has
                               nodes/<node id>/state.json            its counters and random states
 """
 

@@ -95,6 +95,11 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     """The parameters of a checkpoint in memory, 4 bytes each, verified while they were read."""
     stamp = checkpoint.manifest.stamp
     what = f"step {stamp.inner_step} of run {stamp.run_id}"
+    if not stamp.model:
+        raise ConfigError(
+            f"{what} was trained in a loop of one's own, which has the model; {checkpoint.folder}/outer has "
+            "its parameters as safetensors"
+        )
     try:
         corpus = Corpus.of_record(stamp.data)
         blueprint = blueprint_of_record(stamp.model, seq_length=corpus.data.seq_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import zeroband
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import ConfigError
+from zeroband.export.opened import open_trained
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +153,15 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(join: Join, tmp_
     assert "nodes/a/rank_0.safetensors" in checkpoint.manifest.files
 
 
+def test_copy_is_whole_before_the_next_step_changes_anything(join: Join, tmp_path: Path) -> None:
+    model, sampler = model_of(), Sampler()
+    optimizer = join(model, sampler)
+    train(model, optimizer, sampler, 3)  # a round, which is saved, and a step of the next
+    told = (tmp_path / tmp_path.name / "a" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in told]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint_staged"] == [2]
+
+
 class Unfit:
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -176,3 +187,11 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(
         zeroband.DiLoCoOptimizer(
             params=model_of().named_parameters(), batch_size=8, store=redis_url, state=state, settings=settings
         )
+
+
+def test_checkpoint_of_a_loop_is_no_model_of_the_trainers(join: Join, tmp_path: Path) -> None:
+    model, sampler = model_of(), Sampler()
+    with join(model, sampler) as optimizer:
+        train(model, optimizer, sampler, 2)
+    with pytest.raises(ConfigError, match=r"was trained in a loop of one's own"):
+        open_trained(str(tmp_path / "saved" / tmp_path.name))
