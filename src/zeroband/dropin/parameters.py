@@ -2,66 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroband.errors import ConfigError
-from zeroband.node.sharding import is_sharded
+from zeroband.node.sharding import NamedParameters, is_sharded
 
 _COMPILED, _DDP = "_orig_mod.", "module."
 """What torch.compile and DistributedDataParallel put before the names of a model."""
 
 
-@dataclass(frozen=True)
-class NamedParameters:
-    """Parameters by the names under which all nodes know them."""
+def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
+    """Take the parameters of an optimizer's groups. Without names of their own they are called by their places.
 
-    named: Mapping[str, nn.Parameter]
-
-    @staticmethod
-    def of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
-        """Take the parameters of an optimizer's groups. Without names of their own they are called by their places.
-
-        `ranks`: of this node. Raises ConfigError where they cannot be averaged.
-        """
-        places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
-        named: dict[str, nn.Parameter] = {}
-        for number, place in places:
-            group = groups[number]
-            name = _bare(str(group["param_names"][place])) if "param_names" in group else f"{number}.{place:06d}"
-            if name in named:
-                raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
-            named[name] = group["params"][place]
-        if all(name.startswith(_DDP) for name in named):
-            named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
-        _require_once(named)
-        for name, parameter in named.items():
-            _require_fit(name, parameter)
-        _require_one_form(named, ranks)
-        return NamedParameters(named)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, as a model does."""
-        return iter(self.named.items())
-
-    @property
-    def numel(self) -> int:
-        """Number of values in all parameters, shards of other ranks included."""
-        return sum(parameter.numel() for parameter in self.named.values())
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the first parameter."""
-        return next(iter(self.named.values())).device
-
-    @property
-    def shapes(self) -> dict[str, str]:
-        """What nodes that do not share a model are told: each parameter with its shape."""
-        return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
+    `ranks`: of this node. Raises ConfigError where they cannot be averaged.
+    """
+    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
+    named: dict[str, nn.Parameter] = {}
+    for number, place in places:
+        group = groups[number]
+        name = _bare(str(group["param_names"][place])) if "param_names" in group else f"{number}.{place:06d}"
+        if name in named:
+            raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
+        named[name] = group["params"][place]
+    if all(name.startswith(_DDP) for name in named):
+        named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
+    _require_once(named)
+    for name, parameter in named.items():
+        _require_fit(name, parameter)
+    _require_one_form(named, ranks)
+    return NamedParameters(named)
 
 
 def _bare(name: str) -> str:

@@ -28,7 +28,7 @@ from zeroband.dropin.company import Company
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
 from zeroband.dropin.loop_state import LoopState
 from zeroband.dropin.outer_step import OuterStep
-from zeroband.dropin.parameters import NamedParameters
+from zeroband.dropin.parameters import parameters_of
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -40,7 +40,7 @@ from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_ok, join_local_mesh
-from zeroband.node.sharding import is_sharded
+from zeroband.node.sharding import NamedParameters, is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_algorithm
@@ -94,7 +94,7 @@ class Session:
             first = next((parameter for group in groups for parameter in group["params"]), torch.empty(0))
             self._local = join_local_mesh(first.device)
             stack.callback(self._local.close)
-            parameters = NamedParameters.of(groups, ranks=self._local.world_size)
+            parameters = parameters_of(groups, ranks=self._local.world_size)
             _require_equal_copies(parameters, self._local)
             self._parameters = parameters
             self.store_url = _open_store(address, self._local, stack)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
@@ -41,6 +42,16 @@ class NamedParameters:
     def numel(self) -> int:
         """Number of values in all of them, shards of other ranks included."""
         return sum(parameter.numel() for parameter in self.named.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first of them."""
+        return next(iter(self.named.values())).device
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """What nodes that do not share a model are told: each parameter with its shape."""
+        return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

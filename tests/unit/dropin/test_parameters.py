@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from zeroband.dropin.parameters import NamedParameters
+from zeroband.dropin.parameters import parameters_of
 from zeroband.errors import ConfigError
+from zeroband.node.sharding import NamedParameters
 
 
 def named(params: Any) -> NamedParameters:
-    return NamedParameters.of(torch.optim.SGD(params, lr=0.1).param_groups, ranks=1)
+    return parameters_of(torch.optim.SGD(params, lr=0.1).param_groups, ranks=1)
 
 
 def test_names_are_those_of_the_model() -> None:
