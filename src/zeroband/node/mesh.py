@@ -281,12 +281,13 @@ def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placem
     params = sum(parameter.numel() for parameter in model.parameters())
     placed = placement(train, params=params, ranks=mesh.world_size, gpu_bytes=mesh.gpu_bytes)
     if mesh.world_size > 1 or train.dtype != "float32":
-        _require_cuts(model, mesh)
+        require_cuts(model, mesh)
         _shard(model, train, mesh, placed)
     return placed
 
 
-def _require_cuts(model: nn.Module, mesh: LocalMesh) -> None:
+def require_cuts(model: nn.Module, mesh: LocalMesh) -> None:
+    """Raise ConfigError where the ranks cannot each hold a part of a `Shardable`."""
     if mesh.world_size > 1 and not cast(Shardable, model).blocks:
         raise ConfigError(
             f"the model has no nn.ModuleList of layers, so {mesh.world_size} ranks cannot share it out; keep its "

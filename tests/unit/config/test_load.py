@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from zeroband.config import RunConfig, load_config
 from zeroband.config.data import ParquetSource
 from zeroband.config.load import render_toml, require_asked
+from zeroband.config.model import TransformersConfig
 from zeroband.config.optim import CosineSchedule, WarmupStableDecaySchedule
 from zeroband.config.outer import DilocoConfig
 from zeroband.config.schema import ResumeConfig, WandbConfig
@@ -449,3 +450,38 @@ def test_name_of_a_section_that_is_off_switches_it_on() -> None:
     assert load_config(["--resume", "--resume.step", "7"], environ={}).resume == ResumeConfig(step=7)
     assert load_config(["--resume.path", "x/run", "--resume"], environ={}).resume == ResumeConfig(path="x/run")
     assert load_config(["--resume", "--resume", "none"], environ={}).resume is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokenizer"),
+    [
+        (["--model.name", "some/model"], "some/model"),
+        (["--model.name", "some/model", "--data.tokenizer", "byte"], "byte"),
+        (["--model.config", '{"model_type": "qwen3"}'], "byte"),
+    ],
+)
+def test_model_of_the_hub_brings_its_tokenizer(flags: list[str], tokenizer: str) -> None:
+    config = load_config(["--model.type", "transformers", *flags], {})
+    assert config.data.tokenizer == tokenizer
+    assert load_config([f"--data.tokenizer={tokenizer}", "--model.type", "transformers", *flags], {}) == config
+
+
+def test_table_of_somebody_elses_keys_comes_from_files_and_flags_and_is_written_back(tmp_path: Path) -> None:
+    file, again = tmp_path / "a.toml", tmp_path / "b.toml"
+    file.write_text('[model]\ntype = "transformers"\n[model.config]\nmodel_type = "qwen3"\nsizes = [1, 2]\na.b = 0.5\n')
+    config = load_config([f"@{file}"], {})
+    assert isinstance(config.model, TransformersConfig)
+    assert config.model.config == {"model_type": "qwen3", "sizes": [1, 2], "a": {"b": 0.5}}
+    again.write_text(render_toml(config))
+    assert load_config([f"@{again}"], {}) == config
+    flagged = load_config([f"@{file}", "--model.config", '{"model_type": "llama"}'], {})
+    assert isinstance(flagged.model, TransformersConfig) and flagged.model.config == {"model_type": "llama"}
+    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*is no JSON object"):
+        load_config([f"@{file}", "--model.config", "qwen3"], {})
+
+
+def test_model_of_transformers_that_nothing_describes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs model\.name, such as .* or a table \[model\.config\]"):
+        load_config(["--model.type", "transformers"], {})
+    with pytest.raises(ConfigError, match=r"train\.init_from='x' is for model\.type='llama'.*set model\.name to it"):
+        load_config(["--model.type", "transformers", "--model.name", "m", "--train.init-from", "x"], {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from zeroband.model import generate
 from zeroband.model.generate import evaluating
 from zeroband.model.loss import next_token_loss
 from zeroband.model.registry import blueprint_of_record
-from zeroband.node.mesh import LocalMesh, init_local_mesh
+from zeroband.node.mesh import LocalMesh, init_local_mesh, require_cuts
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.loop import forward_backward
 
@@ -231,3 +233,27 @@ def test_run_that_asks_more_of_a_model_than_it_gives_is_refused(
 def test_settings_that_are_no_pairs_are_refused(local: LocalMesh, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'width' is no KEY=VALUE"):
         trained_with(section(OWN_MODEL, settings=("width",)), local, tmp_path)
+
+
+LAYERS = "self.layers = nn.ModuleList([nn.Linear(2, 2)])\n        "
+
+
+@pytest.mark.parametrize(
+    ("added", "complaint"),
+    [
+        ("", "no nn.ModuleList of layers, so 2 ranks cannot share it out"),
+        (LAYERS, None),
+        (
+            f"{LAYERS}self.scale = nn.Parameter(torch.ones(()))\n        ",
+            r"parameter module\.scale is a single number, which ranks cannot share out; give it shape \(1,\)",
+        ),
+    ],
+)
+def test_model_that_ranks_cannot_share_out_is_refused(
+    added: str, complaint: str | None, local: LocalMesh, tmp_path: Path
+) -> None:
+    file = written(tmp_path, PLAIN.replace("self.head =", f"{added}self.head =", 1))
+    node = trained_with(section(file), local, tmp_path, data={"document_mask": False})
+    model = node.blueprint.on_meta()
+    with nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint):
+        require_cuts(model, replace(local, world_size=2))
