@@ -28,8 +28,8 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean cross entropy in nats per token."""
-        return self.nats / self.targets
+        """Mean cross entropy in nats per token; NaN where nothing was predicted."""
+        return self.nats / self.targets if self.targets else math.nan
 
     @property
     def bits_per_byte(self) -> float:
