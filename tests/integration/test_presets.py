@@ -71,9 +71,13 @@ def trained(
 ) -> Trained:
     preset = CONFIGS / request.param
     folder = tmp_path_factory.mktemp("preset")
-    flags = [f"--{key}={value}" for key, value in TINY.items()]
+    asked = tomllib.loads(preset.read_text())
+    is_foreign = "type" in asked.get("model", {})
+    flags = [f"--{key}={value}" for key, value in TINY.items() if not (is_foreign and key.startswith("model."))]
+    if file := asked.get("model", {}).get("file"):  # from the root of the clone
+        flags.append(f"--model.file={CONFIGS.parent / file}")
     flags += [f"--run.dir={folder}", f"--run.id={folder.name}", "--node.id=n0", f"--data.cache_dir={folder / 'cache'}"]
-    outer = tomllib.loads(preset.read_text()).get("outer")
+    outer = asked.get("outer")
     if outer and outer["type"] == "diloco":
         flags.append(f"--outer.inner_steps={outer.get('fragments', 1)}")
         flags += ["--outer.overlap=1"] if outer.get("overlap") else []
