@@ -28,8 +28,8 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean cross entropy in nats per token."""
-        return self.nats / self.targets
+        """Mean cross entropy in nats per token; NaN where nothing was predicted."""
+        return self.nats / self.targets if self.targets else math.nan
 
     @property
     def bits_per_byte(self) -> float:
@@ -38,7 +38,7 @@ class Evaluation:
 
 
 def evaluate(model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer, device: torch.device) -> Evaluation:
-    """Run the model over batches of held-out samples, one forward pass each; at least one has a target."""
+    """Run the model over batches of held-out samples, one forward pass each."""
     samples = targets = text_bytes = 0
     nats = 0.0
     with evaluating(model):
