@@ -78,12 +78,15 @@ class ForeignModel(LanguageModel):
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
     ) -> Tensor | TokenLoss:
         """As `LanguageModel` says."""
-        answer = self.answer(tokens, cu_seqlens, targets)
         if targets is None:
-            assert answer.logits is not None, "whoever asks for logits has made sure that there are some"
-            return answer.logits
+            logits = self.answer(tokens, cu_seqlens, None).logits
+            assert logits is not None, "whoever asks for logits has made sure that there are some"
+            return logits
+        counted = (targets != IGNORE_INDEX).sum()
+        # a mean over no target would be no number
+        asked = torch.where(counted > 0, targets, 0) if self.has_own_loss else targets
+        answer = self.answer(tokens, cu_seqlens, asked)
         if answer.loss is not None:
-            counted = (targets != IGNORE_INDEX).sum()
             objective = answer.loss.float() * counted
             loss = TokenLoss(objective, objective.detach(), counted)
         else:

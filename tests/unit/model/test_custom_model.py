@@ -16,7 +16,7 @@ from zeroband.errors import ConfigError
 from zeroband.export.directory import whole_parameters
 from zeroband.model import generate
 from zeroband.model.generate import evaluating
-from zeroband.model.loss import next_token_loss
+from zeroband.model.loss import IGNORE_INDEX, next_token_loss
 from zeroband.model.registry import blueprint_of_record
 from zeroband.node.mesh import LocalMesh, init_local_mesh, require_cuts
 from zeroband.runtime.build import TrainerParts
@@ -120,6 +120,16 @@ def test_example_knows_documents_and_is_sampled_from(local: LocalMesh, tmp_path:
     torch.testing.assert_close(loss.cross_entropy, expected.cross_entropy)
     text = generate(node.model, torch.tensor([1, 2]), max_new_tokens=3, temperature=0, seed=0, context=32)
     assert text.shape == (5,)
+
+
+def test_rows_without_a_target_teach_nothing(local: LocalMesh, tmp_path: Path) -> None:
+    file = written(tmp_path, BODY.format(forward=FORMS["loss"]))
+    model = trained_with(section(file), local, tmp_path, data={"document_mask": False}).model
+    tokens = torch.arange(8)[None]
+    loss = model(tokens, None, torch.full_like(tokens, IGNORE_INDEX))
+    loss.objective.backward()
+    assert (loss.objective.item(), loss.targets.item()) == (0.0, 0)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
 def test_seed_alone_decides_the_first_weights(local: LocalMesh, tmp_path: Path) -> None:
