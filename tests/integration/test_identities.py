@@ -31,6 +31,7 @@ LIMIT_S = 200.0
 BATCH, STEPS, INNER_STEPS = 4, 8, 4
 BASE = """
 [model]
+type = "llama"
 d_model = 32
 n_layers = 2
 n_heads = 2

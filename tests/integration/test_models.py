@@ -38,9 +38,9 @@ def agree(recorded: Recorded) -> None:
 
 @pytest.fixture(scope="module", params=["qwen3", "mixtral"])
 def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Recorded]:
-    """Of a node of two ranks and one of one, the smaller one is killed before a transfer, and comes back."""
+    """One of two nodes, the first of which has two ranks for a mixture, is killed before a transfer, and comes back."""
     family = request.param
-    outer = ("diloco", "--outer.inner-steps", "2") if family == "qwen3" else ("ddp",)
+    outer, ranks = (("diloco", "--outer.inner-steps", "2"), (1, 1)) if family == "qwen3" else (("ddp",), (2, 1))
 
     def tell(story: Story) -> None:
         story.until_struck("node1")
@@ -50,7 +50,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         story.until_contributing("node0", "node1")
 
     faults = {"node1": ("--fault.inject", "opened@+5=SIGKILL")}
-    setup = Setup(outer=outer, ranks=(2, 1), faults=faults, detect_s=2.0, model=hub_model(family))
+    setup = Setup(outer=outer, ranks=ranks, faults=faults, detect_s=2.0, model=hub_model(family))
     return family, record(tmp_path_factory.mktemp(family), setup, tell)
 
 
@@ -88,7 +88,7 @@ def test_adapters_alone_travel_and_another_base_is_refused(base: Path, tmp_path:
         story.refuse("model (frozen parameters)", *model("other"))
         story.until(lambda: len(story.history) > 5, "some rounds")
 
-    setup = Setup(outer=("demo",), ranks=(2, 1), faults={}, detect_s=2.0, model=model("base"))
+    setup = Setup(outer=("demo",), ranks=(1, 1), faults={}, detect_s=2.0, model=model("base"))
     recorded = record(tmp_path, setup, tell)
     agree(recorded)
     code, said = recorded.refusals["model (frozen parameters)"]

@@ -30,6 +30,7 @@ STEPS, TOTAL, WARMUP, LR, CLIP, LENGTH, BATCH = 40, 60, 5, 3e-3, 1.0, 48, 6
 END_OF_DOCUMENT = 256
 CONFIG = f"""
 [model]
+type = "llama"
 d_model = 32
 n_layers = 2
 n_heads = 4
