@@ -42,8 +42,9 @@ class DiLoCoOptimizer(Optimizer):
     them. A node that the run went on without comes back within a `step`, too.
 
     `params`: as for torch's optimizers; with names (`model.named_parameters()`) a node whose model differs is told
-    where. float32, whole on every rank of the node or cut by FSDP2. What a node holds besides, such as running means of
-    batch norms, stays its own.
+    where. float32, whole on every rank of the node or cut by FSDP2. Those without requires_grad, such as the base of
+    adapters, are compared at join and do not travel. What a node holds besides, such as running means of batch norms,
+    stays its own.
     `batch_size`: samples of this node in one inner step, over all its ranks; a node counts by the samples it learned
     from.
     `inner_steps`: between two outer steps (H). None: 500, with SparseLoCo 30.

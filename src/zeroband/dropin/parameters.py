@@ -9,17 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from zeroband.errors import ConfigError
-from zeroband.node.sharding import NamedParameters, is_sharded
+from zeroband.node.sharding import NamedParameters, fingerprint_of, is_sharded
 
 _COMPILED, _DDP = "_orig_mod.", "module."
 """What torch.compile and DistributedDataParallel put before the names of a model."""
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
-    """Take the parameters of an optimizer's groups. Without names of their own they are called by their places.
+    """Take those of an optimizer's groups that are trained. Without names of their own they are called by their places.
 
     `ranks`: of this node. Raises ConfigError where they cannot be averaged.
     """
+    named = {name: parameter for name, parameter in _named(groups).items() if parameter.requires_grad}
+    if not named:
+        raise ConfigError("params holds no parameter that has requires_grad, so there is nothing to train")
+    for name, parameter in named.items():
+        _require_fit(name, parameter)
+    _require_one_form(named, ranks)
+    return NamedParameters(named)
+
+
+def frozen_items(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What nodes must agree on of the parameters that are not trained, and so never travel. Called by all ranks."""
+    frozen = [(name, parameter) for name, parameter in _named(groups).items() if not parameter.requires_grad]
+    return {"frozen parameters": fingerprint_of(frozen)} if frozen else {}
+
+
+def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
     places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
     named: dict[str, nn.Parameter] = {}
     for number, place in places:
@@ -31,10 +47,7 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedPa
     if all(name.startswith(_DDP) for name in named):
         named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
     _require_once(named)
-    for name, parameter in named.items():
-        _require_fit(name, parameter)
-    _require_one_form(named, ranks)
-    return NamedParameters(named)
+    return named
 
 
 def _bare(name: str) -> str:

@@ -28,7 +28,7 @@ from zeroband.dropin.company import Company
 from zeroband.dropin.inner import OptimizerFactory, ScheduledOptimizer
 from zeroband.dropin.loop_state import LoopState
 from zeroband.dropin.outer_step import OuterStep
-from zeroband.dropin.parameters import parameters_of
+from zeroband.dropin.parameters import frozen_items, parameters_of
 from zeroband.dropin.settings import LOCAL, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -133,7 +133,11 @@ class Session:
             config=config,
             node_id=node_id,
             node_dir=node_dir_of(config),
-            shared={**shared_of(config, parameters.shapes, wish.total_steps, wish.outer), **inner_items},
+            shared={
+                **shared_of(config, parameters.shapes, wish.total_steps, wish.outer),
+                **frozen_items(self._inner.optimizer.param_groups),
+                **inner_items,
+            },
             local=local,
             parameters=parameters,
             inner=self._own,

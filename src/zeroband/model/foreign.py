@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor, nn
 
 from zeroband.config.training import ActivationCheckpointing
@@ -21,7 +20,7 @@ from zeroband.model.language_model import LanguageModel
 from zeroband.model.loss import IGNORE_INDEX, TokenLoss
 from zeroband.model.recompute import recomputed
 from zeroband.node.mesh import LocalMesh
-from zeroband.node.sharding import NamedParameters
+from zeroband.node.sharding import NamedParameters, fingerprint_of
 
 
 class Answer(NamedTuple):
@@ -167,15 +166,7 @@ def digests_of(module: nn.Module) -> dict[str, str]:
     kept = module.state_dict(keep_vars=True).keys()
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
-    return {"model (frozen parameters)": _digest(frozen), "model (buffers)": _digest(buffers)}
-
-
-def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    seen = xxhash.xxh3_128()
-    for name, tensor in sorted(named):
-        seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        seen.update(_as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
-    return seen.hexdigest()
+    return {"model (frozen parameters)": fingerprint_of(frozen), "model (buffers)": fingerprint_of(buffers)}
 
 
 def spread(module: nn.Module, values: Values, local: LocalMesh) -> None:

@@ -7,11 +7,12 @@ float32 does without them: a DTensor can only be there where they are loaded alr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from typing_extensions import TypeIs
 
@@ -52,6 +53,16 @@ class NamedParameters:
     def shapes(self) -> dict[str, str]:
         """What nodes that do not share a model are told: each parameter with its shape."""
         return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
+
+
+def fingerprint_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """One value for tensors of any type, their names and shapes. Called by all local ranks where they are sharded."""
+    seen = xxhash.xxh3_128()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        seen.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return seen.hexdigest()
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

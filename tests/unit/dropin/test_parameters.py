@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroband.dropin.parameters import parameters_of
+from zeroband.dropin.parameters import frozen_items, parameters_of
 from zeroband.errors import ConfigError
 from zeroband.node.sharding import NamedParameters
 
@@ -44,6 +44,19 @@ def test_parameters_without_names_are_called_by_their_places() -> None:
     assert dict(named(groups).named_parameters())["1.000001"] is second.bias
 
 
+def test_frozen_parameters_are_compared_and_stay_at_home() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False).bfloat16()
+    groups = torch.optim.SGD(model.named_parameters(), lr=0.1).param_groups
+    assert set(parameters_of(groups, ranks=1).named) == {"1.weight", "1.bias"}
+    before = frozen_items(groups)
+    assert set(before) == {"frozen parameters"} and frozen_items(groups) == before
+    with torch.no_grad():
+        model[0].bias += 1
+    assert frozen_items(groups) != before
+    assert frozen_items(torch.optim.SGD(model[1].parameters(), lr=0.1).param_groups) == {}
+
+
 def sharing() -> Iterable[tuple[str, nn.Parameter]]:
     one = nn.Parameter(torch.zeros(2))
     return [("in", one), ("out", one)]
@@ -54,7 +67,7 @@ def sharing() -> Iterable[tuple[str, nn.Parameter]]:
     [
         ([("w", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))], "parameter w is torch.bfloat16"),
         ([("w", nn.Parameter(torch.zeros(2, dtype=torch.float64)))], "parameter w is torch.float64"),
-        ([("w", nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))], "parameter w is torch.int64"),
+        ([("w", nn.Parameter(torch.zeros(2), requires_grad=False))], "no parameter that has requires_grad"),
         ([("w", nn.Parameter(torch.zeros(2, device="meta")))], "parameter w is on the meta device"),
         ([("w", nn.Parameter(torch.zeros(2, 3).t()))], "parameter w is not contiguous"),
         ([("w", nn.Parameter(torch.zeros(1))), ("w", nn.Parameter(torch.zeros(1)))], "two parameters are called 'w'"),
