@@ -131,6 +131,8 @@ class SignSteps(SteppedLoopState):
         for group in self._inner.optimizer.param_groups if self._has_gradients else ():
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             for parameter in group["params"]:
+                if parameter.grad is None:  # frozen
+                    continue
                 theta = local_part(parameter.data).view(-1)
                 theta.mul_(1.0 - lr * decay)
                 sign_step(theta, local_part(parameter.grad).reshape(-1), lr=lr)

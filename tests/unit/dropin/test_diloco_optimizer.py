@@ -159,6 +159,21 @@ def test_demo_steps_by_signs_with_the_options_of_sgd(join: Callable[..., zeroban
     assert optimizer.last_round.round == 3
 
 
+@pytest.mark.parametrize("outer", ["diloco", "ddp", "demo"])
+def test_frozen_parameters_stay_as_they_are_and_do_not_travel(
+    join: Callable[..., zeroband.DiLoCoOptimizer], outer: str
+) -> None:
+    model = model_of()
+    frozen = next(iter(model.parameters())).requires_grad_(False)
+    before = frozen.clone()
+    sgd = partial(torch.optim.SGD, lr=0.125, weight_decay=0.1)
+    steps = {"inner_steps": None} if outer != "diloco" else {}
+    optimizer = join(model, inner_optimizer=sgd, settings={"outer.type": outer}, **steps)
+    trained = train(model, optimizer, 4)
+    assert torch.equal(frozen, before) and trained.isfinite().all()
+    assert optimizer.last_round.round == (2 if outer == "diloco" else 4)
+
+
 FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 
 
