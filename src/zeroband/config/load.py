@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -74,7 +75,8 @@ def _with_models_tokenizer(config: RunConfig) -> RunConfig:
     model = config.model
     if not isinstance(model, TransformersConfig) or model.name is None or "tokenizer" in config.data.model_fields_set:
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": model.name})})
+    name = str(Path(model.name).absolute()) if Path(model.name).is_dir() else model.name  # it is opened elsewhere, too
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
 
 
 def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:

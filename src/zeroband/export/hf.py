@@ -21,6 +21,10 @@ _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
 """Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
 
 
+class AnotherArithmetic(ConfigError):
+    """A Llama that computes something else than ours."""
+
+
 def is_derived(name: str, config: LlamaConfig) -> bool:
     """Whether a tensor of a Hugging Face checkpoint follows from others and need not be read: tied heads, angles."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
@@ -68,7 +72,9 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
         raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(FAMILIES)}")
     for key, same in _SAME_ARITHMETIC.items():
         if key in record and record[key] not in same:
-            raise ConfigError(f"{where}: {key}={record[key]!r}, which this model does not have; needed: {same[0]!r}")
+            raise AnotherArithmetic(
+                f"{where}: {key}={record[key]!r}, which this model does not have; needed: {same[0]!r}"
+            )
     try:
         config = LlamaConfig(
             d_model=record["hidden_size"],
@@ -86,7 +92,7 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
         raise ConfigError(f"{where}: {error.errors()[0]['msg']}") from None
     head_size = record.get("head_dim") or config.d_model // config.n_heads
     if head_size != config.d_model // config.n_heads:
-        raise ConfigError(
+        raise AnotherArithmetic(
             f"{where}: head_dim={head_size}, which this model does not have; needed: hidden_size / num_attention_heads "
             f"= {config.d_model // config.n_heads}"
         )
@@ -99,7 +105,9 @@ def _rope_theta(record: Mapping[str, Any], where: str) -> float:
         rope: Mapping[str, Any] = record.get(key) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ConfigError(f"{where}: {key} of type {kind!r}, which this model does not have; needed: 'default'")
+            raise AnotherArithmetic(
+                f"{where}: {key} of type {kind!r}, which this model does not have; needed: 'default'"
+            )
         if "rope_theta" in rope:
             return rope["rope_theta"]
     return record.get("rope_theta", 10_000.0)

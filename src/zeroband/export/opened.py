@@ -17,7 +17,7 @@ from zeroband.data.tokenizer import open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
-from zeroband.export.hf import FAMILIES, model_config_of
+from zeroband.export.hf import FAMILIES, AnotherArithmetic, model_config_of
 from zeroband.export.hub_files import CONFIG_FILE, WeightFiles, read_config
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.model.registry import blueprint_of_record
@@ -121,7 +121,10 @@ def _open_directory(folder: Path) -> Opened:
     record, where = read_config(folder), str(folder / CONFIG_FILE)
     if record.get("model_type") not in FAMILIES:
         return _open_of_transformers(folder)
-    config = model_config_of(record, where)
+    try:
+        config = model_config_of(record, where)
+    except AnotherArithmetic:
+        return _open_of_transformers(folder)
     try:
         vocab_size, seq_length = int(record["vocab_size"]), int(record["max_position_embeddings"])
     except (ValueError, LookupError, TypeError) as error:

@@ -70,7 +70,7 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 def describe(parity: Parity | None) -> str:
     """What the comparison showed, in words."""
     if parity is None and _transformers() is not None:
-        return "not checked: the model is a module of its own"
+        return "not checked: adapters alone, or a module of one's own"
     if parity is None:
         return f"not checked: transformers is not installed; {way_to_extra('hf')}"
     verdict = "equal" if parity.is_equal else "NOT EQUAL"

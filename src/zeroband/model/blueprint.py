@@ -19,6 +19,9 @@ from zeroband.node.mesh import LocalMesh
 VOCAB_SIZE = "vocab_size"
 """Key of the head's width in the record of a model."""
 
+FIRST = "first_values"
+"""Key of what a record has to say of values that are not trained; only of models that are not this package's."""
+
 ReadParameter = Callable[[str], Tensor]
 """The whole value of one of the trained parameters by its name, float32."""
 

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from zeroband.config.model import CustomModelConfig
 from zeroband.errors import ConfigError
-from zeroband.model.blueprint import VOCAB_SIZE, ReadParameter
+from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
     Answer,
+    FirstValues,
     ForeignBlueprint,
     ForeignModel,
-    digests_of,
     emptied,
     layers_of,
     positions_of,
@@ -104,8 +104,11 @@ def _read(result: Any) -> Answer:
 class CustomBlueprint(ForeignBlueprint):
     """A [model] section of type custom. Raises ConfigError where its file builds no module that can be trained."""
 
-    def __init__(self, config: CustomModelConfig, *, vocab_size: int, seq_length: int) -> None:
+    def __init__(
+        self, config: CustomModelConfig, *, vocab_size: int, seq_length: int, first: FirstValues | None = None
+    ) -> None:
         self._section = config
+        self._first = first or FirstValues()
         self._what = f"model.file={str(config.file)!r}"
         self._file = load_file(config.file, "model.file")
         self._build: Callable[[BuildConfig], Any] | None = getattr(self._file.module, _BUILD, None)
@@ -131,7 +134,7 @@ class CustomBlueprint(ForeignBlueprint):
         """The module as a model, after a call of it with a few tokens. Raises ConfigError for an answer of no use."""
         length = min(_TRIED, self._told.seq_length)
         tokens, borders = torch.zeros(1, length, dtype=torch.int64), torch.tensor([0, length], dtype=torch.int32)
-        was_training, model = module.training, CustomModel(module)
+        modes, model = [(part, part.training) for part in module.modules()], CustomModel(module)
         module.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -141,7 +144,8 @@ class CustomBlueprint(ForeignBlueprint):
             raise ConfigError(
                 f"{self._what}: the module raised {error!r} when it was called with tokens of shape (1, {length})"
             ) from error
-        module.train(was_training)
+        for part, mode in modes:  # some may be frozen in evaluation
+            part.training = mode
         if learned.loss is None:
             self._require_logits(learned.logits, length)
         model.has_own_loss = learned.loss is not None
@@ -167,21 +171,25 @@ class CustomBlueprint(ForeignBlueprint):
     def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
         assert isinstance(model, CustomModel)
         module = self._module(seed)
-        shared = digests_of(module) if local.rank == 0 else {}
+        self._first = FirstValues.of(module, seed=seed)
+        shared = self._first.digests
         spread(model.module, values_of(module), local)
         return shared
 
     def build(self, read: ReadParameter, device: torch.device) -> CustomModel:
-        model = self._tried(self._module(0))
+        model = self._tried(self._module(self._first.seed))
+        self._first.give(model.module)
         with torch.no_grad():
             for name, parameter in model.trained().named_parameters():
                 parameter.copy_(read(name))
         return model.to(device).eval()
 
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
-        """Write the parameters by their names, and the file that builds the module, as model.py."""
-        named = self.build(read, torch.device("cpu")).trained().named_parameters()
-        save_file({name: p.detach().to(dtype).contiguous() for name, p in named}, folder / "model.safetensors")
+        """Write what the module's state_dict has, and the file that builds the module, as model.py."""
+        held = self.build(read, torch.device("cpu")).module
+        for parameter in held.parameters():
+            parameter.data = parameter.data.to(dtype)
+        save_model(held, str(folder / "model.safetensors"))
         shutil.copyfile(self._section.file, folder / "model.py")
 
     def to_record(self) -> dict[str, Any]:
@@ -189,6 +197,7 @@ class CustomBlueprint(ForeignBlueprint):
             **self._section.model_dump(mode="json"),
             "file": str(self._section.file.absolute()),
             VOCAB_SIZE: self._told.vocab_size,
+            FIRST: self._first.to_record(),
         }
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ from zeroband.model.init import local_rows, local_shard
 from zeroband.model.language_model import LanguageModel
 from zeroband.model.loss import IGNORE_INDEX, TokenLoss
 from zeroband.model.recompute import recomputed
-from zeroband.node.mesh import LocalMesh
+from zeroband.node.mesh import LocalMesh, broadcast_json
 from zeroband.node.sharding import NamedParameters, fingerprint_of
 
 
@@ -32,6 +33,59 @@ class Answer(NamedTuple):
     """() mean over the targets that count, which is taken as it is."""
     auxiliary: Tensor | None = None
     """() what is learned besides, per target, such as the balance of experts; not part of the loss that is reported."""
+
+
+@dataclass(frozen=True)
+class FirstValues:
+    """What is not trained of a model, and so in no checkpoint: where it came from, and what is small enough to keep."""
+
+    seed: int = 0
+    """What drawn values follow from."""
+    digests: Mapping[str, str] = field(default_factory=dict[str, str])
+    """As `digests_of`; empty where they are not known."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Those that are saved with the module."""
+    is_recorded: bool = False
+    """Whether a checkpoint said so."""
+
+    @staticmethod
+    def of(module: nn.Module, *, seed: int) -> FirstValues:
+        """Take them from a module that has its first values."""
+        buffers = {name: buffer.clone() for name, buffer in kept_buffers(module).items()}
+        return FirstValues(seed, digests_of(module), buffers)
+
+    def give(self, module: nn.Module) -> None:
+        """Write the buffers into a module of the same kind, and see that all else is what it was.
+
+        Raises ConfigError where frozen parameters differ: the base of adapters is another one now.
+        """
+        held = dict(module.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self.buffers.items():
+                held[name].copy_(buffer)
+        found = digests_of(module)
+        if differing := [key for key, digest in self.digests.items() if found[key] != digest]:
+            raise ConfigError(
+                f"{differing[0]} differ from those that this model was trained with: its base, or the file that builds "
+                "it, is another one now; bring that back"
+            )
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON."""
+        buffers = {
+            name: {"dtype": str(b.dtype).removeprefix("torch."), "shape": list(b.shape), "values": b.flatten().tolist()}
+            for name, b in self.buffers.items()
+        }
+        return {"seed": self.seed, "digests": dict(self.digests), "buffers": buffers}
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> FirstValues:
+        """Raises LookupError, TypeError or ValueError for the record of another version."""
+        buffers = {
+            name: torch.tensor(b["values"], dtype=getattr(torch, b["dtype"])).view(b["shape"])
+            for name, b in record["buffers"].items()
+        }
+        return FirstValues(int(record["seed"]), dict(record["digests"]), buffers, is_recorded=True)
 
 
 class ForeignBlueprint(Blueprint):
@@ -110,11 +164,20 @@ def positions_of(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
 
 
 def layers_of(module: nn.Module, kinds: Sequence[str] = ()) -> list[nn.Module]:
-    """The layers of a module: those of the named classes, else the entries of its largest ModuleList; or none."""
-    if named := [part for part in module.modules() if type(part).__name__ in kinds]:
-        return named
+    """The layers of a module: those of the named classes, else the entries of its largest ModuleList; or none.
+
+    Each once, none that lies in another, and none that holds an embedding, which the head may share.
+    """
+    named = [part for part in module.modules() if type(part).__name__ in kinds and not _holds_embedding(part)]
+    if named:
+        inner = {id(part) for outer in named for part in outer.modules() if part is not outer}
+        return [part for part in named if id(part) not in inner]
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return list(max(lists, key=_numel)) if lists else []
+    return list(dict.fromkeys(max(lists, key=_numel))) if lists else []
+
+
+def _holds_embedding(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Embedding) for part in module.modules())
 
 
 def _numel(module: nn.Module) -> int:
@@ -143,13 +206,17 @@ def require_trainable(module: nn.Module, what: str) -> None:
 def emptied(module: nn.Module) -> None:
     """Put a module on the meta device, in place. What is tied stays tied."""
     seen: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             setattr(part, name, seen.setdefault(id(parameter), empty))
         for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, torch.empty_like(buffer, device="meta"))
+            setattr(part, name, buffers.setdefault(id(buffer), torch.empty_like(buffer, device="meta")))
 
+
+FROZEN, BUFFERS = "model (frozen parameters)", "model (buffers)"
+"""What a node is told whose model differs in them."""
 
 Values = dict[str, Tensor]
 """Whole parameters and buffers by their names, on the CPU."""
@@ -157,31 +224,48 @@ Values = dict[str, Tensor]
 
 def values_of(module: nn.Module) -> Values:
     """Every parameter and buffer of a module, not copied."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor.detach() for name, tensor in named}
+    return {name: tensor.detach() for name, tensor in _all_of(module)}
+
+
+def _all_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, and buffers under each of their names: layers may share one."""
+    return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+
+
+def kept_buffers(module: nn.Module) -> Values:
+    """The buffers that are saved with a module."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
 
 
 def digests_of(module: nn.Module) -> dict[str, str]:
     """Fingerprints of what nodes hold alike and never exchange: frozen parameters, and buffers that are saved."""
-    kept = module.state_dict(keep_vars=True).keys()
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
-    return {"model (frozen parameters)": fingerprint_of(frozen), "model (buffers)": fingerprint_of(buffers)}
+    buffers = kept_buffers(module).items()
+    return {FROZEN: fingerprint_of(frozen), BUFFERS: fingerprint_of(buffers)}
 
 
 def spread(module: nn.Module, values: Values, local: LocalMesh) -> None:
     """Give every parameter and buffer the value that the first rank has for it; each rank keeps its rows.
 
-    Empties `values`, so that a big model is not held twice for longer than it takes. Called by all local ranks.
+    Empties `values`, so that a big model is not held twice for longer than it takes. Called by all local ranks. Raises
+    ConfigError on all of them where the module has something that its twin had not.
     """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        whole = values.pop(name, None)
+    everything = _all_of(module)
+    if missing := broadcast_json([name for name, _ in everything if name not in values], local):
+        raise ConfigError(
+            f"the model has {missing[0]}, which it had not when it was built first: register buffers and parameters in "
+            "the constructor, whatever the module is called with"
+        )
+    for name, tensor in everything:
+        held = (
+            values.pop(name)
+            if local.rank == 0 or local.world_size == 1
+            else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
+        whole = held.contiguous()
         if local.world_size > 1:
-            if local.rank != 0 or whole is None:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            whole = whole.contiguous()
             dist.broadcast(_as_bytes(whole), group_src=0, group=local.control)
-        assert whole is not None, name
         with torch.no_grad():
             if isinstance(tensor, nn.Parameter):
                 local_shard(tensor).copy_(whole[local_rows(tensor)] if whole.ndim else whole)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from zeroband.config.layers import NONE
 from zeroband.config.model import LoraConfig, TransformersConfig
 from zeroband.errors import ConfigError, way_to_extra
-from zeroband.model.blueprint import VOCAB_SIZE, ReadParameter
+from zeroband.model.blueprint import FIRST, VOCAB_SIZE, ReadParameter
 from zeroband.model.foreign import (
     Answer,
+    FirstValues,
     ForeignBlueprint,
     ForeignModel,
     Values,
@@ -30,11 +31,15 @@ from zeroband.model.foreign import (
     spread,
     values_of,
 )
+from zeroband.model.generate import evaluating
 from zeroband.model.language_model import LanguageModel
-from zeroband.node.mesh import LocalMesh
+from zeroband.node.mesh import LocalMesh, broadcast_json
 
 _EVERY = "all-linear"
 """peft's word for every linear layer but the head."""
+
+_TRIED, _LEAK = 8, 1e-5
+"""Tokens of each document of a trial, and the share of a logit that is rounding."""
 
 _UNTOLD = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
 """Keys of a configuration that do not say what the model computes."""
@@ -50,12 +55,12 @@ class HubModel(ForeignModel):
         kinds = tuple(_base_of(module)._no_split_modules or ())  # transformers' own word for its layers
         super().__init__(module, layers_of(module, kinds), ends)
         self._config: Any = module.config
-        self._is_flash = "flash" in (getattr(self._config, "_attn_implementation", None) or "")
+        self.is_flash = "flash" in (getattr(self._config, "_attn_implementation", None) or "")
 
     def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> Answer:
         positions = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
         shape = tokens.shape
-        if positions is not None and self._is_flash:  # which sees borders in one row only
+        if positions is not None and self.is_flash:  # which sees borders in one row only
             tokens, positions = tokens.view(1, -1), positions.view(1, -1)
         found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
         balance = getattr(found, "aux_loss", None)
@@ -91,8 +96,11 @@ class TransformersBlueprint(ForeignBlueprint):
     Raises ConfigError where transformers has no such model, or it does not fit the tokenizer or the samples.
     """
 
-    def __init__(self, config: TransformersConfig, *, ids: int, seq_length: int) -> None:
+    def __init__(
+        self, config: TransformersConfig, *, ids: int, seq_length: int, first: FirstValues | None = None
+    ) -> None:
         self._section = config
+        self._first = first or FirstValues()
         self._transformers = _library("transformers")
         self.hub_config: Any = self._open_config()
         longest = getattr(self.hub_config, "max_position_embeddings", None)
@@ -130,7 +138,8 @@ class TransformersBlueprint(ForeignBlueprint):
                     f"model.config.model_type={kind!r} is no architecture that transformers {library.__version__} "
                     f"knows; {hint}"
                 )
-            self._require_known(overrides, library.CONFIG_MAPPING[kind], str(kind))
+            if not self._first.is_recorded:
+                self._require_known(overrides, library.CONFIG_MAPPING[kind], str(kind))
             return library.AutoConfig.for_model(kind, **overrides)
         except ConfigError:
             raise
@@ -167,11 +176,22 @@ class TransformersBlueprint(ForeignBlueprint):
     def _pretrained(self) -> Any:
         options = {} if self._section.attention is None else {"attn_implementation": self._section.attention}
         try:
-            return self._transformers.AutoModelForCausalLM.from_pretrained(
-                self._section.name, config=self.hub_config, dtype=torch.float32, use_safetensors=True, **options
+            module, loaded = self._transformers.AutoModelForCausalLM.from_pretrained(
+                self._section.name,
+                config=self.hub_config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"the weights of {self._what} cannot be taken: {_first_line(error)}") from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise ConfigError(
+                f"the weights of {self._what} lack {missing[0]} and {len(missing) - 1} more that the configuration "
+                'has; drop what model.config changes, or set model.weights = "random"'
+            )
+        return module
 
     # -- as a model of ours -------------------------------------------------------------------------------------
 
@@ -195,21 +215,27 @@ class TransformersBlueprint(ForeignBlueprint):
 
     def pretrained_values(self) -> Values:
         """The parameters that `name` holds. Raises ConfigError."""
-        return values_of(self._pretrained())
+        module = self._pretrained()
+        self._first = FirstValues.of(module, seed=0)
+        return values_of(module)
 
     def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
         assert isinstance(model, HubModel)
         values, shared = Values(), dict[str, str]()
+        knows_documents = True
         if local.rank == 0:
             module = self._with_values(seed)
-            values, shared = values_of(module), digests_of(module)
+            values, shared, self._first = values_of(module), digests_of(module), FirstValues.of(module, seed=seed)
+            knows_documents = _keeps_documents_apart(HubModel(module), self.vocab_size)
             del module
         spread(model.module, values, local)
+        model.knows_documents = broadcast_json(knows_documents, local)
         return shared
 
     def build(self, read: ReadParameter, device: torch.device) -> HubModel:
         is_all_read = self._section.lora is None
-        module = self._module() if is_all_read else self._with_values(0)
+        module = self._module() if is_all_read else self._with_values(self._first.seed)
+        self._first.give(module)
         model = HubModel(module)
         with torch.no_grad():
             for name, parameter in model.trained().named_parameters():
@@ -224,15 +250,29 @@ class TransformersBlueprint(ForeignBlueprint):
     def to_record(self) -> dict[str, Any]:
         section = self._section
         described = json.loads(self.hub_config.to_json_string(use_diff=False))
-        record = section.model_copy(update={"config": described, "attention": None})
-        if section.lora is None:  # else the base is where it was
-            record = record.model_copy(update={"name": None})
-        return {**record.model_dump(mode="json"), VOCAB_SIZE: self.vocab_size}
+        name = None if section.lora is None else section.name  # the base is where it was
+        if name is not None and Path(name).is_dir():
+            name = str(Path(name).absolute())
+        record = section.model_copy(update={"config": described, "attention": None, "name": name})
+        return {**record.model_dump(mode="json"), VOCAB_SIZE: self.vocab_size, FIRST: self._first.to_record()}
 
     @property
     def shared(self) -> Mapping[str, str]:
         described = self.hub_config.to_dict()
-        return {f"model.config {key}": str(described[key]) for key in sorted(described) if key not in _UNTOLD}
+        told = {key: value for key, value in described.items() if key not in _UNTOLD}
+        return {f"model.config {key}": json.dumps(told[key], sort_keys=True, default=str) for key in sorted(told)}
+
+
+def _keeps_documents_apart(model: HubModel, vocab_size: int) -> bool:
+    """Whether what a document says changes nothing of the one behind it: not every architecture looks for borders."""
+    if model.is_flash:  # whose kernels take the borders, on GPUs alone
+        return True
+    second = torch.arange(_TRIED) % vocab_size
+    rows = [torch.cat([(second + shift) % vocab_size, second])[None] for shift in (1, 2)]
+    borders = torch.tensor([0, _TRIED, 2 * _TRIED], dtype=torch.int32)
+    with evaluating(model):
+        first, other = (model(row, borders)[:, _TRIED:] for row in rows)
+    return bool((first - other).abs().max() <= _LEAK * first.abs().max())
 
 
 def _with_adapters(module: nn.Module, lora: LoraConfig) -> Any:

@@ -11,7 +11,7 @@ from zeroband.config.model import CustomModelConfig, LlamaConfig, Model, Transfo
 from zeroband.config.schema import RunConfig
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
-from zeroband.model.blueprint import VOCAB_SIZE, Blueprint, LlamaBlueprint
+from zeroband.model.blueprint import FIRST, VOCAB_SIZE, Blueprint, LlamaBlueprint
 from zeroband.model.language_model import LanguageModel
 
 
@@ -23,19 +23,25 @@ def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Bluepr
     return _blueprint(config, tokenizer.vocab_size, tokenizer.padded_vocab_size, seq_length)
 
 
-def _blueprint(config: Model, ids: int, vocab_size: int, seq_length: int) -> Blueprint:
-    """`vocab_size`: width of a head that is made for so many `ids`."""
+def _blueprint(
+    config: Model, ids: int, vocab_size: int, seq_length: int, recorded: Mapping[str, Any] | None = None
+) -> Blueprint:
+    """`vocab_size`: width of a head made for so many `ids`. `recorded`: what a checkpoint says of the first values."""
     match config:
         case LlamaConfig():
             return LlamaBlueprint(config, vocab_size)
         case TransformersConfig():
+            from zeroband.model.foreign import FirstValues
             from zeroband.model.hub_model import TransformersBlueprint
 
-            return TransformersBlueprint(config, ids=ids, seq_length=seq_length)
+            first = None if recorded is None else FirstValues.from_record(recorded)
+            return TransformersBlueprint(config, ids=ids, seq_length=seq_length, first=first)
         case CustomModelConfig():
             from zeroband.model.custom_model import CustomBlueprint
+            from zeroband.model.foreign import FirstValues
 
-            return CustomBlueprint(config, vocab_size=vocab_size, seq_length=seq_length)
+            first = None if recorded is None else FirstValues.from_record(recorded)
+            return CustomBlueprint(config, vocab_size=vocab_size, seq_length=seq_length, first=first)
         case _:
             assert_never(config)
 
@@ -48,16 +54,17 @@ def blueprint_of_record(record: Mapping[str, Any], *, seq_length: int) -> Bluepr
     described = dict(record)
     vocab_size = int(described.pop(VOCAB_SIZE))
     described.setdefault("type", LlamaConfig().type)
+    first = described.pop(FIRST, None)
     config: Model = TypeAdapter[Model](Model).validate_python(described)
-    return _blueprint(config, vocab_size, vocab_size, seq_length)
+    return _blueprint(config, vocab_size, vocab_size, seq_length, first)
 
 
 def require_answers(config: RunConfig, model: LanguageModel) -> None:
     """Raise ConfigError where a run asks more of a model than it gives."""
     if config.data.document_mask and not model.knows_documents:
         raise ConfigError(
-            "the forward pass of the model takes neither positions nor cu_seqlens, so it cannot keep the documents "
-            "of a row apart; have it take one of them, or set data.document_mask=false"
+            "the model does not keep the documents of a row apart; set data.document_mask=false, or in a module of "
+            "your own have the forward pass take positions or cu_seqlens"
         )
     if config.observe.sample_prompt is not None and not model.gives_logits:
         raise ConfigError("observe.sample_prompt needs logits, and the model gives a loss alone; drop one of them")

@@ -356,9 +356,10 @@ def make_room(model: nn.Module, mesh: LocalMesh) -> None:
         parameter = nn.Parameter(room, requires_grad=meta.requires_grad)
         for module, name in of_one:
             setattr(module, name, parameter)
+    buffers: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device=mesh.device))
+            setattr(module, name, buffers.setdefault(id(buffer), torch.empty_like(buffer, device=mesh.device)))
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:

@@ -138,6 +138,7 @@ def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _
     placed = parallelize(model, config.train, local)
     make_room(model, local)
     values = broadcast_json(blueprint.give_values(model, config.run.seed, local), local)
+    require_answers(config, model)  # some models tell only with their values whether they keep documents apart
     weights = ""
     if config.train.init_from is not None:
         assert isinstance(model, Transformer), "the configuration has seen to it"

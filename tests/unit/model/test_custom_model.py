@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -223,7 +224,7 @@ def test_file_that_builds_nothing_to_train_is_refused(
 @pytest.mark.parametrize(
     ("form", "sections", "complaint"),
     [
-        ("logits", {}, "takes neither positions nor cu_seqlens.*data.document_mask=false"),
+        ("logits", {}, "does not keep the documents of a row apart; set data.document_mask=false"),
         ("loss", {"data": {"document_mask": False}, "observe": {"sample_prompt": "a"}}, "sample_prompt needs logits"),
         (
             "loss",
@@ -267,3 +268,41 @@ def test_model_that_ranks_cannot_share_out_is_refused(
     model = node.blueprint.on_meta()
     with nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint):
         require_cuts(model, replace(local, world_size=2))
+
+
+FROZEN = PLAIN.replace(
+    "self.head =",
+    "self.frozen = nn.Parameter(torch.randn(16), requires_grad=False)\n"
+    "        self.register_buffer('drawn', torch.randn(2))\n        self.head =",
+    1,
+)
+
+
+def test_frozen_values_of_the_seed_come_back_with_a_checkpoint(local: LocalMesh, tmp_path: Path) -> None:
+    file = written(
+        tmp_path, FROZEN.replace("self.head(self.body(tokens))", "self.head(self.body(tokens) * self.frozen)")
+    )
+    node = trained_with(section(file), local, tmp_path, data={"document_mask": False}, run={"seed": 7})
+    record = json.loads(json.dumps(node.blueprint.to_record()))
+    read = whole_parameters(node.parameters, keeps=True).__getitem__
+    ids = torch.arange(8)[None]
+    with evaluating(node.model):
+        wanted = node.model(ids)
+    for blueprint in (node.blueprint, blueprint_of_record(record, seq_length=32)):
+        assert torch.equal(blueprint.build(read, torch.device("cpu"))(ids), wanted)
+    written(tmp_path, file.read_text().replace("torch.randn(16)", "torch.ones(16)"))
+    with pytest.raises(ConfigError, match=r"model \(frozen parameters\) differ from those that this model was trained"):
+        blueprint_of_record(record, seq_length=32).build(read, torch.device("cpu"))
+
+
+def test_layers_may_share_a_buffer_and_be_used_again(local: LocalMesh, tmp_path: Path) -> None:
+    shared = (
+        "mask = torch.full((2,), 3.0)\n        block = nn.Linear(2, 2)\n        block.register_buffer('mask', mask)\n"
+    )
+    again = "        other = nn.Linear(2, 2)\n        other.register_buffer('mask', mask)\n"
+    layers = "        self.layers = nn.ModuleList([block, other, block])\n        self.head ="
+    file = written(tmp_path, PLAIN.replace("self.head =", f"{shared}{again}{layers}", 1))
+    node = trained_with(section(file), local, tmp_path, data={"document_mask": False})
+    module: Any = node.model.module
+    assert len(node.model.blocks) == 2
+    assert all(layer.mask.tolist() == [3.0, 3.0] for layer in module.layers)

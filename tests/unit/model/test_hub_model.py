@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from zeroband.errors import ConfigError
 from zeroband.export.directory import TrainedModel, whole_parameters, write_directory
 from zeroband.export.opened import open_trained
 from zeroband.export.parity import check_parity
-from zeroband.model.foreign import positions_of
+from zeroband.model.foreign import FirstValues, positions_of
 from zeroband.model.generate import evaluating
 from zeroband.model.hub_model import TransformersBlueprint
 from zeroband.model.loss import IGNORE_INDEX
@@ -189,6 +190,38 @@ def test_muon_steps_the_matrices_of_the_layers(local: LocalMesh, tmp_path: Path)
     matrices = {name for name, p in node.parameters.named_parameters() if p.ndim > 1}
     assert matrices - moved == {name for name in matrices if ".layers." in name}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} <= moved
+
+
+def test_architecture_that_ignores_borders_is_refused_with_document_mask(local: LocalMesh, tmp_path: Path) -> None:
+    config = {"model_type": "opt", "vocab_size": 320, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
+    section = {"type": "transformers", "config": config}
+    with pytest.raises(ConfigError, match=r"does not keep the documents of a row apart; set data\.document_mask=false"):
+        trained_with(section, local, tmp_path)
+    node = trained_with(section, local, tmp_path, data={"document_mask": False})
+    node.loader.assign([(0, 4)])
+    assert take_step(node) == pytest.approx(5.8, abs=0.3)
+
+
+def test_buffers_that_no_step_trains_come_back_with_a_checkpoint(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(hub_section("qwen3"), local, tmp_path)
+    record = node.blueprint.to_record()
+    module: Any = node.model.module
+    module.register_buffer("bias", torch.tensor([0.1, 0.7]))
+    kept = FirstValues.of(module, seed=0)
+    again = FirstValues.from_record(json.loads(json.dumps(kept.to_record())))
+    module.bias.zero_()
+    again.give(module)
+    assert torch.equal(module.bias, torch.tensor([0.1, 0.7]))
+    assert FirstValues.from_record(record["first_values"]).digests == FirstValues.of(theirs_of("qwen3"), seed=0).digests
+
+
+def test_weights_that_lack_a_layer_are_refused(local: LocalMesh, tmp_path: Path) -> None:
+    node = trained_with(hub_section("mistral"), local, tmp_path)
+    write_directory(trained(node), tmp_path / "out", "float32")
+    section = {"type": "transformers", "name": str(tmp_path / "out"), "config": {"num_hidden_layers": 3}}
+    with pytest.raises(ConfigError, match=r"the weights of model\.name=.* lack model\.layers\.2\."):
+        trained_with(section, local, tmp_path)
 
 
 # -- adapters ------------------------------------------------------------------------------------------------------
