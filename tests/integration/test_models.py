@@ -141,3 +141,21 @@ def test_checkpoint_opens_without_its_configuration(two_ranks: tuple[Path, Any])
     assert opened.what.startswith("step 10 of run")
     logits = opened.model.build(torch.device("cpu"))(torch.arange(8)[None])
     assert logits.shape == (1, 8, 320)
+
+
+def test_checkpoint_of_adapters_does_not_go_on_over_another_base(base: Path, tmp_path: Path) -> None:
+    def model(name: str) -> tuple[str, ...]:
+        lora = json.dumps({"r": 2, "target_modules": ["q_proj"]})
+        asked = ("--model.type", "transformers", "--model.name", str(base / name), "--model.lora", lora)
+        return (*asked, "--data.tokenizer", "byte", *TINY)
+
+    with cluster_of(tmp_path / "first", 1, base=model("base"), alone=True) as cluster:
+        cluster.start()
+        finish(cluster)
+        saved = tmp_path / "first" / "ckpt" / cluster.run_id / "step_00000005"
+    more = ("--resume.path", str(saved))
+    with cluster_of(tmp_path / "second", 1, *more, base=model("other"), alone=True) as cluster:
+        node = cluster.start()
+        cluster.wait(timeout_s=120.0)
+        assert node.exit_code == 2
+        assert "model (frozen parameters) differ from those of the checkpoint" in node.console_tail()

@@ -18,6 +18,7 @@ from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
+from zeroband.model.blueprint import FIRST
 from zeroband.node.faults import FaultPoints
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
@@ -83,7 +84,7 @@ class Restorer:
     """Reads checkpoints into this node.
 
     `targets`: the sections of the outer state, (n,) float32 each, on CPU. `on_piece`: called after every few megabytes
-    that were read, in any thread.
+    that were read, in any thread. `shared`: what nodes agree on, of which a checkpoint may hold the hash, too.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Restorer:
         targets: Mapping[str, Tensor],
         faults: FaultPoints,
         on_piece: Callable[[], object] = lambda: None,
+        shared: Mapping[str, str] | None = None,
     ) -> None:
         self._source = source
+        self._shared = shared or {}
         self._node_id = node_id
         self._layout = layout
         self._targets = dict(targets)
@@ -147,7 +150,20 @@ class Restorer:
 
     def _read(self, targets: Mapping[str, Tensor], step: int | None) -> Restored | None:
         trust = self._source.trust
-        return restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
+        found = restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
+        if found is not None:
+            self._require_same_base(found.checkpoint)
+        return found
+
+    def _require_same_base(self, checkpoint: Checkpoint) -> None:
+        """Raise ConfigError where what is not trained differs: it is in no checkpoint."""
+        saved = checkpoint.manifest.stamp.model.get(FIRST, {}).get("digests", {})
+        for key, digest in saved.items():
+            if self._shared.get(key, digest) != digest:
+                raise ConfigError(
+                    f"{key} differ from those of the checkpoint in {checkpoint.folder}: the base of its adapters is "
+                    "another one now; set model.name to that which it was trained with"
+                )
 
     def _warn_of_newer(self) -> None:
         """Say what a command line that names a step leaves behind, at every start with it."""

@@ -117,7 +117,7 @@ class SingleNode:
         layout = FlatLayout.of(node.parameters)
         source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
-        restorer = Restorer(source, node.node_id, layout, targets, node.faults)
+        restorer = Restorer(source, node.node_id, layout, targets, node.faults, shared=node.shared)
 
         def read() -> dict[str, Any] | None:
             saved = restorer.restore()
