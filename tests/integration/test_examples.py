@@ -36,7 +36,10 @@ class Story:
     codes: dict[str, int]
 
 
-@pytest.fixture(scope="module", params=LIBRARY)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.soak) if n == "accelerate_loop" else n for n in LIBRARY],
+)
 def story(
     request: pytest.FixtureRequest, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Story]:

@@ -77,6 +77,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_adapters_alone_travel_and_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     def model(name: str) -> tuple[str, ...]:
         lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -143,6 +144,7 @@ def test_checkpoint_opens_without_its_configuration(two_ranks: tuple[Path, Any])
     assert logits.shape == (1, 8, 320)
 
 
+@pytest.mark.soak
 def test_checkpoint_of_adapters_does_not_go_on_over_another_base(base: Path, tmp_path: Path) -> None:
     def model(name: str) -> tuple[str, ...]:
         lora = json.dumps({"r": 2, "target_modules": ["q_proj"]})

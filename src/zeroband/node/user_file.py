@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +26,19 @@ def load_file(path: Path, key: str) -> UserFile:
     Raises: ConfigError where it cannot be read or imported.
     """
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}={str(path)!r} cannot be read: {error.strerror}") from error
+    if path.suffix != ".py":
+        raise ConfigError(f"{key}={str(path)!r} is no Python file; its name must end in .py")
+    digest = hashlib.sha256(content).hexdigest()
     name = f"zeroband_file_{digest[:16]}"
     if name in sys.modules:
         return UserFile(sys.modules[name], digest)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}={str(path)!r} is no Python file; its name must end in .py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(content, str(path), "exec"), module.__dict__)  # importlib caches by size and second
     except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"{key}={str(path)!r} cannot be imported: {error!r}") from error
