@@ -36,7 +36,7 @@ def agree(recorded: Recorded) -> None:
     assert recorded.left_behind == []
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mixtral"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.soak), "mixtral"])
 def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Recorded]:
     """One of two nodes, the first of which has two ranks for a mixture, is killed before a transfer, and comes back."""
     family = request.param
