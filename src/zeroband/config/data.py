@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from zeroband.config.section import NODE_LOCAL, Section
+from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
 
 class TextSource(Section):
@@ -93,6 +95,20 @@ class SyntheticTokensSource(Section):
     """Mean length of a document in tokens; short ones are frequent, long ones rare."""
 
 
+class TokensSource(Section):
+    """Token ids that were made before, by `zeroband data prepare` or another trainer's tools, read where they lie."""
+
+    type: Literal["tokens"]
+    path: str = Field(json_schema_extra=NODE_LOCAL)
+    """Folder that `zeroband data prepare` wrote, or files of another format: a path, a glob or an fsspec URL (`s3://`,
+    `gs://`, `https://`, `hf://`). What is not on a disk of this machine is fetched piece by piece, as it is needed."""
+    format: Literal["zeroband", "nanogpt", "llm.c", "megatron", "litdata"] = "zeroband"
+    """Layout of the files. nanogpt: ids and nothing else. llm.c: ids behind a header. megatron: `.bin` with `.idx`.
+    litdata: a folder of chunks of its TokensLoader."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the ids of nanogpt and litdata, whose files do not say it. None: uint16 if the vocabulary fits in it."""
+
+
 BytesSource = TextSource | ParquetSource | HuggingFaceSource
 """Sources whose documents may be bytes that are no text."""
 
@@ -102,7 +118,29 @@ FilesSource = TextSource | JsonlSource | ParquetSource | ChatSource
 DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource
 """Sources of text, which a tokenizer makes into ids."""
 
-Source = Annotated[DocumentSource | ChatSource | SyntheticTokensSource, Field(discriminator="type")]
+Source = Annotated[DocumentSource | ChatSource | TokensSource | SyntheticTokensSource, Field(discriminator="type")]
+
+
+class MixtureSource(Section):
+    """One of the sources of a mixture."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    """Name of the source in metrics and in data.phases."""
+    weight: PositiveFloat
+    """Share of the samples that come from it, beside the weights of the others, whose sum does not matter."""
+    max_passes: PositiveFloat | None = None
+    """Passes over it after which the other sources take its share. None: no limit, which one source must have."""
+    source: Source
+    """Where its documents come from."""
+
+
+class Phase(Section):
+    """Other weights from one place of a run on."""
+
+    from_tokens: PositiveInt
+    """Tokens that the run has dealt out when they begin to hold."""
+    weights: dict[str, float]
+    """Weights of all sources, by name; 0 leaves one out."""
 
 
 class DataConfig(Section):
@@ -110,6 +148,10 @@ class DataConfig(Section):
 
     source: Source = TextSource()
     """Where the documents come from."""
+    sources: tuple[MixtureSource, ...] = ()
+    """Several sources instead of one, mixed by weight: `[[data.sources]]` tables in a file, JSON on a command line."""
+    phases: tuple[Phase, ...] = ()
+    """Changes of the weights of data.sources on the way, the first one first: `[[data.phases]]` tables."""
     tokenizer: str = Field(default="byte", json_schema_extra=NODE_LOCAL)
     """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`),
     the same on all nodes. Unless it is set, a model that has a model.name brings its own."""
@@ -120,14 +162,29 @@ class DataConfig(Section):
     """Tokens in one sample."""
     document_mask: bool = True
     """Attention does not cross the border between two documents packed into one sample."""
+    packing: Literal["concatenate", "best-fit"] = "concatenate"
+    """How documents fill samples. concatenate: end to end, cut where a sample ends. best-fit: none is cut that fits
+    into a sample, for about a hundredth of padding; ids made by `zeroband data prepare` must have been packed so."""
+    private: bool = False
+    """Each node trains on documents of its own, which never leave it: sources may differ, and each node's samples are
+    counted by themselves. False: all nodes share one corpus, and who reads what is dealt out."""
+    shuffle_blocks: PositiveInt | None = 256
+    """Blocks of 65,536 tokens, from anywhere in prepared ids, that are mixed at a time: a node fetches no others for
+    the samples that it is dealt. None: all are mixed at once, and each sample is a block to fetch."""
     cache_dir: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Where the tokenised documents are kept between runs. None: `zeroband` in the user's cache folder."""
+    """Where tokenised documents, and what is fetched of ids that lie elsewhere, are kept between runs. None: `zeroband`
+    in the user's cache folder."""
+    cache_gb: PositiveFloat = Field(default=20.0, json_schema_extra=NODE_LOCAL)
+    """Gigabytes of fetched ids that this node keeps at most; what was not used for longest makes room."""
+    retry_s: PositiveFloat = Field(default=900.0, json_schema_extra=NODE_LOCAL)
+    """How long a storage that does not answer, or refuses for now, is asked again before this node gives up."""
     hold_out: float = Field(default=0.005, ge=0, lt=0.5)
     """Share of the samples kept back from training, for evaluation."""
 
     @model_validator(mode="after")
     def _bytes_are_for_byte_models(self) -> DataConfig:
-        if isinstance(self.source, BytesSource) and self.source.binary and self.tokenizer != "byte":
+        sources = [self.source, *(one.source for one in self.sources)]
+        if any(isinstance(one, BytesSource) and one.binary for one in sources) and self.tokenizer != "byte":
             raise ValueError(
                 f'data.source.binary=true needs data.tokenizer = "byte", not {self.tokenizer!r}: other tokenizers take '
                 "text alone"
@@ -136,9 +193,53 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _made_up_ids_are_of_a_vocabulary(self) -> DataConfig:
-        if isinstance(self.source, SyntheticTokensSource) and self.vocab_size is None:
+        made_up = [isinstance(one.source, SyntheticTokensSource) for one in self.sources]
+        if any(made_up) and not all(made_up):
+            raise ValueError("data.sources: synthetic-tokens stand for no text, so they mix with nothing else")
+        if (isinstance(self.source, SyntheticTokensSource) or any(made_up)) and self.vocab_size is None:
             raise ValueError(
                 "data.source.type='synthetic-tokens' needs data.vocab_size, the number of ids to draw from, such as "
                 "32000: no tokenizer is opened for them"
             )
         return self
+
+    @field_validator("phases")
+    @classmethod
+    def _follow_each_other(cls, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+        starts = [phase.from_tokens for phase in phases]
+        if any(a >= b for a, b in itertools.pairwise(starts)):
+            raise ValueError(f"data.phases must ascend by from_tokens, and do not: {starts}")
+        return phases
+
+    @model_validator(mode="after")
+    def _mixture_adds_up(self) -> DataConfig:
+        if not self.sources:
+            if self.phases:
+                raise ValueError("data.phases change the weights of data.sources, and there are none")
+            return self
+        if self.source != TextSource():
+            raise ValueError("data.source and data.sources are both set; drop one of them")
+        names = [source.name for source in self.sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"data.sources names {twice[0]!r} twice; give each source a name of its own")
+        for phase in self.phases:
+            if set(phase.weights) != set(names) or any(weight < 0 for weight in phase.weights.values()):
+                raise ValueError(
+                    f"data.phases, from_tokens={phase.from_tokens}: weights must name all of {', '.join(names)} with "
+                    f"numbers from 0 up, not {phase.weights}"
+                )
+        endless = {source.name for source in self.sources if source.max_passes is None}
+        for weights in (phase.weights for phase in self.phases):
+            if not any(weights[name] > 0 for name in endless):
+                raise ValueError(f"data.phases: all sources with a weight in {weights} have max_passes, data may end")
+        if not endless:
+            raise ValueError("data.sources all have max_passes, so data may end; take it from the one to go on with")
+        return self
+
+    @property
+    def parts(self) -> Mapping[str, DataConfig]:
+        """The section as each source alone would have it, by its name; "" where there is just one."""
+        if not self.sources:
+            return {"": self}
+        alone = {"sources": (), "phases": ()}
+        return {one.name: self.model_copy(update={"source": one.source, **alone}) for one in self.sources}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -27,8 +28,21 @@ def _collect(section: BaseModel, path: Path, items: dict[str, Any]) -> None:
             continue
         if isinstance(value, BaseModel):
             _collect(value, (*path, name), items)
+        elif tables := _tables(value):
+            for key, table in tables.items():
+                _collect(table, (*path, name, key), items)
         else:
             items[dotted((*path, name))] = plain[name]
+
+
+def _tables(value: Any) -> Mapping[str, BaseModel]:
+    """The tables of a list of them, by the name that each has, or by its place."""
+    listed = (
+        [item for item in cast("tuple[Any, ...]", value) if isinstance(item, BaseModel)]
+        if isinstance(value, tuple)
+        else []
+    )
+    return {str(getattr(item, "name", number)): item for number, item in enumerate(listed)}
 
 
 def shared_digest(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,12 +12,19 @@ import numpy.typing as npt
 class TokenStore(Protocol):
     """The documents of a corpus one after the other: an end-of-document id behind each, and every id is learned.
 
-    A store of conversations says otherwise where they begin and what is learned of them.
+    A store of conversations says otherwise where they begin and what is learned of them. The ids of several shards have
+    one numbering: those of the second follow the last one of the first.
     """
 
     end_of_document: int
     fingerprint: str
     """Hash of the content: nodes of one run compare it when they join."""
+    shards: Sequence[int] = ()
+    """How many ids each shard holds; empty where there are none."""
+    block_tokens: int | None = None
+    """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
+    packed_length: int | None = None
+    """seq_length that documents were packed for: an end-of-document id behind another is padding."""
 
     def __len__(self) -> int: ...
 
@@ -35,3 +43,17 @@ class TokenStore(Protocol):
     def count_learned(self, start: int, stop: int) -> int:
         """How many of the tokens start..stop-1 are targets."""
         return stop - start
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Take note of what is read next, in this order, by all ranks of the node; replaces what was expected before.
+
+        Called on every local rank with the same spans (start, stop) of ids. A store that fetches begins to.
+        """
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `read` has waited for ids to come, in all."""
+        return 0.0
+
+    def close(self) -> None:
+        """End what runs in the background."""

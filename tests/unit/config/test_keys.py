@@ -21,7 +21,7 @@ from zeroband.config.keys import Variant, dotted, schema_keys
         ("modle", ["model"]),
         ("train.lr", ["outer.lr", "optim.adamw.lr", "optim.muon.lr"]),
         ("d_model", ["model.d_model"]),
-        ("data.path", ["data.source.paths"]),
+        ("data.path", ["data.source.path"]),
         ("diloco", ['outer.type="diloco"']),
         ("qqqq", []),
         ("train.qqqq", []),
@@ -51,7 +51,9 @@ def test_kinds_of_keys_follow_their_types() -> None:
     keys = {dotted(path): found[0] for path, found in schema_keys().keys.items()}
     assert {name for name, key in keys.items() if key.is_secret} == {"run.token", "store.url"}
     assert {name for name, key in keys.items() if key.is_list} == {
+        "data.phases",
         "data.source.paths",
+        "data.sources",
         "eval.sources",
         "train.profile.steps",
         "optim.adamw.betas",

@@ -73,7 +73,7 @@ def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., Ru
     items = shared_items(
         load("--outer.type", "diloco", "--data.source", '{"type": "parquet", "paths": ["x"]}', **STORE)
     )
-    assert {name: item for name, item in items.items() if name.startswith(("outer", "data.source"))} == {
+    assert {name: item for name, item in items.items() if name.startswith(("outer.", "data.source."))} == {
         "outer.type": "diloco",
         "outer.inner_seconds": None,
         "outer.straggler_deadline_s": None,
