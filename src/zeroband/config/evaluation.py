@@ -44,7 +44,8 @@ class EvalConfig(Section):
     def data_of(self, data: DataConfig) -> dict[str, DataConfig]:
         """How each of the sources is read, by its name: as the data of the run, whose keys of such files count."""
         named = dict(source.split("=", 1) for source in self.sources)
-        return {name: data.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
+        alone = data.model_copy(update={"sources": (), "phases": ()})
+        return {name: alone.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
 
 
 def _source_of(path: str, data: DataConfig) -> DocumentSource:

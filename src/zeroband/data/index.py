@@ -8,15 +8,24 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroband.config.data import DataConfig
+from zeroband.data.token_store import TokenStore
 from zeroband.errors import ConfigError
 
 _ROUNDS = 6
+_EVALUATED_GROUPS = 64
+"""Groups that the first samples of an evaluation come from: few to fetch, and from as many places."""
+
+T = TypeVar("T")
+
+Span = tuple[int, int]
+"""Tokens of a corpus, half open."""
 
 
 class Permutation:
@@ -55,85 +64,201 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-@dataclass(frozen=True)
-class SampleIndex:
-    """The endless list of training samples 0, 1, 2, ... of a run, and the samples held out of it.
+class FlatPlaces:
+    """The samples of one array of tokens on a disk of this machine.
 
     The sample at position p predicts the tokens p*T+1 .. (p+1)*T, so each token but the first is a target of exactly
-    one position and packing drops none; the last position may be short. Each pass visits every training position once,
-    in an order of its own. The held-out positions depend neither on the seed nor on the pass: runs with different seeds
-    evaluate on the same samples.
+    one position and packing drops none; the last position may be short.
     Raises: ConfigError when the corpus is shorter than one sample.
     """
 
-    n_tokens: int
-    seq_length: int
-    """T, tokens in one sample."""
-    seed: int
-    hold_out: float
-    """Share of the samples kept back from training, in 0..0.5; rounded up, but at least one sample is trained."""
+    per_group = None
+    """It costs the same to read any sample."""
 
-    def __post_init__(self) -> None:
-        if self.n_tokens < self.seq_length + 1:
+    def __init__(self, n_tokens: int, seq_length: int) -> None:
+        if n_tokens < seq_length + 1:
             raise ConfigError(
-                f"the corpus has {self.n_tokens} tokens and data.seq_length={self.seq_length} needs at least "
-                f"{self.seq_length + 1}; add text to data.source, or lower data.seq_length"
+                f"the corpus has {n_tokens} tokens and data.seq_length={seq_length} needs at least {seq_length + 1}; "
+                "add text to data.source, or lower data.seq_length"
+            )
+        self.seq_length = seq_length
+        self.n_samples = -(-(n_tokens - 1) // seq_length)
+        self._n_tokens = n_tokens
+
+    def span(self, position: int) -> Span:
+        """Tokens to read for a sample: its inputs and, one further, its last target; half open."""
+        start = position * self.seq_length
+        return start, min(start + self.seq_length + 1, self._n_tokens)
+
+
+class BlockPlaces:
+    """The samples of shards that are fetched block by block.
+
+    A group is some whole blocks of a shard, or nearly so where T does not divide them: a multiple of T tokens, at least
+    16 samples. No sample leaves its group, whose first token is therefore no target. What is left at the ends of the
+    shards makes the last positions; a sample there may be short.
+    Raises: ConfigError when no shard holds a sample.
+    """
+
+    def __init__(self, shards: Sequence[int], block_tokens: int, seq_length: int) -> None:
+        self.seq_length = seq_length
+        self._group_tokens = _group_tokens(block_tokens, seq_length)
+        self.per_group = self._group_tokens // seq_length
+        """Positions that are fetched as one, from each multiple of it on."""
+        tokens = np.asarray(shards, dtype=np.int64)
+        whole, rest = np.divmod(tokens, self._group_tokens)
+        self._shard_ends = np.cumsum(tokens)
+        self._group_ends = np.cumsum(whole)
+        self._rest_ends = np.cumsum(-(-np.maximum(rest - 1, 0) // seq_length))
+        self._n_grouped = int(whole.sum()) * self.per_group
+        self.n_samples = self._n_grouped + int(self._rest_ends[-1])
+        if self.n_samples < 1:
+            raise ConfigError(
+                f"the {len(shards)} shards have {tokens.sum()} tokens, and none of them the {seq_length + 1} that "
+                f"data.seq_length={seq_length} needs; lower it, or prepare more text"
             )
 
-    @property
-    def n_samples(self) -> int:
-        """Positions of the corpus, training and held out together."""
-        return -(-(self.n_tokens - 1) // self.seq_length)
+    def span(self, position: int) -> Span:
+        """Tokens to read for a sample, as of `FlatPlaces`, and all of one shard."""
+        if position < self._n_grouped:
+            group, sample = divmod(position, self.per_group)
+            shard, group = _place(self._group_ends, group)
+            begin = self._begin(shard) + group * self._group_tokens
+            end = begin + self._group_tokens
+        else:
+            shard, sample = _place(self._rest_ends, position - self._n_grouped)
+            groups = int(self._group_ends[shard] - (self._group_ends[shard - 1] if shard else 0))
+            begin = self._begin(shard) + groups * self._group_tokens
+            end = int(self._shard_ends[shard])
+        start = begin + sample * self.seq_length
+        return start, min(start + self.seq_length + 1, end)
+
+    def _begin(self, shard: int) -> int:
+        return int(self._shard_ends[shard - 1]) if shard else 0
+
+
+def _group_tokens(block_tokens: int, seq_length: int) -> int:
+    """Tokens of a group: whole blocks where they can be cut evenly, else so many that few are fetched twice."""
+    blocks = -(-16 * seq_length // block_tokens)
+    if blocks * block_tokens % seq_length == 0:
+        return blocks * block_tokens
+    return max(16, 8 * block_tokens // seq_length) * seq_length
+
+
+def _place(ends: npt.NDArray[np.int64], number: int) -> tuple[int, int]:
+    """In which part a number lies, and which one of that part it is, where parts end at `ends`."""
+    part = int(np.searchsorted(ends, number, side="right"))
+    return part, number - (int(ends[part - 1]) if part else 0)
+
+
+Places = FlatPlaces | BlockPlaces
+"""Cuts a corpus into samples, and numbers them by their place in it: their positions."""
+
+
+class SampleIndex:
+    """The endless list of training samples 0, 1, 2, ... of a corpus, and the samples held out of it.
+
+    Each pass visits every training position once, in an order of its own. The held-out positions depend neither on the
+    seed nor on the pass: runs with different seeds evaluate on the same samples.
+
+    Where positions are fetched in groups, the order is a shuffle on two levels: `mixed` groups from anywhere in the
+    corpus at a time, and all samples of these. So what follows in the list lies in few groups, and whole groups are
+    held out. With no more groups than that, and with None, it is one shuffle of all samples.
+    `hold_out`: share of the samples kept back from training; rounded up, but at least one sample, or group, is trained.
+    `evaluates`: nothing is trained, and all samples are held out.
+    """
+
+    def __init__(
+        self, places: Places, seed: int, hold_out: float, *, mixed: int | None = None, evaluates: bool = False
+    ) -> None:
+        self.seq_length, self.n_samples, self.span = places.seq_length, places.n_samples, places.span
+        self._seed, self._evaluates = seed, evaluates
+        is_grouped = places.per_group is not None and mixed is not None and self.n_samples > mixed * places.per_group
+        self._mixed = mixed if is_grouped else None
+        self._size = places.per_group if is_grouped and places.per_group is not None else 1
+        self._groups, self._rest = divmod(self.n_samples, self._size)
+        held_out = min(-(-math.ceil(self.n_samples * hold_out) // self._size), self._groups - 1)
+        self._trained = 0 if evaluates else self._groups - held_out
+        self.n_train = 0 if evaluates else self._trained * self._size + self._rest
+        """Samples of one pass."""
 
     @property
     def n_held_out(self) -> int:
-        return min(math.ceil(self.n_samples * self.hold_out), self.n_samples - 1)
-
-    @property
-    def n_train(self) -> int:
-        """Samples of one pass."""
-        return self.n_samples - self.n_held_out
+        return self.n_samples - self.n_train
 
     @cached_property
     def _split(self) -> Permutation:
-        return Permutation(self.n_samples, "hold-out")
+        """Puts the groups that are trained first."""
+        return Permutation(self._groups, "hold-out")
 
     def data_pass(self, index: int) -> int:
         """Number of complete passes over the training samples before this index."""
         return index // self.n_train
 
-    def positions(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Positions of many global indices at once. Shapes: (n,) in, (n,) int64 out."""
+    def positions(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions of many indices at once. Shapes: (n,) in, (n,) int64 out."""
         passes, offsets = np.divmod(np.asarray(indices, dtype=np.int64), self.n_train)
         ordered = np.empty_like(offsets)
         for data_pass in np.unique(passes).tolist():
-            chosen = passes == data_pass
-            ordered[chosen] = Permutation(self.n_train, f"order/{self.seed}/{data_pass}")(offsets[chosen])
-        return self._split(ordered)
+            chosen, key = passes == data_pass, f"order/{self._seed}/{data_pass}"
+            if self._mixed is None:
+                ordered[chosen] = self._split(Permutation(self.n_train, key)(offsets[chosen]))
+            else:
+                slots = shuffle_groups(offsets[chosen], self._trained, self._size, self._mixed, key, rest=self._rest)
+                ordered[chosen] = self._placed(slots, 0, self._trained)
+        return ordered
 
     def held_out_positions(self, n: int) -> npt.NDArray[np.int64]:
         """Positions of the first n held-out samples, or of all when there are fewer."""
-        return self._split(np.arange(self.n_train, self.n_train + min(n, self.n_held_out)))
+        numbers = np.arange(min(n, self.n_held_out))
+        if self._mixed is None:
+            of_all = Permutation(self.n_samples, "evaluation")
+            return of_all(numbers) if self._evaluates else self._split(numbers + self.n_train)
+        groups, rest = self._groups - self._trained, self._rest if self._evaluates else 0
+        if not len(numbers):
+            return numbers
+        slots = shuffle_groups(numbers, groups, self._size, _EVALUATED_GROUPS, "evaluation", rest=rest)
+        return self._placed(slots, self._trained, groups)
 
-    def span(self, position: int) -> tuple[int, int]:
-        """Tokens to read for the sample at a position: its inputs and, one further, its last target; half open."""
-        start = position * self.seq_length
-        return start, min(start + self.seq_length + 1, self.n_tokens)
-
-
-@dataclass(frozen=True)
-class EvaluationIndex(SampleIndex):
-    """The samples of a corpus of which nothing is trained: all count as held out, in one order for good."""
-
-    @property
-    def n_held_out(self) -> int:
-        return self.n_samples
-
-    def held_out_positions(self, n: int) -> npt.NDArray[np.int64]:
-        return Permutation(self.n_samples, "evaluation")(np.arange(min(n, self.n_samples)))
+    def _placed(self, slots: npt.NDArray[np.int64], first: int, groups: int) -> npt.NDArray[np.int64]:
+        """Positions of slots in the groups from `first` on, as the split has them, and behind them in the rest."""
+        group, sample = np.divmod(slots, self._size)
+        is_rest = group == groups
+        placed = self._split(np.where(is_rest, 0, first + group))
+        return np.where(is_rest, self._groups, placed) * self._size + sample
 
 
-def rank_share(batch: Sequence[int], local_rank: int, local_world_size: int) -> Sequence[int]:
+def shuffle_groups(
+    offsets: npt.NDArray[np.int64], groups: int, size: int, mixed: int, key: str, *, rest: int = 0
+) -> npt.NDArray[np.int64]:
+    """Shuffle slots 0 .. groups * size + rest on two levels: all groups, and the slots of `mixed` groups at a time.
+
+    The rest belongs to the last of these, which takes up to twice as many groups. Shapes: (n,) in, (n,) out.
+    """
+    parts = max(1, groups // mixed)
+    part_of = np.minimum(offsets // (mixed * size), parts - 1)
+    slots = np.empty_like(offsets)
+    for part in np.unique(part_of).tolist():
+        chosen, begin = part_of == part, part * mixed * size
+        end = groups * size + rest if part == parts - 1 else begin + mixed * size
+        slots[chosen] = begin + Permutation(end - begin, f"{key}/{part}")(offsets[chosen] - begin)
+    group, slot = np.divmod(slots, size)
+    is_grouped = group < groups
+    group[is_grouped] = Permutation(groups, key)(group[is_grouped])
+    return group * size + slot
+
+
+def index_of(store: TokenStore, data: DataConfig, seed: int, *, evaluates: bool = False) -> SampleIndex:
+    """The samples of a corpus as a [data] section cuts and orders them. Raises: ConfigError as `FlatPlaces` does."""
+    if store.block_tokens is None:
+        return SampleIndex(FlatPlaces(len(store), data.seq_length), seed, data.hold_out, evaluates=evaluates)
+    places = BlockPlaces(store.shards, store.block_tokens, data.seq_length)
+    blocks = data.shuffle_blocks
+    mixed = None if blocks is None else max(1, blocks * store.block_tokens // (places.per_group * data.seq_length))
+    return SampleIndex(places, seed, data.hold_out, mixed=mixed, evaluates=evaluates)
+
+
+def rank_share(batch: Sequence[T], local_rank: int, local_world_size: int) -> Sequence[T]:
     """The contiguous part of a node's batch that one of its ranks reads; its length must divide evenly."""
     assert len(batch) % local_world_size == 0, (len(batch), local_world_size)
     each = len(batch) // local_world_size

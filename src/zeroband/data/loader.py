@@ -1,4 +1,4 @@
-"""The micro-batches of one rank. Reads the token store where the sample index says; talks to no other rank.
+"""The micro-batches of one rank. Reads the token stores where the data set says; talks to no other rank.
 
 A thread builds the batches of the next inner step beside this one.
 """
@@ -17,15 +17,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zeroband.data.index import SampleIndex, rank_share, require_even_shares
-from zeroband.data.ledger import Range, take
-from zeroband.data.token_store import TokenStore
+from zeroband.data.dataset import Dataset, Sample
+from zeroband.data.index import Span, rank_share, require_even_shares
+from zeroband.data.ledger import Range, count, take
 
 IGNORED = -100
 """Target of a place that is not learned: padding, and in conversations what the assistant does not say."""
 
-_NO_SAMPLE = -1
-"""Position of a row that only pads a batch."""
+_NO_SAMPLE = Sample(0, 0, 0)
+"""A row that only pads a batch."""
+
+_EXPECTED = 8192
+"""Samples that stores are told of before they are read."""
 
 _CLOSE_S = 5.0
 """A step is built in milliseconds, unless the storage of the tokens hangs."""
@@ -43,17 +46,19 @@ class MicroBatch:
     """(documents + 1,) int32: where each document begins in the b t places of all rows laid end to end, and the end. A
     row begins a document, and so does an end-of-document token of text, from which alone the first token of the next
     one is predicted, and the first token of a conversation. None without document mask."""
+    sources: Tensor | None = None
+    """(b,) int64, on the CPU: number of the source of each row. None where there is just one."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return these rows on a device; pinned ones get there when it comes to them, and nobody waits."""
         tokens, targets = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.targets))
         lengths = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
-        return MicroBatch(tokens, targets, lengths)
+        return MicroBatch(tokens, targets, lengths, self.sources)
 
     def pinned(self) -> MicroBatch:
         """Return these rows in memory that a GPU copies from by itself."""
         lengths = None if self.cu_seqlens is None else self.cu_seqlens.pin_memory()
-        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths)
+        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths, self.sources)
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,10 @@ class _BuiltStep:
     """What one inner step reads."""
 
     batches: list[MicroBatch]
-    targets: int
-    data_pass: int
+    targets: tuple[int, ...]
+    """Targets of the whole node from each source."""
+    passes: tuple[float, ...]
+    """Over each source, before the last sample."""
 
 
 class Loader:
@@ -75,8 +82,7 @@ class Loader:
 
     def __init__(
         self,
-        store: TokenStore,
-        index: SampleIndex,
+        dataset: Dataset,
         *,
         batch_size: int,
         micro_bs: int,
@@ -87,8 +93,7 @@ class Loader:
         pins: bool = False,
     ) -> None:
         require_even_shares(batch_size, local_world_size)
-        self._store = store
-        self._index = index
+        self.dataset = dataset
         self._batch_size = batch_size
         self._micro_bs = micro_bs
         self._local_rank = local_rank
@@ -97,8 +102,14 @@ class Loader:
         self._even_micro_batches = even_micro_batches
         self._pins = pins
         self._ranges: tuple[Range, ...] = ()
-        self._targets_in_step = 0
-        self._data_pass = 0
+        self._told = 0
+        """Samples of the assignment that are still to be read and that the stores know of."""
+        self._last: Range = (0, 0)
+        """The last range of the assignment."""
+        self._shift = 0
+        """How far it lies behind that of the assignment before, in samples: the next one may lie as far away."""
+        self._targets: tuple[int, ...] = ()
+        self._passes: tuple[float, ...] = ()
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: tuple[tuple[Range, ...], Future[_BuiltStep]] | None = None
         """The samples of the step after the last one, while or after the thread builds it. It is not read before it is
@@ -107,7 +118,7 @@ class Loader:
     @property
     def remaining(self) -> int:
         """Samples of the node's assignment that are not read yet."""
-        return sum(stop - start for start, stop in self._ranges)
+        return count(self._ranges)
 
     @property
     def targets_in_step(self) -> int:
@@ -115,21 +126,34 @@ class Loader:
 
         Conversations may have none in a step.
         """
-        return self._targets_in_step
+        return sum(self._targets)
+
+    @property
+    def targets_by_source(self) -> tuple[int, ...]:
+        """`targets_in_step` that are of each source."""
+        return self._targets
 
     @property
     def data_pass(self) -> int:
-        """The pass over the data that the last step ended in."""
-        return self._data_pass
+        """The pass over the data that the last step ended in; of several sources the lowest."""
+        return int(min(self._passes, default=0))
 
     @property
-    def n_held_out(self) -> int:
-        """Samples that are held out of the corpus."""
-        return self._index.n_held_out
+    def passes(self) -> tuple[float, ...]:
+        """Passes over each source up to the last step."""
+        return self._passes
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources, where there are several."""
+        return tuple(source.name for source in self.dataset.sources) if self.dataset.is_mixed else ()
 
     def assign(self, ranges: Sequence[Range]) -> None:
         """Take these samples as the node's work from now on; what is left of an earlier assignment is dropped."""
-        self._ranges = tuple(ranges)
+        last, self._last = self._last, ranges[-1] if ranges else self._last
+        self._ranges, self._told = tuple(ranges), 0
+        self._shift = max(0, self._last[0] - last[0])
+        self._tell_stores()
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's part of the next inner step; the last micro-batch may be smaller than the others.
@@ -138,12 +162,15 @@ class Loader:
         """
         assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
         batch, self._ranges = take(self._ranges, self._batch_size)
+        self._told -= self._batch_size
         ahead, self._ahead = self._ahead, None
         step = ahead[1].result() if ahead is not None and ahead[0] == batch else self._build(batch)
         if self.remaining >= self._batch_size:
             after, _ = take(self._ranges, self._batch_size)
             self._ahead = after, self._builder.submit(self._build, after)
-        self._targets_in_step, self._data_pass = step.targets, step.data_pass
+        self._targets, self._passes = step.targets, step.passes
+        if self._told < _EXPECTED // 2:
+            self._tell_stores()
         return step.batches
 
     def close(self) -> None:
@@ -151,18 +178,24 @@ class Loader:
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead[1]], timeout=_CLOSE_S)
         self._builder.shutdown(wait=False, cancel_futures=True)
+        self.dataset.close()
 
-    def held_out_batches(self, n: int, batch: int) -> Iterator[MicroBatch]:
-        """This rank's share of the first n held-out samples, `batch` rows at a time.
+    def n_held_out(self, source: int = 0) -> int:
+        """Samples that are held out of a source."""
+        return self.dataset.sources[source].index.n_held_out
+
+    def held_out_batches(self, n: int, batch: int, source: int = 0) -> Iterator[MicroBatch]:
+        """This rank's share of the first n held-out samples of a source, `batch` rows at a time.
 
         All ranks yield equally many batches of equal sizes, so a sharded model runs in lock step: rows without a sample
         have no targets. With `even_micro_batches` the last batch is filled up with them, too. Summed over the ranks,
         losses and targets are those of the samples, each once.
         """
-        positions = self._index.held_out_positions(n).tolist()
+        samples = self.dataset.held_out(n, source)
+        self._tell_stores(first=samples)
         unit = self._local_world_size * (batch if self._even_micro_batches else 1)
-        padding = -len(positions) % unit
-        share = rank_share([*positions, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
+        padding = -len(samples) % unit
+        share = rank_share([*samples, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
         return self._micro_batches(share, batch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,39 +206,61 @@ class Loader:
         """Go on exactly where the loader that gave the state was; it may have had other ranks and another micro_bs."""
         self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
 
+    def _tell_stores(self, first: Sequence[Sample] = ()) -> None:
+        """Tell stores that fetch what is read next: some samples, the assignment, and where the next one may lie."""
+        if not self.dataset.is_fetched:
+            return
+        begin, end = self._last
+        guessed = [(begin + self._shift, end + self._shift)] if self._shift else []
+        expected, _ = take([*self._ranges, *guessed], _EXPECTED)
+        self._told = count(expected)
+        spans: list[list[Span]] = [[] for _ in self.dataset.sources]
+        for sample in itertools.chain(first, self.dataset.samples(_indices(expected))):
+            spans[sample.source].append((sample.start, sample.stop))
+        for source, wanted in zip(self.dataset.sources, spans, strict=True):
+            source.store.expect(wanted)
+
     def _build(self, batch: Sequence[Range]) -> _BuiltStep:
         """Read the samples of an inner step. Any thread."""
-        indices = list(itertools.chain.from_iterable(range(start, stop) for start, stop in batch))
-        positions = self._index.positions(indices)
-        share = rank_share(positions.tolist(), self._local_rank, self._local_world_size)
+        indices = _indices(batch)
+        samples = self.dataset.samples(indices)
+        share = list(rank_share(samples, self._local_rank, self._local_world_size))
         size = min(self._micro_bs, len(share))
         if self._even_micro_batches:
-            share = [*share, *[_NO_SAMPLE] * (-len(share) % size)]
+            share += [_NO_SAMPLE] * (-len(share) % size)
         batches = [batch.pinned() if self._pins else batch for batch in self._micro_batches(share, size)]
-        spans = [self._index.span(position) for position in positions.tolist()]
-        targets = sum(self._store.count_learned(start + 1, stop) for start, stop in spans)
-        return _BuiltStep(batches, targets, self._index.data_pass(indices[-1]))
+        targets = [0] * len(self.dataset.sources)
+        for source, start, stop in samples:
+            targets[source] += self.dataset.sources[source].store.count_learned(start + 1, stop)
+        return _BuiltStep(batches, tuple(targets), self.dataset.passes(indices[-1]))
 
-    def _micro_batches(self, positions: Sequence[int], size: int) -> Iterator[MicroBatch]:
-        for start in range(0, len(positions), size):
-            yield self._micro_batch(positions[start : start + size])
+    def _micro_batches(self, samples: Sequence[Sample], size: int) -> Iterator[MicroBatch]:
+        for start in range(0, len(samples), size):
+            yield self._micro_batch(samples[start : start + size])
 
-    def _micro_batch(self, positions: Sequence[int]) -> MicroBatch:
-        end = self._store.end_of_document
-        shape = (len(positions), self._index.seq_length)
-        tokens = np.full(shape, end, dtype=np.int64)  # (b, t)
+    def _micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        shape = (len(samples), self.dataset.seq_length)
+        tokens = np.full(shape, self.dataset.end_of_document, dtype=np.int64)  # (b, t)
         targets = np.full(shape, IGNORED, dtype=np.int64)  # (b, t)
         begins = np.zeros(shape, dtype=np.bool_)  # (b, t); padding is one document
-        for row, position in enumerate(positions):
-            if position == _NO_SAMPLE:
+        for row, (source, start, stop) in enumerate(samples):
+            if start == stop:
                 continue
-            start, stop = self._index.span(position)
-            sample, places = self._store.read(start, stop), slice(0, stop - start - 1)
-            tokens[row, places] = sample[:-1]
-            np.copyto(targets[row, places], sample[1:], where=self._store.is_learned(start + 1, stop))
-            begins[row, places] = self._store.begins(start, sample[:-1])
-        lengths = _cu_seqlens(begins) if self._document_mask else None
-        return MicroBatch(torch.as_tensor(tokens), torch.as_tensor(targets), lengths)
+            store, places = self.dataset.sources[source].store, slice(0, stop - start - 1)
+            ids = store.read(start, stop)
+            tokens[row, places] = ids[:-1]
+            np.copyto(targets[row, places], ids[1:], where=store.is_learned(start + 1, stop))
+            begins[row, places] = store.begins(start, ids[:-1])
+        return MicroBatch(
+            torch.as_tensor(tokens),
+            torch.as_tensor(targets),
+            _cu_seqlens(begins) if self._document_mask else None,
+            torch.tensor([sample.source for sample in samples]) if self.dataset.is_mixed else None,
+        )
+
+
+def _indices(ranges: Sequence[Range]) -> list[int]:
+    return list(itertools.chain.from_iterable(range(start, stop) for start, stop in ranges))
 
 
 def _cu_seqlens(begins: npt.NDArray[np.bool_]) -> Tensor:

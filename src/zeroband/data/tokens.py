@@ -104,7 +104,14 @@ class MarkedTokens(MappedTokens):
         return int(np.count_nonzero(self._marks[start:stop] & LEARNED))
 
 
-def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None) -> TokenStore:
+def prepare(
+    config: DataConfig,
+    seed: int,
+    on_progress: OnProgress | None = None,
+    *,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> TokenStore:
     """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
 
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.

@@ -37,6 +37,17 @@ class Evaluation:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.inf
 
 
+def sum_of(evaluations: Iterable[Evaluation]) -> Evaluation:
+    """Several evaluations as one."""
+    parts = list(evaluations)
+    return Evaluation(
+        samples=sum(part.samples for part in parts),
+        targets=sum(part.targets for part in parts),
+        text_bytes=sum(part.text_bytes for part in parts),
+        nats=sum(part.nats for part in parts),
+    )
+
+
 def evaluate(
     model: nn.Module, batches: Iterable[MicroBatch], tokenizer: Tokenizer | None, device: torch.device
 ) -> Evaluation:

@@ -9,13 +9,11 @@ import torch
 
 from zeroband.config import load_config
 from zeroband.config.data import DataConfig
-from zeroband.data.index import SampleIndex
+from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.loader import Loader
-from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import tokenizer_of
-from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError
-from zeroband.export.evaluation import Evaluation, evaluate
+from zeroband.export.evaluation import Evaluation, evaluate, sum_of
 from zeroband.export.opened import Opened, open_trained
 
 _ALONE = ("--outer=none", "--store.url=none")
@@ -27,8 +25,7 @@ _BATCH_SIZE = 8
 class HeldOut:
     """A corpus, which samples of it were held out, and how it is read."""
 
-    tokens: TokenStore
-    index: SampleIndex
+    dataset: Dataset
     config: DataConfig
 
 
@@ -38,17 +35,19 @@ def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Ev
     Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
     """
     opened = open_trained(where)
-    return loss_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
+    by_source = losses_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
+    return sum_of(by_source.values())
 
 
-def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int) -> Evaluation:
-    """The loss of a model on at most so many samples that were held out.
+def losses_of(
+    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int
+) -> dict[str, Evaluation]:
+    """The loss of a model on at most so many samples that were held out of each source, by the source's name.
 
     Raises: ConfigError where nothing in them is learned.
     """
     loader = Loader(
-        held_out.tokens,
-        held_out.index,
+        held_out.dataset,
         batch_size=batch_size,
         micro_bs=batch_size,
         local_rank=0,
@@ -56,13 +55,17 @@ def loss_of(opened: Opened, held_out: HeldOut, device: torch.device, *, samples:
         document_mask=held_out.config.document_mask,
     )
     model = opened.model.build(device)
-    result = evaluate(model, loader.held_out_batches(samples, batch_size), opened.model.tokenizer, device)
-    if not result.targets:
+    results: dict[str, Evaluation] = {}
+    for number, source in enumerate(held_out.dataset.sources):
+        batches = loader.held_out_batches(samples, batch_size, number)
+        results[source.name] = evaluate(model, batches, opened.model.tokenizer, device)
+    loader.close()
+    if not sum_of(results.values()).targets:
         raise ConfigError(
             f"the assistant says nothing in {samples} samples that were held out; evaluate more of them (--samples), "
             "or hold out more (data.hold_out)"
         )
-    return result
+    return results
 
 
 def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
@@ -84,13 +87,12 @@ def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
             f"data.tokenizer={data.tokenizer!r} and data.source.type={data.source.type!r} do not give the ids that "
             f"{opened.what} was trained with"
         )
-    tokens = prepare(data, seed)
-    if not rest and recorded is not None and tokens.fingerprint != recorded.fingerprint:
+    dataset = open_dataset(data, seed)
+    if not rest and recorded is not None and dataset.fingerprint != recorded.fingerprint:
         raise ConfigError(
             f"data.source holds another text now than when {opened.what} was trained, so what it held out then may "
             "have been trained; bring the text back, or choose the data with @config.toml"
         )
-    index = SampleIndex(len(tokens), data.seq_length, seed, data.hold_out)
-    if not index.n_held_out:
+    if not all(source.index.n_held_out for source in dataset.sources):
         raise ConfigError(f"data.hold_out={data.hold_out:g} keeps no sample back; evaluate on other data")
-    return HeldOut(tokens, index, data)
+    return HeldOut(dataset, data)

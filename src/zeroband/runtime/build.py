@@ -12,10 +12,10 @@ from zeroband.config.load import shared_items
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
-from zeroband.data.index import SampleIndex
+from zeroband.data.dataset import open_dataset
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of, with_template
-from zeroband.data.tokens import Corpus, prepare
+from zeroband.data.tokens import Corpus
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
@@ -66,11 +66,15 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     tokenizer = tokenizer_of(config.data)
-    tokens = prepare(config.data, config.run.seed, _log_progress if local.rank == 0 else None)
-    index = SampleIndex(len(tokens), config.data.seq_length, config.run.seed, config.data.hold_out)
+    dataset = open_dataset(
+        config.data,
+        config.run.seed,
+        _log_progress if local.rank == 0 else None,
+        local_rank=local.rank,
+        local_world_size=local.world_size,
+    )
     loader = Loader(
-        tokens,
-        index,
+        dataset,
         batch_size=config.train.batch_size,
         micro_bs=config.train.micro_bs,
         local_rank=local.rank,
@@ -88,7 +92,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         node_dir=node_dir_of(config),
         shared={
             **{key: str(value) for key, value in shared_items(config).items()},
-            "data (tokens)": tokens.fingerprint,
+            **{f"data{name and '.sources.'}{name} (tokens)": digest for name, digest in dataset.fingerprints.items()},
             "data.tokenizer (ids)": tokenizer.fingerprint,
             **built.shared,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
@@ -97,7 +101,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         local=local,
         tokenizer=tokenizer,
         loader=loader,
-        data_fingerprint=tokens.fingerprint,
+        data_fingerprint=dataset.fingerprint,
         blueprint=built.blueprint,
         model=built.model,
         parameters=built.parameters,

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from zeroband.config.evaluation import EvalConfig
-from zeroband.data.index import EvaluationIndex
+from zeroband.data.dataset import open_dataset
 from zeroband.data.loader import Loader, MicroBatch
-from zeroband.data.tokens import prepare
 from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import Evaluation, evaluate
@@ -28,6 +27,8 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.world import World
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
+
+NOT_MIXED: Mapping[str, float] = {}
 
 USUAL_BATCHES = 8
 """Batches of a set that are evaluated where no number is set."""
@@ -42,9 +43,11 @@ class EvaluationSet:
     """Samples that are evaluated, the same ones each time."""
 
     source: str | None
-    """Its name in `eval.sources`; None: the held-out samples of the run's own data."""
+    """Its name in eval.sources or data.sources; None: the held-out samples of the run's only source."""
     loader: Loader
     samples: int
+    number: int = 0
+    """Number of the source in the loader."""
 
 
 class Evaluations(Protocol):
@@ -98,14 +101,15 @@ class HeldOutEvaluations:
         whole = {source: result for source, result in results.items() if result is not None}
         if len(whole) < len(self._sets):
             return {}
-        values = metrics_of(whole) | {"eval/step": step, "eval/took_s": time.monotonic() - from_s}
+        weights = {one.name: one.weight for one in self._node.config.data.sources}
+        values = metrics_of(whole, weights) | {"eval/step": step, "eval/took_s": time.monotonic() - from_s}
         self._events.emit("evaluated", **_fields_of(step, whole, values))
         return values
 
     def _evaluate(self, one: EvaluationSet) -> Evaluation | None:
         """Evaluate one set, over all ranks; None on all of them where this node was asked to leave meanwhile."""
         node, is_counted = self._node, one.source in self._text_bytes
-        batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs)
+        batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs, one.number)
         stays = _Stay(node, self._world)
         part = evaluate(node.model, stays.through(batches), None if is_counted else node.tokenizer, node.local.device)
         if not stays.to_the_end:
@@ -157,9 +161,17 @@ def holding(model: Parameters, places: ShardMap, flat: Tensor | None) -> Generat
             shards[name].detach().view(-1).copy_(value)
 
 
-def metrics_of(results: Mapping[str | None, Evaluation]) -> dict[str, MetricValue | None]:
-    """What results are called in metrics.jsonl; those of a source carry its name."""
+def metrics_of(
+    results: Mapping[str | None, Evaluation], weights: Mapping[str, float] = NOT_MIXED
+) -> dict[str, MetricValue | None]:
+    """What results are called in metrics.jsonl; those of a source carry its name.
+
+    The loss on a mixture is the mean of the losses on its sources by `weights`, the weights of data.sources.
+    """
     values: dict[str, MetricValue | None] = {}
+    if weights:
+        losses = [weight * results[name].loss for name, weight in weights.items()]
+        values["eval/loss"] = sum(losses) / sum(weights.values())
     for source, result in results.items():
         measured = (result.loss, result.bits_per_byte if result.text_bytes else None, result.targets)
         names = _OWN if source is None else [name.replace("<source>", source) for name in _OF_SOURCE]
@@ -197,21 +209,23 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
     if wanted is None:
         return []
     sets: list[EvaluationSet] = []
+    rank, world_size = node.local.rank, node.local.world_size
     if node.config.data.hold_out:
-        sets.append(_set_of(node, wanted, None, node.loader))
+        for number, own in enumerate(node.loader.dataset.sources):
+            sets.append(_set_of(node, wanted, own.name or None, node.loader, number))
     for source, data in wanted.data_of(node.config.data).items():
         try:
-            tokens = prepare(data, node.config.run.seed)
-            index = EvaluationIndex(len(tokens), data.seq_length, node.config.run.seed, data.hold_out)
+            dataset = open_dataset(
+                data, node.config.run.seed, local_rank=rank, local_world_size=world_size, evaluates=True
+            )
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error
         loader = Loader(
-            tokens,
-            index,
+            dataset,
             batch_size=node.config.train.batch_size,
             micro_bs=node.config.train.micro_bs,
-            local_rank=node.local.rank,
-            local_world_size=node.local.world_size,
+            local_rank=rank,
+            local_world_size=world_size,
             document_mask=data.document_mask,
             even_micro_batches=compiles(node.config.train, node.local.device),
         )
@@ -219,15 +233,17 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
     return sets
 
 
-def _set_of(node: TrainerParts, wanted: EvalConfig, source: str | None, loader: Loader) -> EvaluationSet:
-    size, there = node.config.train.batch_size, loader.n_held_out
+def _set_of(
+    node: TrainerParts, wanted: EvalConfig, source: str | None, loader: Loader, number: int = 0
+) -> EvaluationSet:
+    size, there = node.config.train.batch_size, loader.n_held_out(number)
     if not there:
         raise ConfigError(
             f"[eval]: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; name more "
             "text in data.source"
         )
     if wanted.batches is None:
-        return EvaluationSet(source, loader, min(USUAL_BATCHES * size, there))
+        return EvaluationSet(source, loader, min(USUAL_BATCHES * size, there), number)
     samples = wanted.batches * size
     if there < samples:
         what = "data.hold_out keeps back" if source is None else f"{source} of eval.sources has"
@@ -235,4 +251,4 @@ def _set_of(node: TrainerParts, wanted: EvalConfig, source: str | None, loader: 
             f"eval.batches={wanted.batches} asks for {samples} samples (train.batch_size={size}) and {what} {there}; "
             "lower it, leave it out to take what there is, or give more text"
         )
-    return EvaluationSet(source, loader, samples)
+    return EvaluationSet(source, loader, samples, number)

@@ -12,7 +12,8 @@ import pytest
 
 from zeroband.config.data import ChatSource, DataConfig
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, EncodedChat, pack, prompt_of
-from zeroband.data.index import SampleIndex
+from zeroband.data.dataset import Dataset, Source
+from zeroband.data.index import FlatPlaces, SampleIndex
 from zeroband.data.loader import IGNORED, Loader
 from zeroband.data.sources import Conversation, conversations
 from zeroband.data.token_store import TokenStore
@@ -313,8 +314,7 @@ def config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Loader:
     return Loader(
-        store,
-        SampleIndex(len(store), T, 0, 0.0),
+        Dataset([Source("", store, SampleIndex(FlatPlaces(len(store), T), 0, 0.0))]),
         batch_size=batch_size,
         micro_bs=2,
         local_rank=rank,
@@ -325,7 +325,7 @@ def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1)
 
 def test_one_pass_learns_every_answer_once_and_nothing_else(config: Callable[..., DataConfig]) -> None:
     store = prepare(config(), 0)
-    n = SampleIndex(len(store), T, 0, 0.0).n_samples
+    n = SampleIndex(FlatPlaces(len(store), T), 0, 0.0).n_samples
     one = reader(store, batch_size=n)
     one.assign([(0, n)])
     batches = one.next_step()

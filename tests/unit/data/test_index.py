@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.index import EvaluationIndex, SampleIndex, rank_share
+from zeroband.data.index import FlatPlaces, SampleIndex, rank_share
 from zeroband.errors import ConfigError
 
 shapes = st.tuples(st.integers(1, 40), st.integers(0, 3000)).map(lambda p: (p[0], p[0] + 1 + p[1]))
@@ -16,7 +16,7 @@ def test_index_makes_every_token_but_the_first_a_target_exactly_once(
     shape: tuple[int, int], seed: int, hold_out: float, data_pass: int
 ) -> None:
     seq_length, n_tokens = shape
-    index = SampleIndex(n_tokens, seq_length, seed, hold_out)
+    index = SampleIndex(FlatPlaces(n_tokens, seq_length), seed, hold_out)
     first = data_pass * index.n_train
     trained = index.positions(range(first, first + index.n_train)).tolist()
     held_out = index.held_out_positions(index.n_samples).tolist()
@@ -27,7 +27,7 @@ def test_index_makes_every_token_but_the_first_a_target_exactly_once(
 
 
 def test_index_visits_the_samples_in_another_order_in_each_pass() -> None:
-    index = SampleIndex(n_tokens=801, seq_length=8, seed=0, hold_out=0.1)
+    index = SampleIndex(FlatPlaces(801, 8), 0, 0.1)
     first = index.positions(range(90)).tolist()
     second = index.positions(range(90, 180)).tolist()
     assert sorted(first) == sorted(second)
@@ -35,33 +35,33 @@ def test_index_visits_the_samples_in_another_order_in_each_pass() -> None:
 
 
 def test_index_orders_by_seed_but_holds_out_the_same_samples() -> None:
-    one, other = (SampleIndex(n_tokens=801, seq_length=8, seed=seed, hold_out=0.1) for seed in (1, 2))
+    one, other = (SampleIndex(FlatPlaces(801, 8), seed, 0.1) for seed in (1, 2))
     assert one.positions(range(90)).tolist() != other.positions(range(90)).tolist()
     assert one.held_out_positions(10).tolist() == other.held_out_positions(10).tolist()
 
 
 def test_pass_of_an_index_is_that_of_its_sample() -> None:
-    index = SampleIndex(n_tokens=801, seq_length=8, seed=0, hold_out=0)
+    index = SampleIndex(FlatPlaces(801, 8), 0, 0)
     assert [index.data_pass(i) for i in (99, 100, 250)] == [0, 1, 2]
     assert index.positions([99, 100, 250]).tolist() == [int(index.positions([i])[0]) for i in (99, 100, 250)]
 
 
 @pytest.mark.parametrize(("n_tokens", "spans"), [(9, [(0, 5), (4, 9)]), (10, [(0, 5), (4, 9), (8, 10)])])
 def test_span_overlaps_by_one_token_and_the_last_may_be_short(n_tokens: int, spans: list[tuple[int, int]]) -> None:
-    index = SampleIndex(n_tokens, seq_length=4, seed=0, hold_out=0)
+    index = SampleIndex(FlatPlaces(n_tokens, 4), 0, 0)
     assert [index.span(position) for position in range(index.n_samples)] == spans
 
 
 @pytest.mark.parametrize(("hold_out", "held_out"), [(0.0, 0), (0.001, 1), (0.25, 25), (0.499, 50)])
 def test_hold_out_rounds_up_to_whole_samples(hold_out: float, held_out: int) -> None:
-    index = SampleIndex(n_tokens=801, seq_length=8, seed=0, hold_out=hold_out)
+    index = SampleIndex(FlatPlaces(801, 8), 0, hold_out)
     assert (index.n_held_out, index.n_train) == (held_out, 100 - held_out)
     assert len(index.held_out_positions(1000)) == held_out
 
 
 def test_index_refuses_a_corpus_shorter_than_one_sample() -> None:
     with pytest.raises(ConfigError, match=r"8 tokens and data\.seq_length=8 needs at least 9"):
-        SampleIndex(n_tokens=8, seq_length=8, seed=0, hold_out=0)
+        SampleIndex(FlatPlaces(8, 8), 0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -74,7 +74,7 @@ def test_rank_share_cuts_a_batch_into_contiguous_equal_parts(ranks: int) -> None
 
 @pytest.mark.parametrize("n_tokens", [9, 10, 801])
 def test_index_for_evaluation_holds_out_every_sample_in_one_order(n_tokens: int) -> None:
-    index = EvaluationIndex(n_tokens=n_tokens, seq_length=8, seed=0, hold_out=0.1)
+    index = SampleIndex(FlatPlaces(n_tokens, 8), 0, 0.1, evaluates=True)
     positions = index.held_out_positions(10**6).tolist()
     assert sorted(positions) == list(range(index.n_samples)) and index.n_held_out == index.n_samples
     assert index.held_out_positions(3).tolist() == positions[:3]

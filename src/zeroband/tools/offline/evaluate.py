@@ -14,9 +14,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zeroband.errors import ZerobandError
 from zeroband.tools.offline.arguments import EXIT_CONFIG, add_checkpoint, add_device, open_asked, positive
+
+if TYPE_CHECKING:
+    from zeroband.data.index import SampleIndex
+    from zeroband.export.evaluation import Evaluation
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,15 +46,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    from zeroband.export.held_out import loss_of, open_held_out
+    from zeroband.export.held_out import losses_of, open_held_out
     from zeroband.tools.offline.device import device_of  # torch, for right arguments only
 
     device = device_of(options.device)
     opened = open_asked(options, "eval")
     held_out = open_held_out(opened, rest)
-    result = loss_of(opened, held_out, device, samples=options.samples, batch_size=options.batch_size)
-    index = held_out.index
+    results = losses_of(opened, held_out, device, samples=options.samples, batch_size=options.batch_size)
     print(f"checkpoint       {opened.what}")
+    for source in held_out.dataset.sources:
+        if source.name:
+            print(f"source           {source.name}")
+        _show(source.index, results[source.name])
+
+
+def _show(index: SampleIndex, result: Evaluation) -> None:
     print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
     print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
     print(f"loss             {result.loss:.6f} nats per token")

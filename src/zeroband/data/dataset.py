@@ -1,0 +1,140 @@
+"""The samples of a run: of one source, or of several that are mixed. Opens token stores; knows no rank's share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroband.config.data import DataConfig
+from zeroband.data.index import SampleIndex, index_of
+from zeroband.data.mixture import Dealt, Mixture, SourceShare
+from zeroband.data.token_store import TokenStore
+from zeroband.data.tokens import OnProgress, prepare
+from zeroband.errors import ConfigError
+
+
+class Sample(NamedTuple):
+    """The tokens of a sample: its inputs and, one further, its last target."""
+
+    source: int
+    """Number of the source."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source, and its samples."""
+
+    name: str
+    """Its name in data.sources; empty where there is just one."""
+    store: TokenStore
+    index: SampleIndex
+
+
+class Dataset:
+    """The endless list of samples of a run, and the samples held out of it."""
+
+    def __init__(self, sources: Sequence[Source], mixture: Mixture | None = None) -> None:
+        self.sources = tuple(sources)
+        self.seq_length = sources[0].index.seq_length
+        self.end_of_document = sources[0].store.end_of_document
+        self._mixture = mixture
+
+    @property
+    def is_mixed(self) -> bool:
+        return self._mixture is not None
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprint of the tokens of each source, by its name."""
+        return {source.name: source.store.fingerprint for source in self.sources}
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of all tokens."""
+        if not self.is_mixed:
+            return self.sources[0].store.fingerprint
+        return hashlib.blake2b(json.dumps(self.fingerprints).encode(), digest_size=16).hexdigest()
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether tokens have to come from elsewhere before they are read."""
+        return any(source.store.block_tokens is not None for source in self.sources)
+
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        """The training samples at global indices."""
+        sources, own = self._deal(indices)
+        positions = np.empty_like(own)
+        for number, source in enumerate(self.sources):
+            positions[sources == number] = source.index.positions(own[sources == number])
+        return [self._sample(*place) for place in zip(sources.tolist(), positions.tolist(), strict=True)]
+
+    def held_out(self, n: int, source: int = 0) -> list[Sample]:
+        """The first n samples that are held out of a source, or all when there are fewer."""
+        return [
+            self._sample(source, position) for position in self.sources[source].index.held_out_positions(n).tolist()
+        ]
+
+    def passes(self, n: int) -> tuple[float, ...]:
+        """Passes over each source that the first n samples of the run make."""
+        counts = (n,) if self._mixture is None else self._mixture.counts(n)
+        return tuple(count / source.index.n_train for count, source in zip(counts, self.sources, strict=True))
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.store.close()
+
+    def _deal(self, indices: Sequence[int]) -> Dealt:
+        own = np.asarray(indices, dtype=np.int64)
+        return Dealt(np.zeros_like(own), own) if self._mixture is None else self._mixture.deal(own)
+
+    def _sample(self, source: int, position: int) -> Sample:
+        return Sample(source, *self.sources[source].index.span(position))
+
+
+def open_dataset(
+    data: DataConfig,
+    seed: int,
+    on_progress: OnProgress | None = None,
+    *,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+    evaluates: bool = False,
+) -> Dataset:
+    """Open the sources of a [data] section, building tokens that come of text first where they are not there yet.
+
+    Called by all local ranks. `evaluates`: nothing is trained, and all samples are held out.
+    Raises: ConfigError as `prepare` does, and where a source is shorter than a sample; with the name of the source.
+    """
+    opened: list[Source] = []
+    for name, part in sorted(data.parts.items()):
+        try:
+            store = prepare(part, seed, on_progress, local_rank=local_rank, local_world_size=local_world_size)
+            opened.append(Source(name, store, index_of(store, part, seed, evaluates=evaluates)))
+        except ConfigError as error:
+            if not name:
+                raise
+            raise ConfigError(f"data.sources, {name}: {error}") from error
+    return Dataset(opened, _mixture_of(data, opened) if data.sources else None)
+
+
+def _mixture_of(data: DataConfig, opened: Sequence[Source]) -> Mixture:
+    settings = {one.name: one for one in data.sources}
+    shares = [
+        SourceShare(one.name, settings[one.name].weight, one.index.n_train, settings[one.name].max_passes)
+        for one in opened
+    ]
+    for share in shares:
+        if not share.limit:
+            raise ConfigError(
+                f"data.sources, {share.name}: max_passes={share.max_passes} of {share.n_train} samples is less than "
+                "one; raise it, or leave the source out"
+            )
+    return Mixture(shares, [(math.ceil(phase.from_tokens / data.seq_length), phase.weights) for phase in data.phases])
