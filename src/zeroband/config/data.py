@@ -218,7 +218,9 @@ class DataConfig(Section):
                 raise ValueError("data.phases change the weights of data.sources, and there are none")
             return self
         if self.source != TextSource():
-            raise ValueError("data.source and data.sources are both set; drop one of them")
+            raise ValueError(
+                'data.source and data.sources are both set; drop one of them, a preset\'s by data.source.type = "text"'
+            )
         names = [source.name for source in self.sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"data.sources names {twice[0]!r} twice; give each source a name of its own")

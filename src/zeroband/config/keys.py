@@ -158,6 +158,19 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
     return tuple(inner for member in get_args(annotation) for inner in member_types(member))
 
 
+def tables_of(annotation: Any) -> list[type[Section]]:
+    """The section that a list of tables is made of, in a list; of another type none."""
+    members = [
+        inner for member in member_types(annotation) if get_origin(member) is tuple for inner in get_args(member)
+    ]
+    return [member for member in members if _is_section(member)]
+
+
+def variants_of(field: FieldInfo) -> Mapping[str, type[Section]]:
+    """The sections that a field may hold, by tag; empty where it holds a value."""
+    return {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
+
+
 def _is_union(annotation: Any) -> bool:
     return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
@@ -165,7 +178,7 @@ def _is_union(annotation: Any) -> bool:
 def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[Key | SectionSpec]:
     for name, field in model.model_fields.items():
         here = (*path, name)
-        variants = {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
+        variants = variants_of(field)
         if not variants:
             yield Key(here, field, variant)
             continue

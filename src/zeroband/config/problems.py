@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from zeroband.config.keys import TAG, Path, SchemaKeys, Variant, dotted
+from zeroband.config.keys import TAG, Path, SchemaKeys, Variant, dotted, tables_of, variants_of
 from zeroband.config.layers import Setting
-from zeroband.config.section import NAME_PATTERN
+from zeroband.config.section import NAME_PATTERN, Section
 
 MASK = "**********"
 """Stands for a secret wherever values are shown."""
@@ -28,6 +29,8 @@ def _line(detail: ErrorDetails, merged: Mapping[Path, Setting], schema: SchemaKe
     origin = _origin(path, merged)
     if detail["type"] == "value_error":  # a rule over several keys, whose message names them
         return detail["msg"].removeprefix(_VALUE_ERROR)
+    if any(isinstance(part, int) for part in detail["loc"][:-1]):
+        return _line_of_table(detail, path, merged, schema)
     if detail["type"] == "extra_forbidden":
         return "\n".join(_misplaced(at, merged, schema) for at in sorted(merged) if at[: len(path)] == path)
     if detail["type"] == "missing":
@@ -42,6 +45,31 @@ def _line(detail: ErrorDetails, merged: Mapping[Path, Setting], schema: SchemaKe
         first = f"{name}.KEY" if "" in section.variants else f"{name}.{TAG}"
         return f"{name}={shown}{origin}: {name} is a section; set its keys, such as {first}"
     return f"{name}={shown}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _line_of_table(detail: ErrorDetails, path: Path, merged: Mapping[Path, Setting], schema: SchemaKeys) -> str:
+    """What is wrong inside one of the tables of a list."""
+    at = next(place for place, part in enumerate(detail["loc"]) if isinstance(part, int))
+    name, origin = f"{dotted(path[:at])}[{detail['loc'][at]}]", _origin(path[:at], merged)
+    section = tables_of(schema.keys[path[:at]][0].field.annotation)[0]
+    variants: Mapping[str, type[Section]] = {}
+    for part in map(str, detail["loc"][at + 1 :]):
+        if part in variants:
+            section, variants = variants[part], {}
+            continue
+        name = f"{name}.{part}"
+        if part in section.model_fields:
+            variants = variants_of(section.model_fields[part])
+    if detail["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name.rpartition(".")[2], section.model_fields, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(section.model_fields)}"
+        return f"unknown key {name}{origin}: {hint}"
+    if detail["type"] == "missing":
+        return f"{name} is missing{origin}"
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        allowed = ", ".join(f'"{tag}"' for tag in variants)
+        return f"{name}.{TAG} is missing or unknown{origin}; allowed: {allowed}"
+    return f"{name}={detail['input']!r}{origin}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
 def _split(location: Sequence[int | str], schema: SchemaKeys) -> tuple[Path, str]:

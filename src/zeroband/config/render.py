@@ -13,10 +13,11 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, Variant, dotted
+from zeroband.config.keys import TAG, Key, Path, SchemaKeys, SectionSpec, Variant, dotted, tables_of
 from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, NONE
 from zeroband.config.problems import MASK
 from zeroband.config.schema import RunConfig
+from zeroband.config.section import Section
 
 _WIDTH = 110
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
@@ -56,6 +57,8 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(_toml(part) for part in cast(Sequence[Any], value))}]"
+    if isinstance(value, BaseModel):  # a table of a list, where a key that is not set is left out
+        return _toml({name: inner for name, inner in _values(value) if inner is not None})
     if isinstance(value, dict):
         table = cast(dict[str, Any], value)
         return f"{{ {', '.join(f'{_toml(key)} = {_toml(inner)}' for key, inner in table.items())} }}" if table else "{}"
@@ -108,6 +111,10 @@ def _key_help(path: Path, keys: Sequence[Key]) -> list[str]:
     for text, variants in owners.items():
         only = f"{dotted(variants[0].section)}.{TAG} = {' | '.join(v.tag for v in variants)}: " if variants else ""
         lines += _wrapped(only + text, indent=6)
+    for table in tables_of(first.field.annotation):
+        for name, field in table.model_fields.items():
+            lines.append(f"      {name}  {_type_name(field.annotation, field.metadata)}")
+            lines += _wrapped(f"{field.description} {_default(field)}", indent=10)
     return lines
 
 
@@ -140,9 +147,14 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple:
         members = [member for member in get_args(annotation) if member is not Ellipsis]
         count = "" if Ellipsis in get_args(annotation) else f", {len(members)} of them"
-        return f"list of {_type_name(members[0])}{count}{bounds}"
+        name = _type_name(members[0])
+        return f"list of {'tables' if name == 'table' else name}{count}{bounds}"
     if origin is dict:
         return "table"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "table"
+    if all(isinstance(member, type) and issubclass(member, Section) for member in get_args(annotation) or [None]):
+        return "table, as the section of this name"
     if get_args(annotation):
         return " or ".join(
             _type_name(member, () if member is NoneType else metadata) for member in get_args(annotation)

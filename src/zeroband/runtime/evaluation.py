@@ -166,12 +166,16 @@ def metrics_of(
 ) -> dict[str, MetricValue | None]:
     """What results are called in metrics.jsonl; those of a source carry its name.
 
-    The loss on a mixture is the mean of the losses on its sources by `weights`, the weights of data.sources.
+    What a mixture's own is called is the mean of its sources by `weights`, the weights of data.sources.
     """
     values: dict[str, MetricValue | None] = {}
     if weights:
-        losses = [weight * results[name].loss for name, weight in weights.items()]
-        values["eval/loss"] = sum(losses) / sum(weights.values())
+        own = [(weight, results[name]) for name, weight in weights.items()]
+        total = sum(weights.values())
+        values["eval/loss"] = sum(weight * result.loss for weight, result in own) / total
+        if all(result.text_bytes for _, result in own):
+            values["eval/bits_per_byte"] = sum(weight * result.bits_per_byte for weight, result in own) / total
+        values["eval/tokens"] = sum(result.targets for _, result in own)
     for source, result in results.items():
         measured = (result.loss, result.bits_per_byte if result.text_bytes else None, result.targets)
         names = _OWN if source is None else [name.replace("<source>", source) for name in _OF_SOURCE]

@@ -34,6 +34,13 @@ CHANGED = [
     ("--fault.detect_s", "33.3", "--fault.watch_s", "1", "--fault.hung_s", "40", "--fault.transfer_s", "50"),
     ("--fault.lease_s", "3.3"),
     ("--outer.type", "ddp", "--fault.inject", "opened@3=SIGKILL,voted@4=SIGSTOP", "--data.source.paths", "a b,c"),
+    (
+        "--data.sources",
+        '[{"name": "a", "weight": 0.7, "source": {"type": "jsonl", "paths": ["x", "y"]}},'
+        ' {"name": "b", "weight": 1, "max_passes": 2, "source": {"type": "tokens", "path": "s3://b/c"}}]',
+        "--data.phases",
+        '[{"from_tokens": 5, "weights": {"a": 1, "b": 0}}]',
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -275,3 +276,60 @@ def test_sources_of_an_evaluation_are_read_by_the_ending_of_their_names() -> Non
     assert (seen["wiki"]["field"], seen["wiki"]["paths"], seen["odd"]["paths"]) == (
         *("body", ("/w/*.jsonl.zst",), ("/a=b.txt",)),
     )
+
+
+A, B = (
+    '{"name": "a", "weight": 1, "source": {"type": "text"}}',
+    '{"name": "b", "weight": 2, "source": {"type": "text"}}',
+)
+LIMITED = '{"name": "c", "weight": 1, "max_passes": 2, "source": {"type": "text"}}'
+
+
+@pytest.mark.parametrize(
+    ("sources", "more", "message"),
+    [
+        ('[{"name": "a", "weigth": 1, "source": {"type": "text"}}]', (), "unknown key data.sources[0].weigth (from "),
+        ('[{"name": "a", "weight": 1}]', (), "data.sources[0].source is missing"),
+        (f'[{A}, {{"name": "a b", "weight": 1, "source": {{"type": "text"}}}}]', (), "data.sources[1].name='a b'"),
+        ('[{"name": "a", "weight": 1, "source": {"type": "parquet"}}]', (), "data.sources[0].source.paths is missing"),
+        ('[{"name": "a", "weight": 1, "source": {"type": "texts"}}]', (), "data.sources[0].source.type is missing or"),
+        ('[{"name": "a", "weight": 0, "source": {"type": "text"}}]', (), "data.sources[0].weight=0"),
+        (f"[{A}, {A}]", (), "data.sources names 'a' twice"),
+        (f"[{A}]", ("--data.source.type", "synthetic"), "data.source and data.sources are both set"),
+        (f"[{LIMITED}]", (), "data.sources all have max_passes, so data may end"),
+        (f"[{A}, {B}]", ("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1}}]'), "must name all of a, b"),
+        (
+            f"[{A}, {LIMITED}]",
+            ("--data.phases", '[{"from_tokens": 9, "weights": {"a": 0, "c": 1}}]'),
+            "all sources with a weight in",
+        ),
+        (
+            f"[{A}]",
+            ("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1}}, {"from_tokens": 9, "weights": {"a": 1}}]'),
+            "data.phases must ascend by from_tokens",
+        ),
+        (
+            '[{"name": "a", "weight": 1, "source": {"type": "text", "binary": true}}]',
+            ("--data.tokenizer", "gpt2"),
+            'needs data.tokenizer = "byte"',
+        ),
+        (f'[{A}, {{"name": "m", "weight": 1, "source": {{"type": "synthetic-tokens"}}}}]', (), "mix with nothing else"),
+        ('[{"name": "m", "weight": 1, "source": {"type": "synthetic-tokens"}}]', (), "needs data.vocab_size"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(
+    refusal: Callable[..., str], sources: str, more: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal("--data.sources", sources, *more)
+
+
+def test_phases_without_sources_are_refused(refusal: Callable[..., str]) -> None:
+    assert "there are none" in refusal("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1}}]')
+
+
+def test_each_source_of_a_mixture_is_a_section_of_its_own(load: Callable[..., RunConfig]) -> None:
+    mixed = load("--data.sources", f"[{A}, {LIMITED}]", "--data.seq_length", "7").data
+    assert list(mixed.parts) == ["a", "c"] and all(part.seq_length == 7 for part in mixed.parts.values())
+    assert not any(part.sources for part in mixed.parts.values())
+    alone = load().data
+    assert dict(alone.parts) == {"": alone}
