@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -71,16 +72,16 @@ class Dataset:
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """The training samples at global indices."""
         sources, own = self._deal(indices)
-        positions = np.empty_like(own)
+        spans = np.empty((len(own), 2), dtype=np.int64)
         for number, source in enumerate(self.sources):
-            positions[sources == number] = source.index.positions(own[sources == number])
-        return [self._sample(*place) for place in zip(sources.tolist(), positions.tolist(), strict=True)]
+            chosen = sources == number
+            spans[chosen] = source.index.spans(source.index.positions(own[chosen]))
+        return list(itertools.starmap(Sample, zip(sources.tolist(), *spans.T.tolist(), strict=True)))
 
     def held_out(self, n: int, source: int = 0) -> list[Sample]:
         """The first n samples that are held out of a source, or all when there are fewer."""
-        return [
-            self._sample(source, position) for position in self.sources[source].index.held_out_positions(n).tolist()
-        ]
+        index = self.sources[source].index
+        return [Sample(source, *span) for span in index.spans(index.held_out_positions(n)).tolist()]
 
     def passes(self, n: int) -> tuple[float, ...]:
         """Passes over each source that the first n samples of the run make."""
@@ -94,9 +95,6 @@ class Dataset:
     def _deal(self, indices: Sequence[int]) -> Dealt:
         own = np.asarray(indices, dtype=np.int64)
         return Dealt(np.zeros_like(own), own) if self._mixture is None else self._mixture.deal(own)
-
-    def _sample(self, source: int, position: int) -> Sample:
-        return Sample(source, *self.sources[source].index.span(position))
 
 
 def open_dataset(

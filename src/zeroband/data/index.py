@@ -85,10 +85,10 @@ class FlatPlaces:
         self.n_samples = -(-(n_tokens - 1) // seq_length)
         self._n_tokens = n_tokens
 
-    def span(self, position: int) -> Span:
-        """Tokens to read for a sample: its inputs and, one further, its last target; half open."""
-        start = position * self.seq_length
-        return start, min(start + self.seq_length + 1, self._n_tokens)
+    def spans(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens to read for samples: their inputs and, one further, their last target. Shapes: (n,) in, (n, 2) out."""
+        starts = positions * self.seq_length
+        return np.stack([starts, np.minimum(starts + self.seq_length + 1, self._n_tokens)], axis=1)
 
 
 class BlockPlaces:
@@ -118,23 +118,18 @@ class BlockPlaces:
                 f"data.seq_length={seq_length} needs; lower it, or prepare more text"
             )
 
-    def span(self, position: int) -> Span:
-        """Tokens to read for a sample, as of `FlatPlaces`, and all of one shard."""
-        if position < self._n_grouped:
-            group, sample = divmod(position, self.per_group)
-            shard, group = _place(self._group_ends, group)
-            begin = self._begin(shard) + group * self._group_tokens
-            end = begin + self._group_tokens
-        else:
-            shard, sample = _place(self._rest_ends, position - self._n_grouped)
-            groups = int(self._group_ends[shard] - (self._group_ends[shard - 1] if shard else 0))
-            begin = self._begin(shard) + groups * self._group_tokens
-            end = int(self._shard_ends[shard])
-        start = begin + sample * self.seq_length
-        return start, min(start + self.seq_length + 1, end)
-
-    def _begin(self, shard: int) -> int:
-        return int(self._shard_ends[shard - 1]) if shard else 0
+    def spans(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens to read for samples, as of `FlatPlaces`, those of one sample all of one shard."""
+        is_rest = positions >= self._n_grouped
+        groups, samples = np.divmod(positions, self.per_group)
+        rest = positions - self._n_grouped
+        shards = np.where(is_rest, _part(self._rest_ends, rest), _part(self._group_ends, groups))
+        samples = np.where(is_rest, rest - _begins(self._rest_ends)[shards], samples)
+        first, last = _begins(self._group_ends)[shards], self._group_ends[shards]
+        begins = _begins(self._shard_ends)[shards] + (np.where(is_rest, last, groups) - first) * self._group_tokens
+        ends = np.where(is_rest, self._shard_ends[shards], begins + self._group_tokens)
+        starts = begins + samples * self.seq_length
+        return np.stack([starts, np.minimum(starts + self.seq_length + 1, ends)], axis=1)
 
 
 def _group_tokens(block_tokens: int, seq_length: int) -> int:
@@ -145,10 +140,13 @@ def _group_tokens(block_tokens: int, seq_length: int) -> int:
     return max(16, 8 * block_tokens // seq_length) * seq_length
 
 
-def _place(ends: npt.NDArray[np.int64], number: int) -> tuple[int, int]:
-    """In which part a number lies, and which one of that part it is, where parts end at `ends`."""
-    part = int(np.searchsorted(ends, number, side="right"))
-    return part, number - (int(ends[part - 1]) if part else 0)
+def _part(ends: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """In which part each number lies, where parts end at `ends`; the last one for what lies behind them all."""
+    return np.minimum(np.searchsorted(ends, numbers, side="right"), len(ends) - 1)
+
+
+def _begins(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], ends[:-1]])
 
 
 Places = FlatPlaces | BlockPlaces
@@ -171,7 +169,7 @@ class SampleIndex:
     def __init__(
         self, places: Places, seed: int, hold_out: float, *, mixed: int | None = None, evaluates: bool = False
     ) -> None:
-        self.seq_length, self.n_samples, self.span = places.seq_length, places.n_samples, places.span
+        self.seq_length, self.n_samples, self.spans = places.seq_length, places.n_samples, places.spans
         self._seed, self._evaluates = seed, evaluates
         is_grouped = places.per_group is not None and mixed is not None and self.n_samples > mixed * places.per_group
         self._mixed = mixed if is_grouped else None
@@ -190,6 +188,11 @@ class SampleIndex:
     def _split(self) -> Permutation:
         """Puts the groups that are trained first."""
         return Permutation(self._groups, "hold-out")
+
+    def span(self, position: int) -> Span:
+        """Tokens to read for one sample."""
+        start, stop = self.spans(np.array([position]))[0].tolist()
+        return start, stop
 
     def data_pass(self, index: int) -> int:
         """Number of complete passes over the training samples before this index."""

@@ -25,7 +25,7 @@ def test_positions_make_each_token_but_the_first_of_a_group_a_target_once(sizes:
     if max(sizes) < t + 1:
         return
     places = BlockPlaces(sizes, BLOCK, t)
-    spans = [places.span(position) for position in range(places.n_samples)]
+    spans = places.spans(np.arange(places.n_samples)).tolist()
     targets = sorted(token for start, stop in spans for token in range(start + 1, stop))
     assert len(set(targets)) == len(targets)
     group_tokens, begin, firsts = places.per_group * t, 0, set[int]()
