@@ -130,7 +130,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     norms: list[float] = []
     for step in range(STEPS):
         backward(model, placed, mesh, scenario.micro_bs, step)
-        beside = torch.tensor(float(mesh.rank + 1))
+        beside = torch.tensor([mesh.rank + 1.0, 10.0 * mesh.rank])
         norms.append(clip_grad_norm_(model, OPTIM.clip_norm, beside=beside).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -148,7 +148,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     shard_rows = {name: first.shape[0] for name, first in optimizer.moments()["exp_avg"].items()}
     seen = {
         "norms": norms,
-        "beside": beside.item(),
+        "beside": beside.tolist(),
         "held_out": held_out,
         "sample": sample.tolist(),
         "shard_rows": shard_rows,

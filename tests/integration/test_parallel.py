@@ -107,8 +107,9 @@ def test_ranks_agree_on_norms_samples_and_evaluation(two: Run) -> None:
             assert first[key] == second[key], (scenario, key)
 
 
-def test_number_beside_the_norm_becomes_its_sum_over_the_ranks(one: Run, two: Run) -> None:
-    assert [run.seen(rank)["plain"]["beside"] for run, rank in ((one, 0), (two, 0), (two, 1))] == [1.0, 3.0, 3.0]
+def test_numbers_beside_the_norm_become_their_sums_over_the_ranks(one: Run, two: Run) -> None:
+    seen = [run.seen(rank)["plain"]["beside"] for run, rank in ((one, 0), (two, 0), (two, 1))]
+    assert seen == [[1.0, 0.0], [3.0, 10.0], [3.0, 10.0]]
 
 
 def test_each_rank_holds_its_rows_of_the_moments(two: Run) -> None:

@@ -190,7 +190,7 @@ def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) ->
 
     def pass_backward(node: TrainerParts) -> loop.PassResult:
         node.loader.next_step()
-        return loop.PassResult(torch.tensor(10 * next(losses)), 10, 0.0, 0)
+        return loop.PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
 
     monkeypatch.setattr(loop, "forward_backward", pass_backward)
     told = MagicMock()
