@@ -128,11 +128,11 @@ class _LossInParts(torch.autograd.Function):
 def sums_by_source(per_target: Tensor, sources: Tensor, count: int) -> Tensor:
     """Sum up the targets of each source, in one order, whatever the device: no source's NaN gets into another's sum.
 
-    Shapes: per_target (b * t,), sources (b,) int64, the number of the source of each row; gives (count,).
+    Shapes: per_target (b * t,), sources (b,) int64 on any device, the number of the source of each row; gives (count,).
     """
     rows = per_target.view(len(sources), -1).sum(1)  # (b,)
     numbers = torch.arange(count, device=rows.device)[:, None]
-    return torch.where(sources == numbers, rows, 0.0).sum(1)
+    return torch.where(sources.to(rows.device, non_blocking=True) == numbers, rows, 0.0).sum(1)
 
 
 def gradient_scale(targets_in_step: int, world_size: int) -> float:

@@ -308,7 +308,7 @@ def forward_backward(node: TrainerParts) -> PassResult:
         if by_target:
             assert batch.sources is not None, "rows of a mixture know their sources"
             nats[1:] += sums_by_source(loss.per_target, batch.sources, len(names))
-    read = zip(names, node.loader.targets_by_source, node.loader.passes, strict=True)
+    read = zip(names, node.loader.targets_by_source, node.loader.passes, strict=False)  # a single source has no name
     sources = {name: SourceResult(tokens, data_pass) for name, tokens, data_pass in read}
     return PassResult(nats, targets, data_s, node.loader.data_pass, sources)
 

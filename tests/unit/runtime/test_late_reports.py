@@ -294,9 +294,10 @@ def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "sources"), [("float32", ()), ("bfloat16", ()), ("bfloat16", (0, 1, 1))])
+def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str, sources: Sequence[int]) -> None:
     node = build(**{"train.dtype": dtype, "model.d_model": 64})
+    node = mixed(node, sources) if sources else node
     train(node, 2)  # what is set up once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
