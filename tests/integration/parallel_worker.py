@@ -32,6 +32,7 @@ from zeroband.model import (
     init_weights,
 )
 from zeroband.model.blueprint import LlamaBlueprint
+from zeroband.model.loss import sums_by_source
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import (
     LocalMesh,
@@ -55,6 +56,8 @@ class Scenario:
     micro_bs: int = BATCH
     train: tuple[tuple[str, Any], ...] = ()
     tied: bool = False
+    by_source: bool = False
+    """Rows come of two sources in turn, whose losses are told apart."""
     comes_back: bool = False
     """Its weights are written to a directory and read from it."""
 
@@ -62,6 +65,7 @@ class Scenario:
 SCENARIOS = {
     "plain": Scenario(),
     "micro_batches": Scenario(micro_bs=1),
+    "by_source": Scenario(micro_bs=1, by_source=True),
     "recompute": Scenario(train=(("activation_checkpointing", "full"),)),
     "selective": Scenario(train=(("activation_checkpointing", "selective"),)),
     "reduced_each_time": Scenario(micro_bs=1, train=(("reduce_gradients", "micro_batch"),)),
@@ -85,17 +89,23 @@ def documents_of(rows: int) -> Tensor:
     return torch.cat((begins.repeat(rows).nonzero().flatten(), torch.tensor([rows * LENGTH]))).to(torch.int32)
 
 
-def backward(model: Transformer, placed: Placement, mesh: LocalMesh, micro_bs: int, step: int) -> None:
-    """Gradient of one inner step from this rank's share of the batch."""
+def backward(model: Transformer, placed: Placement, mesh: LocalMesh, scenario: Scenario, step: int) -> Tensor:
+    """Gradient of one inner step from this rank's share of the batch. Gives the nats of its sources."""
     tokens, targets = batch_of(step)
     scale = gradient_scale(int((targets != IGNORE_INDEX).sum()), mesh.world_size)
     share = BATCH // mesh.world_size
     rows = slice(mesh.rank * share, (mesh.rank + 1) * share)
-    parts = [part[rows].split(micro_bs) for part in (tokens, targets)]
-    for index, (micro_tokens, micro_targets) in enumerate(zip(*parts, strict=True)):
+    sources = torch.arange(BATCH) % 2
+    parts = [part[rows].split(scenario.micro_bs) for part in (tokens, targets, sources)]
+    nats = torch.zeros(2)
+    for index, (micro_tokens, micro_targets, micro_sources) in enumerate(zip(*parts, strict=True)):
         set_gradient_sync(model, placed.reduces_micro_batches or index == len(parts[0]) - 1)
-        loss = model(micro_tokens, documents_of(len(micro_tokens)), micro_targets, OPTIM.z_loss)
+        borders = documents_of(len(micro_tokens))
+        loss = model(micro_tokens, borders, micro_targets, OPTIM.z_loss, scenario.by_source)
         (loss.objective * scale).backward()
+        if scenario.by_source:
+            nats += sums_by_source(loss.per_target, micro_sources, 2)
+    return nats
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -129,12 +139,11 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     optimizer = InnerOptimizer(model, OPTIM, total_steps=50)
     norms: list[float] = []
     for step in range(STEPS):
-        backward(model, placed, mesh, scenario.micro_bs, step)
-        beside = torch.tensor(float(mesh.rank + 1))
+        beside = torch.cat([torch.tensor([mesh.rank + 1.0]), backward(model, placed, mesh, scenario, step)])
         norms.append(clip_grad_norm_(model, OPTIM.clip_norm, beside=beside).item())
         optimizer.step()
         optimizer.zero_grad()
-    backward(model, placed, mesh, scenario.micro_bs, STEPS)
+    backward(model, placed, mesh, scenario, STEPS)
     tensors |= {f"gradient/{name}": whole(p.grad) for name, p in model.named_parameters()}
     tensors |= {f"final/{name}": whole(p) for name, p in model.named_parameters()}
     held = whole_parameters(model, keeps=mesh.rank == 0)
@@ -148,7 +157,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     shard_rows = {name: first.shape[0] for name, first in optimizer.moments()["exp_avg"].items()}
     seen = {
         "norms": norms,
-        "beside": beside.item(),
+        "beside": beside.tolist(),
         "held_out": held_out,
         "sample": sample.tolist(),
         "shard_rows": shard_rows,

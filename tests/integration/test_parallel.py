@@ -107,8 +107,20 @@ def test_ranks_agree_on_norms_samples_and_evaluation(two: Run) -> None:
             assert first[key] == second[key], (scenario, key)
 
 
-def test_number_beside_the_norm_becomes_its_sum_over_the_ranks(one: Run, two: Run) -> None:
-    assert [run.seen(rank)["plain"]["beside"] for run, rank in ((one, 0), (two, 0), (two, 1))] == [1.0, 3.0, 3.0]
+def test_numbers_beside_the_norm_become_their_sums_over_the_ranks(one: Run, two: Run) -> None:
+    seen = [run.seen(rank)["plain"]["beside"] for run, rank in ((one, 0), (two, 0), (two, 1))]
+    assert seen == [[1.0, 0.0, 0.0], [3.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
+    _, *alone = one.seen()["by_source"]["beside"]
+    _, *shared = two.seen()["by_source"]["beside"]
+    assert shared == two.seen(1)["by_source"]["beside"][1:] == pytest.approx(alone, rel=1e-4)
+    assert alone[0] != alone[1] and min(alone) > 0
+
+
+def test_telling_sources_apart_changes_no_bit_on_one_rank_or_two(one: Run, two: Run) -> None:
+    for run in (one, two):
+        assert run.seen()["by_source"]["norms"] == run.seen()["micro_batches"]["norms"]
+        expected = run.tensors("micro_batches", "final")
+        assert all(torch.equal(value, expected[name]) for name, value in run.tensors("by_source", "final").items())
 
 
 def test_each_rank_holds_its_rows_of_the_moments(two: Run) -> None:

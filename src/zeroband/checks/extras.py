@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroband.checks.finding import Finding
-from zeroband.config.data import ChatSource, FilesSource, HuggingFaceSource, SyntheticTokensSource
+from zeroband.config.data import ChatSource, FilesSource, HuggingFaceSource, Source, TokensSource
 from zeroband.config.schema import RunConfig
 from zeroband.errors import way_to_extra
 
@@ -43,12 +43,13 @@ def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, module)."""
-    if config.data.tokenizer != "byte" and not isinstance(config.data.source, SyntheticTokensSource):
+    if config.data.tokenizer != "byte" and not config.data.is_made_up:
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
-    if isinstance(config.data.source, ChatSource):
-        yield "data.source.type='chat'", "transformers"
-    if isinstance(config.data.source, HuggingFaceSource):
-        yield "data.source.type='huggingface'", "datasets"
+    for key, source in _sources(config):
+        if isinstance(source, ChatSource):
+            yield f"{key}.type='chat'", "transformers"
+        if isinstance(source, HuggingFaceSource):
+            yield f"{key}.type='huggingface'", "datasets"
     if config.train.float8 is not None:
         yield f"train.float8={config.train.float8!r}", "torchao"
     if config.observe.wandb is not None:
@@ -62,13 +63,22 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, protocol) of every value that is a URL."""
-    source = config.data.source
-    paths = source.paths if isinstance(source, FilesSource) else ()
-    values = [("data.source.paths", path) for path in paths]
+    values: list[tuple[str, str | None]] = []
+    for key, source in _sources(config):
+        if isinstance(source, FilesSource):
+            values += [(f"{key}.paths", path) for path in source.paths]
+        if isinstance(source, TokensSource):
+            values.append((f"{key}.path", source.path))
     values += [("ckpt.path", config.ckpt.path), ("resume.path", config.resume.path if config.resume else None)]
     for key, value in values:
         if value is not None and "://" in value:
             yield f"{key}={value!r}", value.partition("://")[0].rpartition("::")[2]
+
+
+def _sources(config: RunConfig) -> Iterator[tuple[str, Source]]:
+    """(key, source) of each source that is trained on."""
+    for name, part in config.data.parts.items():
+        yield f"data.sources, {name}: source" if name else "data.source", part.source
 
 
 def _implementations() -> dict[str, dict[str, str]]:

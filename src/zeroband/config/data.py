@@ -239,6 +239,11 @@ class DataConfig(Section):
         return self
 
     @property
+    def is_made_up(self) -> bool:
+        """Whether its ids are made up and stand for no text."""
+        return any(isinstance(part.source, SyntheticTokensSource) for part in self.parts.values())
+
+    @property
     def parts(self) -> Mapping[str, DataConfig]:
         """The section as each source alone would have it, by its name; "" where there is just one."""
         if not self.sources:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 from pydantic import Field, PositiveInt, field_validator
 
 from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
+
+_T = TypeVar("_T", TextSource, JsonlSource, ParquetSource)
 
 _COMPRESSION = (".gz", ".zst")
 
@@ -49,13 +52,18 @@ class EvalConfig(Section):
 
 
 def _source_of(path: str, data: DataConfig) -> DocumentSource:
-    bare, like = path, data.source
+    bare = path
     for ending in _COMPRESSION:
         bare = bare.removesuffix(ending)
     if bare.endswith((".jsonl", ".ndjson")):
-        settings = like if isinstance(like, JsonlSource) else JsonlSource(type="jsonl", paths=(path,))
+        settings = _like(data, JsonlSource) or JsonlSource(type="jsonl", paths=(path,))
     elif bare.endswith(".parquet"):
-        settings = like if isinstance(like, ParquetSource) else ParquetSource(type="parquet", paths=(path,))
+        settings = _like(data, ParquetSource) or ParquetSource(type="parquet", paths=(path,))
     else:
-        settings = like if isinstance(like, TextSource) else TextSource()
+        settings = _like(data, TextSource) or TextSource()
     return settings.model_copy(update={"paths": (path,)})
+
+
+def _like(data: DataConfig, kind: type[_T]) -> _T | None:
+    """The first source of this kind that is trained on."""
+    return next((part.source for part in data.parts.values() if isinstance(part.source, kind)), None)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
-from zeroband.config.data import DataConfig, SyntheticTokensSource
+from zeroband.config.data import DataConfig
 from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
@@ -339,7 +339,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _made_up_ids_are_no_text(self) -> RunConfig:
-        if isinstance(self.data.source, SyntheticTokensSource):
+        if self.data.is_made_up:
             wanted = {"observe.sample_prompt": self.observe.sample_prompt, "[export]": self.export}
             for key in (key for key, value in wanted.items() if value is not None):
                 raise ValueError(
@@ -352,7 +352,7 @@ class RunConfig(Section):
     def _has_something_to_evaluate_on(self) -> RunConfig:
         if self.eval is None:
             return self
-        if self.eval.sources and isinstance(self.data.source, SyntheticTokensSource):
+        if self.eval.sources and self.data.is_made_up:
             raise ValueError(
                 "eval.sources needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
                 "drop one of them"

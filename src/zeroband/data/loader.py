@@ -47,18 +47,20 @@ class MicroBatch:
     row begins a document, and so does an end-of-document token of text, from which alone the first token of the next
     one is predicted, and the first token of a conversation. None without document mask."""
     sources: Tensor | None = None
-    """(b,) int64, on the CPU: number of the source of each row. None where there is just one."""
+    """(b,) int64: the number of the source of each row. None with a single source."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return these rows on a device; pinned ones get there when it comes to them, and nobody waits."""
         tokens, targets = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.targets))
         lengths = None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True)
-        return MicroBatch(tokens, targets, lengths, self.sources)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        return MicroBatch(tokens, targets, lengths, sources)
 
     def pinned(self) -> MicroBatch:
         """Return these rows in memory that a GPU copies from by itself."""
         lengths = None if self.cu_seqlens is None else self.cu_seqlens.pin_memory()
-        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths, self.sources)
+        sources = None if self.sources is None else self.sources.pin_memory()
+        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), lengths, sources)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.config.data import ChatSource, DataConfig, SyntheticTokensSource
+from zeroband.config.data import ChatSource, DataConfig, Source
 from zeroband.data.tokenizer_files import (
     BYTE_CHAT_TEMPLATE,
     END_OF_DOCUMENT_TEXT,
@@ -224,9 +224,9 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a [data] section, with the room that it asks for.
 
     Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it, or it cannot write the
-    chats of data.source.
+    chats of a source, or sources ask for several templates.
     """
-    if isinstance(data.source, SyntheticTokensSource):
+    if data.is_made_up:
         assert data.vocab_size is not None, "checked with the section"
         return NoTokenizer(data.vocab_size)
     tokenizer = open_tokenizer(data.tokenizer)
@@ -237,8 +237,18 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
                 f"{data.tokenizer!r}; set it to {tokenizer.vocab_size} or more, or to none"
             )
         tokenizer.room = data.vocab_size
-    if isinstance(data.source, ChatSource):
-        tokenizer.chat_template = _chat_template(data.source, data.tokenizer, tokenizer)
+    templates = {
+        name: _chat_template(part.source, data.tokenizer, tokenizer)
+        for name, part in data.parts.items()
+        if isinstance(part.source, ChatSource)
+    }
+    if len(set(templates.values())) > 1:
+        raise ConfigError(
+            f"data.sources: the chats of {', '.join(templates)} are written by different templates, and the model that "
+            "is trained has one; give each of them the same source.template"
+        )
+    if templates:
+        tokenizer.chat_template = next(iter(templates.values()))
     return tokenizer
 
 
@@ -264,10 +274,13 @@ def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
 
 def with_template(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
     """The section with the chat template itself instead of its file, for where that is not."""
-    if not isinstance(data.source, ChatSource) or data.source.template is None:
-        return data
-    source = data.source.model_copy(update={"template": tokenizer.chat_template})
-    return data.model_copy(update={"source": source})
+
+    def told(source: Source) -> Source:
+        is_set = isinstance(source, ChatSource) and source.template is not None
+        return source.model_copy(update={"template": tokenizer.chat_template}) if is_set else source
+
+    mixed = tuple(one.model_copy(update={"source": told(one.source)}) for one in data.sources)
+    return data.model_copy(update={"source": told(data.source), "sources": mixed})
 
 
 def open_tokenizer(name: str) -> Tokenizer:

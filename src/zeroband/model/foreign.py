@@ -128,7 +128,12 @@ class ForeignModel(LanguageModel):
         ...
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        z_loss: float = 0.0,
+        by_target: bool = False,
     ) -> Tensor | TokenLoss:
         """As `LanguageModel` says."""
         if targets is None:
@@ -144,7 +149,7 @@ class ForeignModel(LanguageModel):
             loss = TokenLoss(objective, objective.detach(), counted)
         else:
             assert answer.logits is not None, "a module gives logits or a loss"
-            loss = self.logits_loss(answer.logits.flatten(0, -2), targets.flatten(), z_loss=z_loss)
+            loss = self.logits_loss(answer.logits.flatten(0, -2), targets.flatten(), z_loss=z_loss, by_target=by_target)
         if answer.auxiliary is None or not torch.is_grad_enabled():
             return loss
         return loss._replace(objective=loss.objective + answer.auxiliary.float() * loss.targets)

@@ -59,10 +59,16 @@ class LanguageModel(nn.Module):
 
     @abstractmethod
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        z_loss: float = 0.0,
+        by_target: bool = False,
     ) -> Tensor | TokenLoss:
         """Logits of the next token at every position; with targets, their loss instead.
 
+        `by_target`: the loss of each target as well, unless the model has a loss of its own.
         Shapes: tokens and targets (b, t) int64, cu_seqlens as in `MicroBatch`; gives (b, t, v), or a TokenLoss.
         """
         ...

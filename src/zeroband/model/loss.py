@@ -27,31 +27,44 @@ class TokenLoss(NamedTuple):
     """Cross entropy in nats, detached: what is reported."""
     targets: Tensor
     """How many targets counted, int64."""
+    per_target: Tensor | None = None
+    """(n,) cross entropy of each target in nats, detached; 0 where it does not count. None: not asked for."""
 
 
 LogitsLoss = Callable[..., TokenLoss]
 """`next_token_loss`, as it is or compiled."""
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> TokenLoss:
+def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0, by_target: bool = False) -> TokenLoss:
     """Cross entropy of each target under the softmax of its logits, summed in float32.
 
     Adds z_loss * log(Z)^2 for each target, Z being the softmax's denominator (PaLM, arXiv:2204.02311, section 5).
+    `by_target`: gives `per_target` as well, which changes no bit of the sums and of the gradient.
     Shapes: logits (..., v) of any float type, targets (...) int64 with IGNORE_INDEX where nothing is to be learned.
     """
     flat_logits = logits.flatten(0, -2).float()  # (n, v)
     flat_targets = targets.flatten()  # (n,)
-    cross_entropy = F.cross_entropy(flat_logits, flat_targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    log_p = F.log_softmax(flat_logits, dim=-1)  # (n, v)
+    cross_entropy = F.nll_loss(log_p, flat_targets, ignore_index=IGNORE_INDEX, reduction="sum")
     counted = flat_targets != IGNORE_INDEX
     objective = cross_entropy
     if z_loss:
         log_partition = torch.logsumexp(flat_logits, dim=-1).masked_fill(~counted, 0.0)
         objective = objective + z_loss * log_partition.square().sum()
-    return TokenLoss(objective, cross_entropy.detach(), counted.sum())
+    per_target = None
+    if by_target:
+        per_target = F.nll_loss(log_p.detach(), flat_targets, ignore_index=IGNORE_INDEX, reduction="none")
+    return TokenLoss(objective, cross_entropy.detach(), counted.sum(), per_target)
 
 
 def linear_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, logits_loss: LogitsLoss = next_token_loss
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    by_target: bool = False,
+    logits_loss: LogitsLoss = next_token_loss,
 ) -> TokenLoss:
     """`next_token_loss` of the logits x @ weight.T, of which never more than LOGITS_BYTES exist at a time.
 
@@ -62,8 +75,8 @@ def linear_loss(
     rows, flat_targets = x.flatten(0, 1), targets.flatten()
     parts = -(-rows.shape[0] * weight.shape[0] * 4 // LOGITS_BYTES)
     if parts <= 1:
-        return logits_loss(F.linear(rows, weight), flat_targets, z_loss=z_loss)
-    in_part = partial(logits_loss, z_loss=z_loss)
+        return logits_loss(F.linear(rows, weight), flat_targets, z_loss=z_loss, by_target=by_target)
+    in_part = partial(logits_loss, z_loss=z_loss, by_target=by_target)
     return TokenLoss(*_LossInParts.apply(rows, weight, flat_targets, in_part, parts, torch.is_grad_enabled()))
 
 
@@ -77,10 +90,11 @@ class _LossInParts(torch.autograd.Function):
         loss_of: Callable[[Tensor, Tensor], TokenLoss],
         parts: int,
         is_training: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         of_x, of_weight = (torch.zeros_like(t) if is_training else None for t in (x, weight))
         sums = [torch.zeros((), dtype=torch.float32, device=x.device) for _ in range(2)]
         counted = torch.zeros((), dtype=torch.int64, device=x.device)
+        each: list[Tensor] = []
         size = -(-x.shape[0] // parts)
         for start in range(0, x.shape[0], size):
             rows = slice(start, start + size)
@@ -94,9 +108,12 @@ class _LossInParts(torch.autograd.Function):
             sums[0] += loss.objective.detach()
             sums[1] += loss.cross_entropy
             counted += loss.targets
+            if loss.per_target is not None:
+                each.append(loss.per_target)
         ctx.gradients = of_x, of_weight
-        ctx.mark_non_differentiable(sums[1], counted)
-        return sums[0], sums[1], counted
+        per_target = torch.cat(each) if each else None
+        ctx.mark_non_differentiable(sums[1], counted, *([] if per_target is None else [per_target]))
+        return sums[0], sums[1], counted, per_target
 
     @staticmethod
     @once_differentiable
@@ -106,6 +123,16 @@ class _LossInParts(torch.autograd.Function):
         of_x, of_weight = (gradient.mul_(scale) for gradient in ctx.gradients)
         ctx.gradients = None
         return of_x, of_weight, None, None, None, None
+
+
+def sums_by_source(per_target: Tensor, sources: Tensor, count: int) -> Tensor:
+    """Sum up the targets of each source, in one order, whatever the device: no source's NaN gets into another's sum.
+
+    Shapes: per_target (b * t,), sources (b,) int64 on any device, the number of the source of each row; gives (count,).
+    """
+    rows = per_target.view(len(sources), -1).sum(1)  # (b,)
+    numbers = torch.arange(count, device=rows.device)[:, None]
+    return torch.where(sources.to(rows.device, non_blocking=True) == numbers, rows, 0.0).sum(1)
 
 
 def gradient_scale(targets_in_step: int, world_size: int) -> float:

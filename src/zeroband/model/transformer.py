@@ -106,7 +106,12 @@ class Transformer(LanguageModel):
         return flops_per_token(self.config, self.vocab_size, seq_length)
 
     def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None, z_loss: float = 0.0
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        z_loss: float = 0.0,
+        by_target: bool = False,
     ) -> Tensor | TokenLoss:
         """As `LanguageModel` says; the loss without holding all logits, which are in the compute type.
 
@@ -119,7 +124,8 @@ class Transformer(LanguageModel):
         x = self.norm(x)
         if targets is None:
             return self._project(x, F.linear)
-        return self._project(x, partial(linear_loss, targets=targets, z_loss=z_loss, logits_loss=self.logits_loss))
+        options = {"z_loss": z_loss, "by_target": by_target, "logits_loss": self.logits_loss}
+        return self._project(x, partial(linear_loss, targets=targets, **options))
 
     def _project(self, x: Tensor, use: Callable[[Tensor, Tensor], _T]) -> _T:
         return use(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x, use)

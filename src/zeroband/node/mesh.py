@@ -375,19 +375,20 @@ def clip_grad_norm_(model: Parameters, max_norm: float | None, *, beside: Tensor
     """Return the global norm of the gradient over all shards; scale the gradient to `max_norm` where it is larger.
 
     None only measures. A gradient whose norm is not finite is left alone: the caller decides. Shapes: the norm ()
-    float32, on the gradient's device, which nobody waits for here. `beside`: () float32 there, a number of this rank,
-    which becomes its sum over the ranks in the same exchange.
+    float32, on the gradient's device, which nobody waits for here. `beside`: (k,) float32 there, numbers of this
+    rank, each of which becomes its sum over the ranks in the same exchange.
     Every local rank calls this; all get the same number.
     """
     gradients = [parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None]
     local = [local_part(gradient) for gradient in gradients]
     norm = torch.nn.utils.get_total_norm(local)
     if gradients and is_sharded(gradients[0]) and gradients[0].device_mesh.size() > 1:
-        shares = torch.stack([norm.square()] if beside is None else [norm.square(), beside])
+        square = norm.square().view(1)
+        shares = square if beside is None else torch.cat([square, beside])
         dist.all_reduce(shares, group=gradients[0].device_mesh.get_group())  # pyright: ignore[reportUnknownMemberType]
         norm = shares[0].sqrt()
         if beside is not None:
-            beside.copy_(shares[1])
+            beside.copy_(shares[1:])
     if max_norm is not None and local:
         limit = torch.full_like(norm, max_norm, dtype=widest_float(norm.device))  # one rounding, to float32
         scale = torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0).to(norm.dtype), 1.0)

@@ -58,6 +58,11 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     "train/loss": Metric("nats/token", "Mean cross entropy of this node's batch, without z-loss."),
+    "train/loss/<source>": Metric(
+        "nats/token",
+        "train/loss of one of data.sources, by its name; absent where the step had no target of it, or the model has a "
+        "loss of its own.",
+    ),
     "train/perplexity": Metric("1", "exp(train/loss)."),
     "train/lr": Metric("1", "Learning rate of the inner optimizer in this step."),
     "train/lr_muon": Metric("1", "Learning rate of Muon's matrices in this step, where optim.muon.lr sets one apart."),
@@ -113,6 +118,12 @@ METRICS: Mapping[str, Metric] = {
     "eval/tokens/<source>": Metric("tokens", "Of its samples."),
     "eval/took_s": Metric("s", "Duration of the evaluation, which is no part of train/step_s."),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
+    "data/pass/<source>": Metric("1", "Passes over one of data.sources that the run has made, parts of one included."),
+    "data/tokens/<source>": Metric(
+        "tokens",
+        "Targets of one of data.sources in this step of this node, absent where there are none; `zeroband status` sums "
+        "them up over all nodes, steps among them that the run lost again.",
+    ),
     "data/next": Metric("index", "First global sample index that nobody was given yet."),
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."

@@ -15,7 +15,7 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.log import format_fields
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, run_view
+from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, SourceView, run_view
 
 __all__ = [
     "EventView",
@@ -101,6 +101,8 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     lines += ["", f"run {view.run_id}, {len(view.members)} nodes in: {', '.join(view.members) or '-'}"]
     if view.sent_bytes and view.ddp_bytes:
         lines.append(f"sent {sent_in_words(view)}")
+    if view.sources:
+        lines.append(f"trained, by all nodes: {', '.join(_source_in_words(*item) for item in view.sources.items())}")
     lines += [_evaluation_line(node) for node in view.nodes if node.evaluation is not None]
     if view.disagreements:
         rounds = ", ".join(map(str, view.disagreements))
@@ -129,6 +131,11 @@ def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
         human_bytes(node.sent_bytes),
         human_bytes(node.ddp_bytes),
     )
+
+
+def _source_in_words(name: str, source: SourceView) -> str:
+    loss = "" if source.loss is None else f", loss {source.loss:.4f}"
+    return f"{name} {human_count(source.tokens)} tokens (pass {source.data_pass:.3g}{loss})"
 
 
 def _evaluation_line(node: NodeView) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -57,6 +57,18 @@ class EvaluationView:
 
 
 @dataclass(frozen=True)
+class SourceView:
+    """What was trained of one source of a mixture."""
+
+    tokens: int = 0
+    """Over all starts."""
+    data_pass: float = 0.0
+    """Passes that the run has made over it."""
+    loss: float | None = None
+    """In nats per token, of the newest step that had some of it."""
+
+
+@dataclass(frozen=True)
 class NodeView:
     """A node as its files show it. None and 0 where it has not said yet."""
 
@@ -77,6 +89,8 @@ class NodeView:
     loss_curve: tuple[float, ...] = ()
     """Losses from the first to a recent step, evenly spaced, at most CURVE_POINTS."""
     evaluation: EvaluationView | None = None
+    sources: Mapping[str, SourceView] = field(default_factory=dict[str, SourceView])
+    """By name; empty with a single source."""
     tokens: int = 0
     tokens_per_s: float | None = None
     round: int | None = None
@@ -152,6 +166,15 @@ class RunView:
         return sum(node.ddp_bytes for node in self.current)
 
     @cached_property
+    def sources(self) -> Mapping[str, SourceView]:
+        """What all nodes trained of each source: tokens in all, the most passes, the mean of their newest losses."""
+        by_name: dict[str, list[SourceView]] = {}
+        for node in self.current:
+            for name, source in node.sources.items():
+                by_name.setdefault(name, []).append(source)
+        return {name: _of_all_nodes(views) for name, views in by_name.items()}
+
+    @cached_property
     def disagreements(self) -> tuple[int, ...]:
         """Rounds after which two nodes held different outer states; must be empty, always."""
         by_round: dict[tuple[str | None, int], set[str]] = {}
@@ -164,6 +187,15 @@ class RunView:
     def events(self) -> tuple[EventView, ...]:
         """The events of all nodes, newest last; the order between nodes is only as good as their clocks."""
         return tuple(sorted((event for node in self.nodes for event in node.events), key=lambda e: e.at_s))
+
+
+def _of_all_nodes(views: Sequence[SourceView]) -> SourceView:
+    losses = [view.loss for view in views if view.loss is not None]
+    return SourceView(
+        sum(view.tokens for view in views),
+        max(view.data_pass for view in views),
+        sum(losses) / len(losses) if losses else None,
+    )
 
 
 def node_id_of_member(member_id: str) -> str:
@@ -211,6 +243,7 @@ class NodeHistory:
             loss = float(record["train/loss"])
             view = replace(view, loss=loss, first_loss=loss if old.first_loss is None else old.first_loss)
             self._curve.add(loss)
+        view = replace(view, sources=_sources_after(old.sources, record))
         if "eval/step" in record:
             losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
             view = replace(view, evaluation=EvaluationView(int(record["eval/step"]), losses, bits))
@@ -288,9 +321,21 @@ class NodeHistory:
 
 
 def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """A metric of an evaluation and those of its sources, by their names; its own has the name ""."""
+    """A metric and those of its sources, by their names; its own has the name ""."""
     names = [name for name in record if name == metric or name.startswith(f"{metric}/")]
     return {name.removeprefix(metric).removeprefix("/"): float(record[name]) for name in names}
+
+
+def _sources_after(sources: Mapping[str, SourceView], record: Mapping[str, Any]) -> Mapping[str, SourceView]:
+    """What was trained of each source after the step of a record."""
+    losses, tokens, passes = (_by_source(record, name) for name in ("train/loss", "data/tokens", "data/pass"))
+    after = dict(sources)
+    for name in passes:
+        if not name:
+            continue  # of the data as a whole
+        before = sources.get(name, SourceView())
+        after[name] = SourceView(before.tokens + int(tokens.get(name, 0)), passes[name], losses.get(name, before.loss))
+    return after
 
 
 class Curve:

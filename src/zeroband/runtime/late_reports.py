@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.interfaces import SyncHooks
@@ -14,7 +14,7 @@ from zeroband.errors import Leaving
 from zeroband.node.async_copy import Reading
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue
-from zeroband.runtime.report import Report, RunProgress, StepResult
+from zeroband.runtime.report import Report, RunProgress, SourceResult, StepResult
 
 _log = get_logger(__name__)
 
@@ -32,7 +32,9 @@ class InnerStep:
     data_s: float
     data_pass: int
     shown: Reading
-    """Cross entropy of the targets, summed up, in nats; norm of the gradient."""
+    """Norm of the gradient; cross entropy of the targets in nats, summed up: of all, and of each source where known."""
+    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
+    """Without losses yet."""
     blocked_s: float = 0.0
     synced: Sequence[RoundReport] = ()
     committed: RunProgress | None = None
@@ -87,7 +89,7 @@ class LateReports:
         if not self._outer.has_own_steps:  # told with the gradient
             return
         with self._departure.in_step():
-            nats, norm = made.shown.read()
+            norm, nats, *_ = made.shown.read()
         loss, is_finite = mean_of(nats, made.tokens), math.isfinite(norm)
         if not is_finite:
             fields = {"step": made.number, "norm": norm, "loss": loss}
@@ -95,7 +97,7 @@ class LateReports:
         self._outer.learned(made.tokens if is_finite else 0, loss)
 
     def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:
-        nats, norm = made.shown.read()
+        norm, nats, *each = made.shown.read()
         learned = StepResult(
             loss=mean_of(nats, made.tokens),
             tokens=made.tokens,
@@ -106,6 +108,15 @@ class LateReports:
             blocked_s=made.blocked_s,
             data_pass=made.data_pass,
             ended_at_s=ended_at_s,
+            sources=_with_losses(made.sources, each),
         )
         assert made.committed is not None, "its hooks come first"
         self._report.stepped(made.number + 1, learned, made.synced, made.committed, made.beside)
+
+
+def _with_losses(sources: Mapping[str, SourceResult], nats: Sequence[float]) -> Mapping[str, SourceResult]:
+    """Give each source its mean loss. `nats`: summed up over its targets; empty where they are not known."""
+    if not nats:
+        return sources
+    read = zip(sources.items(), nats, strict=True)
+    return {name: replace(one, loss=each / one.tokens if one.tokens else None) for (name, one), each in read}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,7 @@ from zeroband.errors import Fenced, Leaving
 from zeroband.export.directory import FolderInUse, TrainedModel, whole_parameters, write_directory
 from zeroband.export.parity import check_parity, describe
 from zeroband.model.generate import generate
-from zeroband.model.loss import gradient_scale
+from zeroband.model.loss import gradient_scale, sums_by_source
 from zeroband.node.async_copy import Reading
 from zeroband.node.mesh import (
     LocalMesh,
@@ -49,7 +49,7 @@ from zeroband.runtime.evaluation import (
 from zeroband.runtime.join import Joiner
 from zeroband.runtime.join_steps import open_replica
 from zeroband.runtime.late_reports import InnerStep, LateReports, mean_of
-from zeroband.runtime.report import Report, RunProgress, open_report
+from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
 
@@ -237,7 +237,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
     if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
         with node.departure.in_step():
             sum_over_ranks(passed.nats, node.local)
-            outer.learned(passed.tokens, mean_of(passed.nats.item(), passed.tokens))
+            outer.learned(passed.tokens, mean_of(passed.nats[0].item(), passed.tokens))
     with blocked:
         common_norm = outer.sync_gradients(step, passed.tokens)
     if common_norm is None:
@@ -247,10 +247,10 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         found_inf = (~norm.isfinite() | (passed.tokens == 0)).float() if has_own_steps else None
     else:
         assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
-        norm = torch.full_like(passed.nats, common_norm, dtype=widest)
+        norm = torch.full((), common_norm, dtype=widest, device=passed.nats.device)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = Reading(torch.stack([passed.nats.to(widest), norm.to(widest)]))
+    shown = Reading(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
     return InnerStep(
         number=step,
         lr=lr,
@@ -258,6 +258,7 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         tokens=passed.tokens,
         data_s=passed.data_s,
         data_pass=passed.data_pass,
+        sources=passed.sources,
         shown=shown,
     )
 
@@ -280,11 +281,14 @@ class PassResult:
     """What the forward and backward passes of one inner step gave."""
 
     nats: Tensor
-    """() float32, on the device: cross entropy of this rank's targets, summed up."""
+    """(1 + sources,) float32, on the device: cross entropy of this rank's targets, summed up: of all, then of those of
+    each source, where there are several and the model tells them apart."""
     tokens: int
     """Targets of the whole node."""
     data_s: float
     data_pass: int
+    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
+    """Without losses yet; empty with a single source."""
 
 
 def forward_backward(node: TrainerParts) -> PassResult:
@@ -292,15 +296,21 @@ def forward_backward(node: TrainerParts) -> PassResult:
     from_s = time.perf_counter()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
-    targets = node.loader.targets_in_step
+    targets, names = node.loader.targets_in_step, node.loader.source_names
+    by_target = bool(names) and not node.model.has_own_loss
     scale = gradient_scale(targets, node.local.world_size)
-    nats = torch.zeros((), device=node.local.device)
+    nats = torch.zeros(1 + len(names) * by_target, device=node.local.device)
     for number, batch in enumerate(batches, start=1):
         set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
-        loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss)
+        loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss, by_target)
         (loss.objective * scale).backward()
-        nats += loss.cross_entropy
-    return PassResult(nats, targets, data_s, node.loader.data_pass)
+        nats[0] += loss.cross_entropy
+        if by_target:
+            assert batch.sources is not None, "rows of a mixture know their sources"
+            nats[1:] += sums_by_source(loss.per_target, batch.sources, len(names))
+    read = zip(names, node.loader.targets_by_source, node.loader.passes, strict=False)  # a single source has no name
+    sources = {name: SourceResult(tokens, data_pass) for name, tokens, data_pass in read}
+    return PassResult(nats, targets, data_s, node.loader.data_pass, sources)
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
 """Metrics of the console line."""
+
+_AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
+"""How the metrics begin whose last values are told at the end of the run."""
 
 _log = get_logger(__name__)
 
@@ -90,8 +93,8 @@ class NodeReport:
         self._metrics = MetricsLog(node.node_dir, sinks)
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0
-        self._held_out: Mapping[str, MetricValue] = {}
-        """The newest evaluation's results on held-out samples, by metric."""
+        self._newest: dict[str, MetricValue] = {}
+        """The newest results on held-out samples, and passes over each source, by metric."""
 
     def started(self) -> None:
         if self._node.config.outer is not None:
@@ -124,12 +127,9 @@ class NodeReport:
         for report in synced:
             self._round_event(report)
         self._metrics.record(step, values)
-        if "eval/step" in values:
-            self._held_out = {
-                name.replace("/", "_"): value
-                for name, value in values.items()
-                if name.startswith(("eval/loss", "eval/bits_per_byte")) and value is not None
-            }
+        for name, value in values.items():
+            if name.startswith(_AT_THE_END) and value is not None:
+                self._newest[name.replace("/", "_")] = value
         if step % self._node.config.observe.log_every_steps == 0 or synced:
             self._say(step, values)
 
@@ -187,7 +187,7 @@ class NodeReport:
         _log.info(f"step {step}{end} {format_fields(fields)}")
 
     def finished(self) -> None:
-        self.events.emit("run_finished", step=self._total_steps, **self._held_out)
+        self.events.emit("run_finished", step=self._total_steps, **self._newest)
 
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -224,6 +224,18 @@ def _claim(node: NodeParts) -> int:
 
 
 @dataclass(frozen=True)
+class SourceResult:
+    """What one inner step showed of one source of a mixture, summed over the node's ranks."""
+
+    tokens: int
+    """Its targets."""
+    data_pass: float
+    """Passes over it when the step ended."""
+    loss: float | None = None
+    """Mean cross entropy in nats per token; None where it had no target, or the model's loss is its own."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one inner step showed, summed over the node's ranks."""
 
@@ -240,6 +252,8 @@ class StepResult:
     """When the device was done with it, by the process's monotonic clock."""
     lr_muon: float | None = None
     """Learning rate of the matrices; None: they have none apart."""
+    sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
+    """By name; empty with a single source."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +367,7 @@ class TrainerReport(NodeReport):
             "data/pass": learned.data_pass,
             "node/rss_bytes": resident_bytes(),
             "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
+            **_source_values(learned.sources),
             **beside,
         }
         if synced:
@@ -378,6 +393,15 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
     departure.on_cut_off = report.cut_off
     return report
+
+
+def _source_values(sources: Mapping[str, SourceResult]) -> dict[str, MetricValue | None]:
+    values: dict[str, MetricValue | None] = {}
+    for name, one in sources.items():
+        values[f"train/loss/{name}"] = one.loss
+        values[f"data/tokens/{name}"] = one.tokens or None
+        values[f"data/pass/{name}"] = one.data_pass
+    return values
 
 
 def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:

@@ -18,6 +18,7 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.config.training import TrainConfig
 
 MADE_UP = {"type": "synthetic-tokens"}
+MADE_UP_PART = {"name": "a", "weight": 1, "source": MADE_UP}
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,24 @@ def test_float8_needs_sizes_that_tensor_cores_take(sizes: dict[str, Any], messag
             {"eval": {"sources": ["a=/x"]}, "data": {"source": MADE_UP, "vocab_size": 50}},
             "eval.sources needs a tokenizer",
         ),
+        (
+            {"eval": {"sources": ["a=/x"]}, "data": {"sources": [MADE_UP_PART], "vocab_size": 50}},
+            "eval.sources needs a tokenizer",
+        ),
     ],
 )
 def test_evaluation_of_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate(settings)
+
+
+def test_sources_of_an_evaluation_are_read_as_those_of_a_mixture_are() -> None:
+    like = {"type": "jsonl", "paths": ["/train.jsonl"], "field": "body"}
+    parts = [{"name": name, "weight": 1, "source": source} for name, source in (("t", {"type": "text"}), ("j", like))]
+    config = RunConfig.model_validate({"eval": {"sources": ["wiki=/w.jsonl"]}, "data": {"sources": parts}})
+    assert config.eval is not None
+    seen = config.eval.data_of(config.data)["wiki"].source.model_dump()
+    assert (seen["type"], seen["field"], seen["paths"]) == ("jsonl", "body", ("/w.jsonl",))
 
 
 def test_sources_of_an_evaluation_are_read_by_the_ending_of_their_names() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zeroband.config.data import ChatSource, DataConfig
+from zeroband.config.data import ChatSource, DataConfig, MixtureSource, TextSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, EncodedChat, pack, prompt_of
 from zeroband.data.dataset import Dataset, Source
 from zeroband.data.index import FlatPlaces, SampleIndex
@@ -215,6 +215,31 @@ def test_what_is_recorded_of_a_template_is_its_text(tmp_path: Path) -> None:
     recorded = with_template(data, tokenizer_of(data))
     path.unlink()
     assert tokenizer_of(recorded).chat_template == PLAIN
+
+
+def mixture(*templates: str | None) -> DataConfig:
+    """Text, and chats that are written by these templates."""
+    chats = [ChatSource(type="chat", paths=(f"{n}.jsonl",), template=text) for n, text in enumerate(templates)]
+    named = [MixtureSource(name=f"chat-{n}", weight=1, source=chat) for n, chat in enumerate(chats)]
+    return DataConfig(sources=(MixtureSource(name="text", weight=2, source=TextSource()), *named))
+
+
+def test_tokenizer_of_a_mixture_has_the_template_of_its_chats(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(PLAIN)
+    data = mixture(str(path), PLAIN)
+    recorded = with_template(data, tokenizer_of(data))
+    path.unlink()
+    assert tokenizer_of(recorded).chat_template == PLAIN
+    parts = {name: tokenizer_of(part).chat_template for name, part in recorded.parts.items()}
+    assert parts == {"text": None, "chat-0": PLAIN, "chat-1": PLAIN}
+    assert tokenizer_of(mixture(None)).chat_template == ByteTokenizer.own_chat_template
+    assert tokenizer_of(mixture()).chat_template is None
+
+
+def test_chats_of_a_mixture_that_are_written_differently_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.sources: the chats of chat-0, chat-1 are written by different"):
+        tokenizer_of(mixture(PLAIN, None))
 
 
 def test_tokenizer_without_a_template_is_refused(folder: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.config.data import DataConfig
-from zeroband.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_of
+from zeroband.config.data import DataConfig, MixtureSource, SyntheticTokensSource
+from zeroband.data.tokenizer import ByteTokenizer, NoTokenizer, open_tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 
 
@@ -50,6 +50,13 @@ def test_room_widens_the_model_and_must_hold_every_id_of_the_tokenizer() -> None
     assert tokenizer_of(DataConfig(vocab_size=32_001)).padded_vocab_size == 32_064
     with pytest.raises(ConfigError, match=r"data\.vocab_size=256 has no room for the 257 ids of data.tokenizer='byte'"):
         tokenizer_of(DataConfig(vocab_size=256))
+
+
+def test_made_up_ids_have_no_tokenizer_in_a_mixture_either() -> None:
+    made_up = SyntheticTokensSource(type="synthetic-tokens", tokens=1000)
+    mixed = tuple(MixtureSource(name=name, weight=1, source=made_up) for name in "ab")
+    tokenizer = tokenizer_of(DataConfig(sources=mixed, vocab_size=100, tokenizer="no such tokenizer"))
+    assert isinstance(tokenizer, NoTokenizer) and tokenizer.fingerprint == NoTokenizer(100).fingerprint
 
 
 def test_open_tokenizer_gives_bytes_by_name() -> None:

@@ -103,6 +103,22 @@ def test_logits_and_losses_in_every_form_train_alike(form: str, local: LocalMesh
     assert losses[0] == pytest.approx(5.8, abs=0.3)
 
 
+@pytest.mark.parametrize(("form", "tells"), [("logits", True), ("tuple", False), ("loss", False)])
+def test_losses_of_targets_are_told_where_they_are_made_here(
+    form: str, tells: bool, local: LocalMesh, tmp_path: Path
+) -> None:
+    file = written(tmp_path, BODY.format(forward=FORMS[form]))
+    node = trained_with(section(file), local, tmp_path, data={"document_mask": False, "hold_out": 0.0})
+    node.loader.assign([(0, 4)])
+    batch = node.loader.next_step()[0]
+    loss = node.model(batch.tokens, None, batch.targets, 0.0, True)
+    assert tells is not node.model.has_own_loss
+    assert (loss.per_target is not None) is tells
+    if tells:
+        assert loss.per_target.shape == (batch.targets.numel(),)
+        assert loss.per_target.sum().item() == pytest.approx(loss.cross_entropy.item(), rel=1e-5)
+
+
 def test_example_knows_documents_and_is_sampled_from(local: LocalMesh, tmp_path: Path) -> None:
     node = trained_with(section(OWN_MODEL, settings=("width=16", "layers=3")), local, tmp_path)
     assert len(node.model.blocks) == 3

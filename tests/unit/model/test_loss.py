@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from zeroband.model import IGNORE_INDEX, gradient_scale, linear_loss, next_token_loss
 from zeroband.model import loss as module
+from zeroband.model.loss import TokenLoss, sums_by_source
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,18 +58,26 @@ def test_all_targets_ignored_gives_zero_and_no_nan() -> None:
     assert gradient.count_nonzero() == 0
 
 
-def in_parts(parts: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, z_loss: float) -> list[torch.Tensor]:
-    """Loss, cross entropy, targets and both gradients, computed in so many parts."""
+def whole_and_gradients(
+    parts: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, **options: float
+) -> tuple[TokenLoss, list[torch.Tensor]]:
+    """The loss of linear_loss, computed in so many parts, and both gradients."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 21, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(0, 50, (2, 21), generator=generator)
     targets[1, 15:] = IGNORE_INDEX
     monkeypatch.setattr(module, "LOGITS_BYTES", -(-42 * 50 * 4 // parts))
-    loss = linear_loss(x, weight, targets, z_loss=z_loss)
+    loss = linear_loss(x, weight, targets, **options)
     (loss.objective * 0.25).backward()
     assert x.grad is not None and weight.grad is not None
-    return [loss.objective.detach(), loss.cross_entropy, loss.targets, x.grad, weight.grad]
+    return loss, [x.grad, weight.grad]
+
+
+def in_parts(parts: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, z_loss: float) -> list[torch.Tensor]:
+    """Loss, cross entropy, targets and both gradients, computed in so many parts."""
+    loss, gradients = whole_and_gradients(parts, monkeypatch, dtype, z_loss=z_loss)
+    return [loss.objective.detach(), loss.cross_entropy, loss.targets, *gradients]
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -121,3 +130,41 @@ def test_step_without_targets_has_no_gradient() -> None:
     loss = next_token_loss(logits, torch.full_like(targets, IGNORE_INDEX), z_loss=0.1)
     (gradient,) = torch.autograd.grad(loss.objective * gradient_scale(0, world_size=2), logits)
     assert (loss.cross_entropy.item(), int(loss.targets), gradient.count_nonzero().item()) == (0.0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 5, 42])
+def test_asking_for_each_target_changes_no_bit(monkeypatch: pytest.MonkeyPatch, parts: int, dtype: torch.dtype) -> None:
+    plain, gradients = whole_and_gradients(parts, monkeypatch, dtype, z_loss=0.1)
+    asked, of_asked = whole_and_gradients(parts, monkeypatch, dtype, z_loss=0.1, by_target=True)
+    assert plain.per_target is None and asked.per_target is not None
+    assert not asked.per_target.requires_grad and asked.per_target.dtype == torch.float32
+    for ours, theirs in zip([*asked[:3], *of_asked], [*plain[:3], *gradients], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_each_target_has_its_cross_entropy_and_an_ignored_one_none(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(3, 7, 8, generator=generator), torch.randn(19, 8, generator=generator)
+    targets = torch.randint(0, 19, (3, 7), generator=generator)
+    targets[1, 2:] = IGNORE_INDEX
+    monkeypatch.setattr(module, "LOGITS_BYTES", -(-21 * 19 * 4 // parts))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            loss = linear_loss(x.requires_grad_(grad), weight, targets, z_loss=0.1, by_target=True)
+        log_p = (x.double() @ weight.double().T).log_softmax(-1)
+        expected = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets == IGNORE_INDEX, 0)
+        assert loss.per_target is not None
+        torch.testing.assert_close(loss.per_target.double(), expected.detach().flatten(), rtol=1e-5, atol=1e-6)
+        sums = sums_by_source(loss.per_target, torch.tensor([2, 0, 2]), 4).double()
+        rows = expected.detach().sum(1)
+        wanted = torch.stack([rows[1], rows.new_zeros(()), rows[0] + rows[2], rows.new_zeros(())])
+        torch.testing.assert_close(sums, wanted, rtol=1e-5, atol=1e-6)
+        assert sums.sum().item() == pytest.approx(loss.cross_entropy.item(), rel=1e-5)
+
+
+def test_loss_that_is_no_number_stays_with_its_source() -> None:
+    per_target = torch.tensor([1.0, 2.0, float("nan"), 4.0, float("inf"), 5.0, 6.0, 7.0])
+    sums = sums_by_source(per_target, torch.tensor([0, 1, 2, 0]), 4)
+    assert sums[0] == 16.0 and sums[1].isnan() and sums[2].isinf() and sums[3] == 0.0

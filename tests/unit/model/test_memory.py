@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def peak_of_head(use: Any, z_loss: float) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
-def test_head_and_loss_of_the_10b_model_take_at_most_four_gigabytes(z_loss: float) -> None:
-    assert peak_of_head(linear_loss, z_loss) <= 4e9
+@pytest.mark.parametrize(("z_loss", "by_target"), [(0.0, False), (1e-4, False), (1e-4, True)])
+def test_head_and_loss_of_the_10b_model_take_at_most_four_gigabytes(z_loss: float, by_target: bool) -> None:
+    assert peak_of_head(partial(linear_loss, by_target=by_target), z_loss) <= 4e9
 
 
 @pytest.mark.slow

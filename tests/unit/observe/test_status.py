@@ -43,6 +43,14 @@ class Node:
         values: dict[str, MetricValue] = {"train/loss": loss, "train/tokens": 64 * step, "train/tokens_per_s": 640.0}
         self._metrics.record(step, values | {f"outer/{name}": value for name, value in outer.items()})
 
+    def mix(self, step: int, **sources: tuple[int, float, float | None]) -> None:
+        """A step of several sources: targets, passes and loss of each."""
+        values: dict[str, MetricValue | None] = {"train/loss": 3.0, "data/pass": 0}
+        for name, (tokens, data_pass, loss) in sources.items():
+            values |= {f"data/tokens/{name}": tokens or None, f"data/pass/{name}": data_pass}
+            values[f"train/loss/{name}"] = loss
+        self._metrics.record(step, values)
+
     def commit(self, round: int, members: list[str], digest: str = "d1", epoch: int = 1, line: str = "line") -> None:
         progress = {"founding": line}
         self.events.emit("round_committed", round=round, epoch=epoch, members=members, digest=digest, progress=progress)
@@ -405,3 +413,29 @@ def test_status_loads_neither_torch_nor_wandb() -> None:
 
 def test_files_have_the_names_that_the_docs_give() -> None:
     assert (METRICS_FILE, EVENTS_FILE) == ("metrics.jsonl", "events.jsonl")
+
+
+def test_sources_of_a_mixture_are_summed_up_over_all_nodes(run_dir: Path) -> None:
+    first, second = founded(run_dir, "n0", "n1")
+    first.mix(1, web=(30, 0.5, 2.0), code=(0, 0.0, None))
+    first.mix(2, web=(0, 0.5, None), code=(10, 0.25, 1.0))
+    second.mix(1, web=(300, 0.75, 4.0), code=(0, 0.125, None))
+    view = RunReader(run_dir).read()
+    assert {name: (one.tokens, one.data_pass, one.loss) for name, one in view.nodes[0].sources.items()} == {
+        "web": (30, 0.5, 2.0),
+        "code": (10, 0.25, 1.0),
+    }
+    assert {name: (one.tokens, one.data_pass, one.loss) for name, one in view.sources.items()} == {
+        "web": (330, 0.75, 3.0),
+        "code": (10, 0.25, 1.0),
+    }
+    shown = "trained, by all nodes: web 330 tokens (pass 0.75, loss 3.0000), code 10 tokens (pass 0.25, loss 1.0000)"
+    assert shown in render(view)
+
+
+def test_run_of_a_single_source_shows_none(run_dir: Path) -> None:
+    (node,) = founded(run_dir, "n0")
+    node.step(1)
+    node.mix(2)
+    view = RunReader(run_dir).read()
+    assert view.nodes[0].step == 2 and not view.sources and "trained, by" not in render(view)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroband.config import load_config
+from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.errors import Leaving
@@ -56,6 +59,41 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class MixedLoader:
+    """A loader whose rows come of several sources in turn. `sources`: one each of the first rows, then again."""
+
+    def __init__(
+        self, loader: Loader, sources: Sequence[int], *, names: Sequence[str] = ("web", "code", "math")
+    ) -> None:
+        self._loader = loader
+        self._turn = itertools.cycle(sources)
+        self.source_names = tuple(names)
+        self.targets_by_source, self.passes = (0,) * len(names), (0.0,) * len(names)
+        self.batches: list[list[MicroBatch]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def next_step(self) -> list[MicroBatch]:
+        batches = [
+            replace(batch, sources=torch.tensor([next(self._turn) for _ in batch.tokens]))
+            for batch in self._loader.next_step()
+        ]
+        counted = [0] * len(self.source_names)
+        for batch in batches:
+            for row, source in zip(batch.targets.tolist(), batch.sources.tolist(), strict=True):
+                counted[source] += len(row) - row.count(IGNORED)
+        self.targets_by_source = tuple(counted)
+        self.passes = tuple(0.25 * (len(self.batches) + 1) for _ in counted)
+        self.batches.append(batches)
+        return batches
+
+
+def mixed(node: TrainerParts, sources: Sequence[int]) -> TrainerParts:
+    """The node as if its data were a mixture."""
+    return replace(node, loader=cast(Any, MixedLoader(node.loader, sources)))
+
+
 @pytest.fixture
 def build(local: LocalMesh, tmp_path: Path) -> Iterator[Callable[..., TrainerParts]]:
     """build(**settings): a node that trains a small model alone; None: without that setting."""
@@ -88,11 +126,12 @@ def train(node: TrainerParts, steps: int = STEPS) -> Rows:
 
 
 @pytest.mark.slow  # a dispatch mode loads torch's compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "sources"), [("float32", ()), ("bfloat16", ()), ("float32", (0, 1, 1))])
 def test_no_value_of_the_device_is_read_in_a_step_but_the_late_one(
-    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch, dtype: str
+    build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch, dtype: str, sources: Sequence[int]
 ) -> None:
     node, read, made = build(**{"train.dtype": dtype}), Reading.read, list[int]()
+    node = mixed(node, sources) if sources else node
 
     def note(reading: Reading) -> list[float]:
         made.append(node.inner.step_count)
@@ -145,6 +184,94 @@ def test_reported_steps_are_those_of_a_loop_that_reads_at_once(build: Callable[.
     assert expected[0][1] > 0.5 and expected[-1][0] < expected[0][0]
 
 
+# -- several sources ------------------------------------------------------------------------------------------------
+
+
+def loss_by_hand(node: TrainerParts, batches: Sequence[MicroBatch], source: int) -> float:
+    """Mean over the targets of a source, in float64."""
+    nats, targets = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            log_p = node.model(batch.tokens, batch.cu_seqlens).double().log_softmax(-1)
+            for row, of_row in enumerate(batch.sources.tolist()):
+                learned = batch.targets[row] != IGNORED
+                if of_row == source:
+                    nats -= log_p[row, learned, batch.targets[row, learned]].sum().item()
+                    targets += int(learned.sum())
+    return nats / targets
+
+
+def test_each_source_has_the_mean_loss_of_its_rows_and_none_without_rows(build: Callable[..., TrainerParts]) -> None:
+    node = mixed(build(**{"optim.z_loss": 1e-3, "optim.adamw.lr": 1e-9}), (0, 1, 0, 0, 1, 0, 0, 0))
+    report = train(node, 2)
+    expected = [
+        {name: loss_by_hand(node, batches, number) for number, name in enumerate(("web", "code"))}
+        for batches in node.loader.batches
+    ]
+    assert report.steps == [1, 2]
+    for seen, wanted, data_pass in zip(report.results, expected, (0.25, 0.5), strict=True):
+        assert {name: one.loss for name, one in seen.sources.items()} == {
+            "web": pytest.approx(wanted["web"], rel=1e-5),
+            "code": pytest.approx(wanted["code"], rel=1e-5),
+            "math": None,
+        }
+        assert [one.tokens for one in seen.sources.values()] == [3 * 16, 16, 0]
+        assert [one.data_pass for one in seen.sources.values()] == [data_pass] * 3
+        assert seen.loss == pytest.approx((3 * wanted["web"] + wanted["code"]) / 4, rel=1e-5)
+
+
+@pytest.mark.slow  # bfloat16 loads FSDP
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_telling_sources_apart_changes_no_bit_of_what_is_learned(
+    build: Callable[..., TrainerParts], dtype: str
+) -> None:
+    plain, told = (build(**{"train.dtype": dtype, "optim.z_loss": 1e-3}) for _ in range(2))
+    start = {name: value.detach().clone() for name, value in plain.model.named_parameters()}
+    expected, found = train(plain), train(mixed(told, (0, 1)))
+    for (name, ours), (_, theirs) in zip(*(node.model.named_parameters() for node in (told, plain)), strict=True):
+        assert torch.equal(ours, theirs) and not torch.equal(ours, start[name])
+    assert [(seen.loss, seen.grad_norm) for seen in found.results] == [
+        (seen.loss, seen.grad_norm) for seen in expected.results
+    ]
+    assert all(seen.sources.keys() == {"web", "code", "math"} for seen in found.results)
+    assert not any(seen.sources for seen in expected.results)
+
+
+def test_loss_that_is_no_number_is_that_of_one_source(build: Callable[..., TrainerParts]) -> None:
+    node, bad = build(), 200
+    with torch.no_grad():
+        node.model.embed_tokens.weight[bad] = math.nan
+    node = mixed(node, (0, 1))
+    plain = node.loader.next_step
+
+    def next_step() -> list[MicroBatch]:
+        batches = plain()
+        for batch in batches:
+            batch.tokens[batch.sources == 1, 0] = bad
+        return batches
+
+    node.loader.next_step = next_step
+    (seen,) = train(node, 1).results
+    assert math.isnan(seen.loss) and math.isnan(seen.grad_norm)
+    web, code = seen.sources["web"].loss, seen.sources["code"].loss
+    assert web is not None and math.isfinite(web) and code is not None and math.isnan(code)
+
+
+def test_step_of_all_nodes_has_the_losses_of_sources_too(build: Callable[..., TrainerParts]) -> None:
+    report, told, outer = Rows(), list[tuple[int, float]](), NoAlgorithm(RunShape(2, BATCH))
+    hooks = MagicMock(wraps=outer, has_own_steps=False)
+    hooks.inner_step, hooks.learned = 0, lambda tokens, loss: told.append((tokens, loss))
+    hooks.sync_gradients.return_value, hooks.sync_gradients.side_effect = 0.5, None
+    type(hooks).progress = property(lambda _: outer.progress)
+    loop.train_round(training_of(mixed(build(), (0, 0, 1)), hooks, report))
+    assert [seen.grad_norm for seen in report.results] == [0.5, 0.5]
+    assert report.results[0].loss == train(build(), 1).results[0].loss
+    assert told == [(seen.tokens, seen.loss) for seen in report.results]
+    for seen in report.results:
+        sums = [one.loss * one.tokens for one in seen.sources.values() if one.loss is not None]
+        assert len(sums) == 2 and sum(sums) / seen.tokens == pytest.approx(seen.loss, rel=1e-5)
+
+
 def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
     build: Callable[..., TrainerParts], tmp_path: Path
 ) -> None:
@@ -167,9 +294,10 @@ def test_step_without_a_target_leaves_the_model_alone_and_weighs_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "sources"), [("float32", ()), ("bfloat16", ()), ("bfloat16", (0, 1, 1))])
+def test_no_step_waits_for_the_gpu(build: Callable[..., TrainerParts], dtype: str, sources: Sequence[int]) -> None:
     node = build(**{"train.dtype": dtype, "model.d_model": 64})
+    node = mixed(node, sources) if sources else node
     train(node, 2)  # what is set up once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -190,7 +318,7 @@ def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) ->
 
     def pass_backward(node: TrainerParts) -> loop.PassResult:
         node.loader.next_step()
-        return loop.PassResult(torch.tensor(10 * next(losses)), 10, 0.0, 0)
+        return loop.PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
 
     monkeypatch.setattr(loop, "forward_backward", pass_backward)
     told = MagicMock()

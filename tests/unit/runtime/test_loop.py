@@ -20,7 +20,7 @@ from zeroband.runtime.report import SilentReport
 TrainOn = Callable[..., InnerOptimizer]
 
 
-PASSED = loop.PassResult(nats=torch.tensor(20.0), tokens=10, data_s=0.0, data_pass=0)
+PASSED = loop.PassResult(nats=torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
 
 
 def a_node(**parts: Any) -> MagicMock:

@@ -17,8 +17,9 @@ from zeroband.config.model import LlamaConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.model.blueprint import LlamaBlueprint
+from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.metrics import METRICS_FILE
-from zeroband.runtime.report import RunProgress, StepResult, TrainerReport
+from zeroband.runtime.report import RunProgress, SourceResult, StepResult, TrainerReport
 
 LEARNED = StepResult(
     loss=2.0, tokens=10, lr=1e-3, grad_norm=1.0, data_s=0.0, blocked_s=0.0, data_pass=0, ended_at_s=0.0
@@ -67,3 +68,23 @@ def test_tokens_of_the_run_include_what_was_learned_while_a_round_travelled(node
 def test_tokens_of_a_node_that_trains_alone_are_counted_once(node: Any) -> None:
     steps = [(RunProgress(after(0), is_now=False), []), (RunProgress(after(20), is_now=True), [])]
     assert tokens_of(node, steps) == [10, 20]
+
+
+def test_sources_are_told_of_step_by_step_and_their_passes_at_the_end(node: Any) -> None:
+    report, going = TrainerReport(node), RunProgress(after(0), is_now=False)
+    steps = (
+        {"web": SourceResult(8, 0.5, loss=2.5), "code": SourceResult(0, 1.25)},
+        {"web": SourceResult(8, 0.75, loss=float("nan")), "code": SourceResult(2, 1.5, loss=1.0)},
+    )
+    for step, sources in enumerate(steps, start=1):
+        report.stepped(step, replace(LEARNED, ended_at_s=float(step), sources=sources), [], going, {})
+    report.finished()
+    report.close()
+    names = [f"{kind}/{source}" for source in ("web", "code") for kind in ("train/loss", "data/tokens", "data/pass")]
+    told = [json.loads(line) for line in (node.node_dir / METRICS_FILE).read_text().splitlines()]
+    assert [[line.get(name) for name in names] for line in told] == [
+        [2.5, 8, 0.5, None, None, 1.25],
+        ["nan", 8, 0.75, 1.0, 2, 1.5],
+    ]
+    finished = json.loads((node.node_dir / EVENTS_FILE).read_text().splitlines()[-1])
+    assert (finished["kind"], finished["data_pass_web"], finished["data_pass_code"]) == ("run_finished", 0.75, 1.5)

@@ -200,6 +200,7 @@ class Comparison:
     def _setting(self) -> list[tuple[str, str]]:
         options, config = self._options, self._config
         params = next((outcome.params for outcome in self.outcomes if outcome.params), 0)
+        read = [one.model_dump() for one in config.data.sources] or config.data.source.model_dump()
         start = f"{options.warm_steps} steps of data parallel training, then fresh optimizer moments for every method"
         return [
             (
@@ -209,7 +210,7 @@ class Comparison:
             ("model", f"{params} parameters: {config.model.model_dump(exclude_none=True)}"),
             (
                 "data",
-                f"{config.data.source.model_dump()}, {config.data.tokenizer}, {config.data.seq_length} tokens a sample",
+                f"{read}, {config.data.tokenizer}, {config.data.seq_length} tokens a sample",
             ),
             (
                 "run",
