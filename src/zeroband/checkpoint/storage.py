@@ -282,14 +282,23 @@ def open_storage(path: str, run_id: str, node_id: str = "reader") -> Storage:
 
     Raises ConfigError where its kind of URL cannot be used here.
     """
+    return open_folder(path, node_id, key="ckpt.path", below=run_id)
+
+
+def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage:
+    """A folder at a path or URL, or one below it, for whoever writes files there whole and in one go.
+
+    writer: in whose name files lie beside their places meanwhile; key: what the user calls the path.
+    Raises ConfigError where its kind of URL cannot be used here.
+    """
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         fs, root = core.url_to_fs(path, use_listings_cache=False, skip_instance_cache=True)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"ckpt.path={path!r} cannot be opened: {error}") from error
+        raise ConfigError(f"{key}={path!r} cannot be opened: {error}") from error
     if "file" in fs.protocol:
-        return LocalStorage(Path(root) / run_id, node_id)
-    return ObjectStorage(fs, f"{root.rstrip('/')}/{run_id}", f"{path.rstrip('/')}/{run_id}")
+        return LocalStorage(Path(root) / below, writer)
+    return ObjectStorage(fs, f"{root.rstrip('/')}/{below}", f"{path.rstrip('/')}/{below}".rstrip("/"))
 
 
 def read_exactly(file: BinaryIO, outs: Sequence[memoryview]) -> None:
