@@ -186,7 +186,7 @@ def test_bucket_gets_the_bytes_that_a_folder_gets(
 ) -> None:
     import boto3
 
-    flags = ("--tokenizer", "byte", "--dedup", "--unit-mb", "0.1")
+    flags = ("--tokenizer", "byte", "--dedup", "--unit-mb", "0.3")
     assert prepare(corpus, tmp_path / "whole", *flags) == 0
     code, said, err = finish(corpus, bucket, *flags, "--workers", 2)
     assert code == 0 and f'path = "{bucket}"' in said, err

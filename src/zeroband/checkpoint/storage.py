@@ -74,6 +74,10 @@ class Storage(ABC):
         """A file for reading from its start; unbuffered. Raises FileNotFoundError."""
 
     @abstractmethod
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """The bytes start..stop-1 of a file; fewer where it ends before. Raises FileNotFoundError."""
+
+    @abstractmethod
     def names(self) -> list[str]:
         """The folder's own entries, sorted; none where there is no folder."""
 
@@ -132,6 +136,11 @@ class LocalStorage(Storage):
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        with (self._root / path).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -210,6 +219,10 @@ class ObjectStorage(Storage):
         with _as_os_errors():
             self._fs.invalidate_cache()
             return cast(BinaryIO, _Reading(self._fs.open(self._at(path), "rb", cache_type="none")))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        with _as_os_errors():
+            return cast(bytes, self._fs.cat_file(self._at(path), start=start, end=stop))
 
     def names(self) -> list[str]:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError):
