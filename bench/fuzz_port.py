@@ -48,8 +48,8 @@ from zeroband.elastic.transport.handshake import (
     new_session,
 )
 from zeroband.errors import HandshakeFailed
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 NODES, DETECT_S, TOKEN = 3, 3.0, "sesame"
 CALLERS = 4

@@ -30,8 +30,8 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import Keys, RedisStore
 from zeroband.elastic.store.seals import id_of
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 TOKEN = "fuzz"
 DETECT_S = 1.0

@@ -37,7 +37,7 @@ _COMMANDS = {
     "simulate": _Command("tools.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
     "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
     "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
-    "data": _Command("tools.audit", "audit RUN_DIR: whether every sample of a run was trained exactly once"),
+    "data": _Command("tools.data.command", "prepare | inspect | audit: ids of text, made once; what a run trained"),
     "doctor": _Command("tools.doctor.command", "whether this machine can take part, and what its links carry"),
     "compare": _Command("tools.compare.command", "methods side by side from one warm start: a table, a page, figures"),
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),

@@ -17,9 +17,9 @@ from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster, Network, NodeProcess, RedisServer
 from zeroband.tools.cluster.network import STORE
+from zeroband.tools.data.audit import audit, read_rounds
 
 DEADLINE_S = 90.0
 DETECT_S = 2.0

@@ -14,9 +14,9 @@ import pytest
 from tests.faults.arena import TINY
 
 from zeroband.node.processes import ranks_of
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.local import TRAINER
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from tests.faults.conftest import PACE
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools.audit import audit, read_rounds
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -24,8 +24,8 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.connection import ACL_RULES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import zeroband
 from zeroband.observe.view import RunView
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
 

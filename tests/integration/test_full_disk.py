@@ -14,8 +14,8 @@ import pytest
 
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.storage import open_storage
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster, NodeProcess
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ import pytest
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.elastic.rounds.loss_record import LossRecord
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

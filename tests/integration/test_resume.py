@@ -16,8 +16,8 @@ import pytest
 
 from zeroband.node.shm import sweep
 from zeroband.tools import ctl
-from zeroband.tools.audit import audit, read_left_out, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_left_out, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.tools.audit import audit, read_rounds
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 

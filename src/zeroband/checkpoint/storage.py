@@ -74,6 +74,10 @@ class Storage(ABC):
         """A file for reading from its start; unbuffered. Raises FileNotFoundError."""
 
     @abstractmethod
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """The bytes start..stop-1 of a file; fewer where it ends before. Raises FileNotFoundError."""
+
+    @abstractmethod
     def names(self) -> list[str]:
         """The folder's own entries, sorted; none where there is no folder."""
 
@@ -132,6 +136,11 @@ class LocalStorage(Storage):
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        with (self._root / path).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -211,6 +220,10 @@ class ObjectStorage(Storage):
             self._fs.invalidate_cache()
             return cast(BinaryIO, _Reading(self._fs.open(self._at(path), "rb", cache_type="none")))
 
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        with _as_os_errors():
+            return cast(bytes, self._fs.cat_file(self._at(path), start=start, end=stop))
+
     def names(self) -> list[str]:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
@@ -282,14 +295,23 @@ def open_storage(path: str, run_id: str, node_id: str = "reader") -> Storage:
 
     Raises ConfigError where its kind of URL cannot be used here.
     """
+    return open_folder(path, node_id, key="ckpt.path", below=run_id)
+
+
+def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage:
+    """A folder at a path or URL, or one below it, for whoever writes files there whole and in one go.
+
+    writer: in whose name files lie beside their places meanwhile; key: what the user calls the path.
+    Raises ConfigError where its kind of URL cannot be used here.
+    """
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
         fs, root = core.url_to_fs(path, use_listings_cache=False, skip_instance_cache=True)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"ckpt.path={path!r} cannot be opened: {error}") from error
+        raise ConfigError(f"{key}={path!r} cannot be opened: {error}") from error
     if "file" in fs.protocol:
-        return LocalStorage(Path(root) / run_id, node_id)
-    return ObjectStorage(fs, f"{root.rstrip('/')}/{run_id}", f"{path.rstrip('/')}/{run_id}")
+        return LocalStorage(Path(root) / below, writer)
+    return ObjectStorage(fs, f"{root.rstrip('/')}/{below}", f"{path.rstrip('/')}/{below}".rstrip("/"))
 
 
 def read_exactly(file: BinaryIO, outs: Sequence[memoryview]) -> None:

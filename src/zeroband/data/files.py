@@ -29,6 +29,7 @@ class FileSystem(Protocol):
     def isdir(self, path: str) -> bool: ...
     def isfile(self, path: str) -> bool: ...
     def glob(self, path: str) -> list[str]: ...
+    def find(self, path: str) -> list[str]: ...
     def info(self, path: str) -> dict[str, Any]: ...
     def open(self, path: str, mode: str) -> BinaryIO: ...
     def unstrip_protocol(self, name: str) -> str: ...
@@ -70,12 +71,14 @@ class SourceFile:
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
 
-def find_files(paths: Sequence[str]) -> list[SourceFile]:
+def find_files(paths: Sequence[str], in_folders: tuple[str, ...] = ()) -> list[SourceFile]:
     """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
 
-    Raises: ConfigError naming the path that matches nothing, is a folder, or whose protocol is not known.
+    A folder stands for the files below it that end with one of `in_folders`, hidden ones left out.
+    Raises: ConfigError naming the path that matches nothing or is a folder without such files, or whose protocol is not
+    known.
     """
-    found = [file for path in paths for file in _expand(path)]
+    found = [file for path in paths for file in _expand(path, in_folders)]
     return list({file.name: file for file in found}.values())
 
 
@@ -100,11 +103,14 @@ def _stdlib_texts(root: Path) -> Iterator[str]:
                 yield str(Path(folder, name))
 
 
-def _expand(pattern: str) -> list[SourceFile]:
+def _expand(pattern: str, in_folders: tuple[str, ...]) -> list[SourceFile]:
     system, path = _resolve(pattern)
     try:
         if system.isfile(path):
             matches = [path]
+        elif in_folders and system.isdir(path):
+            visible = (found for found in system.find(path) if "/." not in found.removeprefix(path))
+            matches = sorted(found for found in visible if found.endswith(in_folders))
         elif system.isdir(path):
             raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
         else:

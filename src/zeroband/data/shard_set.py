@@ -73,6 +73,8 @@ class ShardSet:
     hashes: str
     """BLAKE2b-128 of the content of hashes.npy, hexadecimal."""
     shards: tuple[Shard, ...]
+    plan: str | None = None
+    """Digest of the sources, their stamps and the options that it was made of, where `zeroband data prepare` did."""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

@@ -9,6 +9,7 @@ import json
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from zeroband.config.data import (
@@ -27,6 +28,8 @@ from zeroband.errors import ConfigError, way_to_extra
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
 _BEGINNING_BYTES = 1 << 13
+_SAVED = ("dataset_dict.json", "state.json")
+"""What `save_to_disk` of datasets leaves in a folder."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """What messages with `from` call the roles; others are called alike."""
 
@@ -49,14 +52,17 @@ class Conversation(NamedTuple):
     where: str
 
 
-class _Dataset(Protocol):
+class Dataset(Protocol):
     """The part of datasets.Dataset that is used here."""
 
     column_names: list[str]
     cache_files: list[dict[str, Any]]
+    data: Any
+    """Its table of Arrow."""
 
     def __len__(self) -> int: ...
-    def select_columns(self, column_names: list[str]) -> _Dataset: ...
+    def __getitem__(self, key: slice) -> dict[str, list[Any]]: ...
+    def select_columns(self, column_names: list[str]) -> Dataset: ...
     def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
 
 
@@ -73,7 +79,7 @@ def documents(source: DocumentSource, seed: int) -> Iterator[Document]:
         case ParquetSource():
             return _as_asked(_parquet(source_files(source), source.column), source)
         case HuggingFaceSource():
-            return _as_asked(_huggingface(_load_dataset(source), source), source)
+            return _as_asked(_huggingface(load_dataset(source), source), source)
         case SyntheticSource():
             return _synthetic(source, seed)
 
@@ -95,7 +101,7 @@ def source_identity(source: DocumentSource | ChatSource, seed: int) -> list[Any]
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
             return [settings, [file.stamp() for file in source_files(source)]]
         case HuggingFaceSource():
-            dataset = _load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
+            dataset = load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
             return [settings, len(dataset), [str(file["filename"]) for file in dataset.cache_files]]
         case SyntheticSource():
             return [settings, seed]
@@ -109,7 +115,7 @@ def source_files(source: FilesSource) -> list[SourceFile]:
 def require_beginning_of_text(file: SourceFile) -> None:
     """Raise ConfigError where the first bytes of a file are no text."""
     with file.open() as stream:
-        _require_text(stream.read(_BEGINNING_BYTES), file.name, is_whole=False)
+        require_text(stream.read(_BEGINNING_BYTES), file.name, is_whole=False)
 
 
 def _text(files: list[SourceFile], *, takes_bytes: bool) -> Iterator[Document]:
@@ -117,7 +123,7 @@ def _text(files: list[SourceFile], *, takes_bytes: bool) -> Iterator[Document]:
         with file.open() as stream:
             content = stream.read()
         if not takes_bytes:
-            _require_text(content, file.name)
+            require_text(content, file.name)
         yield Document(content, file.name)
 
 
@@ -125,11 +131,11 @@ def _as_asked(rows: Iterator[Document], source: ParquetSource | HuggingFaceSourc
     """The rows, where bytes that are no text are asked for or there are none."""
     for row in rows:
         if isinstance(row.text, bytes) and not source.binary:
-            _require_text(row.text, row.where)
+            require_text(row.text, row.where)
         yield row
 
 
-def _require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
+def require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
     """Raise ConfigError for what is no text in UTF-8. `is_whole`: more may follow, and complete a cut character."""
     offset = content.find(b"\0")
     try:
@@ -145,7 +151,7 @@ def _require_text(content: bytes, where: str, *, is_whole: bool = True) -> None:
 
 def _jsonl(files: list[SourceFile], field: str) -> Iterator[Document]:
     for where, row in _rows_of_json(files, field):
-        yield Document(_as_text(row[field], field, where), where)
+        yield Document(as_text(row[field], field, where), where)
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
@@ -181,10 +187,11 @@ def _rows_of_json(files: list[SourceFile], field: str) -> Iterator[tuple[str, di
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     where = f"{file.name}:{number}"
-                    yield where, _row_of_json(line, field, where)
+                    yield where, row_of_json(line, field, where)
 
 
-def _row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
+def row_of_json(line: bytes, field: str, where: str) -> dict[str, Any]:
+    """The object of a line, which has the field. Raises ConfigError naming where the line lies."""
     try:
         row: Any = json.loads(line)
     except ValueError as e:
@@ -204,7 +211,7 @@ def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:
         with file.open() as stream:
             try:
                 table = parquet.ParquetFile(stream)
-                _require_column(column, list(table.schema_arrow.names), file.name)
+                require_column(column, list(table.schema_arrow.names), file.name)
                 batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[column])
                 values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
                 yield from _rows(values, column, file.name)
@@ -212,21 +219,25 @@ def _parquet(files: list[SourceFile], column: str) -> Iterator[Document]:
                 raise ConfigError(f"data.source: cannot read {file.name} as Parquet: {e}") from e
 
 
-def _huggingface(dataset: _Dataset, source: HuggingFaceSource) -> Iterator[Document]:
-    _require_column(source.column, dataset.column_names, source.name)
+def _huggingface(dataset: Dataset, source: HuggingFaceSource) -> Iterator[Document]:
+    require_column(source.column, dataset.column_names, source.name)
     batches = dataset.select_columns([source.column]).iter(_ROWS_AT_ONCE)
     values = itertools.chain.from_iterable(batch[source.column] for batch in batches)
     yield from _rows(values, source.column, f"{source.name}[{source.split}]")
 
 
-def _load_dataset(source: HuggingFaceSource) -> _Dataset:
+def load_dataset(source: HuggingFaceSource) -> Dataset:
+    """The data set of a name, or of a folder of its files or one that its `save_to_disk` wrote. Raises ConfigError."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as e:
         raise ConfigError(f"data.source.type='huggingface' needs datasets: {way_to_extra('hf')}") from e
     try:
-        return cast(_Dataset, datasets.load_dataset(source.name, source.subset, split=source.split))
-    except (OSError, ValueError) as e:
+        if any(Path(source.name, file).is_file() for file in _SAVED):
+            saved = datasets.load_from_disk(source.name)
+            return cast(Dataset, saved[source.split] if isinstance(saved, dict) else saved)
+        return cast(Dataset, datasets.load_dataset(source.name, source.subset, split=source.split))
+    except (OSError, ValueError, KeyError) as e:
         what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
         raise ConfigError(f"data.source: cannot load the data set {what}: {e}") from e
 
@@ -258,10 +269,11 @@ def _made_up_word(length: int, draw: Callable[[], float]) -> str:
 def _rows(values: Iterator[Any], column: str, name: str) -> Iterator[Document]:
     for number, value in enumerate(values):
         where = f"{name}, row {number}"
-        yield Document(_as_text(value, column, where), where)
+        yield Document(as_text(value, column, where), where)
 
 
-def _as_text(value: Any, field: str, where: str) -> Any:
+def as_text(value: Any, field: str, where: str) -> Any:
+    """What a field holds, as a string or bytes, empty for null. Raises ConfigError where it is something else."""
     if value is None:
         return ""
     if not isinstance(value, str | bytes):
@@ -269,7 +281,8 @@ def _as_text(value: Any, field: str, where: str) -> Any:
     return value
 
 
-def _require_column(column: str, present: list[str], name: str) -> None:
+def require_column(column: str, present: list[str], name: str) -> None:
+    """Raise ConfigError where a table has no such column."""
     if column not in present:
         raise ConfigError(f"data.source: {name}: no column {column!r} (data.source.column); it has {_listed(present)}")
 

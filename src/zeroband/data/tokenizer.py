@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
@@ -146,6 +147,25 @@ class NoTokenizer(Tokenizer):
         )
 
 
+class _Encoding(Protocol):
+    """The part of tokenizers' Encoding that is used here."""
+
+    ids: list[int]
+
+
+class _FastBackend(Protocol):
+    """The part of tokenizers' Tokenizer that is used here."""
+
+    encode_special_tokens: bool
+    truncation: Any
+    padding: Any
+
+    def no_truncation(self) -> None: ...
+    def no_padding(self) -> None: ...
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> list[_Encoding]: ...
+    def to_str(self) -> str: ...
+
+
 class _Backend(Protocol):
     """The part of transformers' PreTrainedTokenizerBase that is used here."""
 
@@ -179,8 +199,8 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = backend.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
         self.end_of_document = backend.eos_token_id
-        fast = getattr(backend, "backend_tokenizer", None)
-        content = json.dumps(vocabulary, sort_keys=True) if fast is None else cast(str, fast.to_str())
+        self._fast = cast("_FastBackend | None", getattr(backend, "backend_tokenizer", None))
+        content = json.dumps(vocabulary, sort_keys=True) if self._fast is None else self._fast.to_str()
         digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         self.fingerprint = f"hf/{self.end_of_document}/{digest}"
         self.special_names = backend.special_tokens_map
@@ -190,6 +210,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         decoded = [text if isinstance(text, str) else text.decode() for text in texts]
+        if self._fast is not None:
+            return _encode_fast(self._fast, decoded)
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         encoded = self._backend(decoded, return_attention_mask=False, return_token_type_ids=False, **options)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
@@ -218,6 +240,26 @@ class HuggingFaceTokenizer(Tokenizer):
         else:  # what begins a conversation is written by the template, as in training
             self._backend.chat_template = self.chat_template
             self._backend.save_pretrained(str(folder))
+
+
+def _encode_fast(backend: _FastBackend, texts: list[str]) -> list[Ids]:
+    """Ids as transformers' __call__ with split_special_tokens gives them, without what it does around the call.
+
+    Sets what that sets, each time, for chats are encoded by the same backend with other settings.
+    """
+    if not backend.encode_special_tokens:
+        backend.encode_special_tokens = True
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    try:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    except TypeError:
+        for text in texts:
+            text.encode()  # half of a surrogate pair: raises UnicodeEncodeError, which says so
+        raise
+    return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
 from zeroband.config.data import DataConfig, HuggingFaceSource
@@ -93,6 +94,62 @@ def test_tokenizer_encodes_the_name_of_a_special_token_as_plain_text(tokenizer: 
     ids = tokenizer.encode("a<end>b").tolist()
     assert tokenizer.end_of_document not in ids
     assert tokenizer.decode(ids) == "a<end>b"
+
+
+TEXTS = [
+    "",
+    " ",
+    "a<end>b",
+    "<end>",
+    "naïve → 𝄞\n",
+    "a\r\n\tb  c",
+    "[PAD] <unk> ##",
+    "\0",
+    "x" * 5000,
+    "한국어 العربية 🏳️‍🌈",
+]
+
+
+@pytest.fixture
+def trained_dir(tmp_path: Path) -> Path:
+    """A tokenizer as models have them: merges, a normalizer, special tokens, a post-processor that adds one, limits."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<end>", "[PAD]"], show_progress=False
+    )
+    backend.train_from_iterator([__doc__ or "", Path(__file__).read_text()], trainer)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 1)])
+    backend.enable_truncation(7)
+    backend.enable_padding(length=9, pad_token="[PAD]", pad_id=2)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="[PAD]")
+    fast.save_pretrained(tmp_path / "trained")
+    return tmp_path / "trained"
+
+
+def test_tokenizer_gives_the_ids_of_transformers_call(trained_dir: Path) -> None:
+    ours = open_tokenizer(str(trained_dir))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(trained_dir))
+    expected = theirs(TEXTS, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    assert [ids.tolist() for ids in ours.encode_batch(TEXTS)] == expected
+    assert all(ids.dtype == np.uint32 for ids in ours.encode_batch(TEXTS))
+    assert theirs(TEXTS[2], add_special_tokens=False)["input_ids"] != expected[2], "a special token in text counts"
+    assert [ours.end_of_document in ids for ids in expected] == [False] * len(TEXTS)
+
+
+def test_chats_and_texts_do_not_change_each_others_ids(trained_dir: Path) -> None:
+    ours = open_tokenizer(str(trained_dir))
+    text, chat = ours.encode("a<end>b").tolist(), ours.encode_chat("a<end>b")[0].tolist()
+    assert text != chat and chat.count(ours.end_of_document) == 1
+    assert (ours.encode("a<end>b").tolist(), ours.encode_chat("a<end>b")[0].tolist()) == (text, chat)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UnicodeError, match="surrogates not allowed"):
+        tokenizer.encode_batch(["fine", "\ud800"])
 
 
 def test_tokenizer_decodes_special_and_padded_ids_without_raising(tokenizer: Tokenizer) -> None:

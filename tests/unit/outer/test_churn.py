@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import PARAMS
-from zeroband.tools.audit import AuditedRound, audit
+from zeroband.tools.data.audit import AuditedRound, audit
 
 Run = Any
 BATCH, NAMES = 4, ("a", "b", "c", "d")

@@ -16,7 +16,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.flat import digest_of
-from zeroband.tools.audit import Audit, AuditedRound, audit
+from zeroband.tools.data.audit import Audit, AuditedRound, audit
 
 BATCH = 4
 StartRun = Callable[..., Any]

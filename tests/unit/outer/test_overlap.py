@@ -20,7 +20,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.many_steps import PARAMS
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.fragments import Fragment, fragments_of
-from zeroband.tools.audit import AuditedRound, audit
+from zeroband.tools.data.audit import AuditedRound, audit
 
 StartRun = Callable[..., Any]
 Run = Any

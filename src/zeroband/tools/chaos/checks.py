@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zeroband.elastic.membership.records import Verdict
-from zeroband.tools.audit import Audit
+from zeroband.tools.data.audit import Audit
 
 _SHOWN = 5
 

@@ -19,7 +19,6 @@ from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
-from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import left_behind
 from zeroband.tools.chaos.fault_costs import Fence, PhaseComparison, RoundCost, compare, round_costs
@@ -32,6 +31,7 @@ from zeroband.tools.chaos.watch import NodeFiles, Violations, Watch
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import Network
+from zeroband.tools.data.audit import Audit
 
 _EXIT_CONFIG = 2
 _STORE_PATIENCE_S = 10.0

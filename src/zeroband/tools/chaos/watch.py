@@ -18,11 +18,11 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools.audit import Audit, audit, read_rounds
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.tools.chaos.fault_costs import InjectedFault
 from zeroband.tools.chaos.plan import Kind
 from zeroband.tools.chaos.starvation import Starvation
+from zeroband.tools.data.audit import Audit, audit, read_rounds
 
 _AUDIT_EVERY_S = 5.0
 _AUDIT_SHARE = 0.05

@@ -22,7 +22,7 @@ from zeroband.elastic.rounds.loss_record import LossRecord
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import LocalMesh
-from zeroband.tools.audit import AuditedRound, audit
+from zeroband.tools.data.audit import AuditedRound, audit
 
 Noise = Callable[..., Tensor]
 OUTER = OuterSGDConfig(momentum_warmup_rounds=5)

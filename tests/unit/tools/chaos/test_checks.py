@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from zeroband.elastic.membership.records import Opening, Verdict
-from zeroband.tools.audit import Audit
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
+from zeroband.tools.data.audit import Audit
 
 AUDIT = Audit(rounds=3, trained=30, owed=0, repeated=(), skipped=(), missing_rounds=())
 

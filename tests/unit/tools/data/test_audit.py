@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from zeroband.data.ledger import Ledger, Range, holes
 from zeroband.elastic.membership.records import to_record
 from zeroband.observe.events import EventLog
-from zeroband.tools.audit import AuditedRound, audit, main
+from zeroband.tools.data.audit import AuditedRound, audit, main
 
 A, B, C = "a#1", "b#1", "c#1"
 

@@ -1,0 +1,229 @@
+"""OUT while it is prepared: the plan, a record of each finished unit, and at last the manifest alone.
+
+    _prepare/plan.json             first of all
+    _prepare/units/<unit>.json     behind the shard of the unit, or where it has none
+    _prepare/hashes/<unit>.npy     with --dedup: (documents, 2) uint64, XXH3-128 of each document, 0 for an empty one
+    <unit>.npy                     shards
+    hashes.npy, manifest.json      at last; then _prepare is removed
+
+Each file appears whole, so what is there counts, and what is not is made again: the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import re
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, TypeAdapter
+
+from zeroband.checkpoint.storage import LocalStorage, Storage, open_folder, reason_of
+from zeroband.data.shard_set import BLOCK_TOKENS, FORMAT, HASHES, MANIFEST, Shard, ShardSet, hashes_digest
+from zeroband.data.shard_writer import HEADER_BYTES, ids_dtype, npy_pieces
+from zeroband.data.tokenizer import Tokenizer
+from zeroband.errors import ConfigError
+from zeroband.tools.data.plan import Plan
+
+WORK = "_prepare"
+_PLAN = f"{WORK}/plan.json"
+_UNITS = f"{WORK}/units"
+_DOCUMENTS = f"{WORK}/hashes"
+_OURS = re.compile(rf"\d{{5,}}\.npy|{re.escape(HASHES)}|{re.escape(MANIFEST)}|{WORK}|\..+\.{WORK}")
+"""Names that --start-over removes, and those of files that were being written."""
+_FETCHING_THREADS = 16
+
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What came of a unit."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    tokens: int
+    """Ids of its shard; 0: it has none."""
+    documents: int
+    empty: int
+    filtered: int
+    duplicates: int
+    padding: int
+    of_sources: dict[int, int]
+    """Documents of each source, by its number."""
+    text_bytes: int
+    hashes: tuple[int, ...]
+    """Hashes of the blocks of its shard."""
+
+    def to_json(self) -> bytes:
+        return TypeAdapter(UnitRecord).dump_json(self)
+
+    @staticmethod
+    def of_json(content: bytes) -> UnitRecord:
+        """The inverse. Raises ValueError."""
+        return TypeAdapter(UnitRecord).validate_json(content)
+
+
+def open_out(out: str) -> Storage:
+    """The folder OUT, which need not exist. Raises ConfigError where its kind of URL cannot be used here."""
+    return open_folder(str(Path(out).expanduser()) if out.startswith("~") else out, WORK, key="OUT")
+
+
+@contextlib.contextmanager
+def writing_to(out: str) -> Generator[None]:
+    """Turn what a storage raises inside the block into a ConfigError that names OUT."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {out}: {reason_of(error)}; what is finished stays: when that is mended, the same command "
+            "goes on from there"
+        ) from error
+
+
+@contextlib.contextmanager
+def alone_in(storage: Storage) -> Generator[None]:
+    """Keep a second preparation out of a folder of this machine; a bucket has no lock. Raises ConfigError, OSError."""
+    if not isinstance(storage, LocalStorage):
+        yield
+        return
+    folder = Path(storage.url) / WORK
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another zeroband data prepare is writing to {storage.url}; wait for it") from error
+        yield
+
+
+class Folder:
+    """OUT, for the one process that decides what is in it. Everything raises OSError where the storage fails."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def manifest(self) -> ShardSet | None:
+        """The finished set; None where there is none yet. Raises ConfigError where its manifest is damaged."""
+        if MANIFEST not in self.storage.names():
+            return None
+        try:
+            return ShardSet.of_json(self.storage.read(MANIFEST))
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.storage.url}/{MANIFEST} is no manifest, or half of one: {error}; copy the folder again, or "
+                "make the set again with --start-over"
+            ) from error
+
+    def plan(self) -> Plan | None:
+        """The plan that was begun; None where there is none. Raises ConfigError where this version cannot read it."""
+        if WORK not in self.storage.names():
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                return Plan.of_json(self.storage.read(_PLAN))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self.storage.url}/{_PLAN} cannot be read: {error}; begin again with --start-over, or go on with "
+                    "the version that began"
+                ) from error
+        return None
+
+    def strangers(self) -> list[str]:
+        """What lies there and is not of a preparation that was begun: somebody else's files, or what one left."""
+        return [name for name in self.storage.names() if name != WORK]
+
+    def start_over(self) -> None:
+        """Remove a set or the beginning of one, the manifest first. Raises ConfigError where other files are there."""
+        names = self.storage.names()
+        if others := [name for name in names if not _OURS.fullmatch(name)]:
+            raise ConfigError(
+                f"--start-over removes what this command wrote, and {self.storage.url} holds {others[0]!r}, too; name "
+                "another OUT, or remove it yourself"
+            )
+        for name in sorted(names, key=lambda name: (name != MANIFEST, name == WORK)):
+            self.storage.remove(name)
+
+    def begin(self, plan: Plan) -> None:
+        """Write the plan."""
+        self.storage.write(_PLAN, [plan.to_json()])
+
+    def records(self, plan: Plan) -> dict[int, UnitRecord]:
+        """The records of finished units whose shards are there."""
+        sizes = self.storage.sizes("")
+        units = [int(Path(name).stem) for name in sizes if name.startswith(f"{_UNITS}/") and name.endswith(".json")]
+        with ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="records") as threads:
+            read = dict(zip(units, threads.map(self._record, units), strict=True))
+        return {
+            unit: record for unit, record in sorted(read.items()) if _is_whole(record, sizes, plan.shard_name(unit))
+        }
+
+    def _record(self, unit: int) -> UnitRecord:
+        return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
+
+    def record(self, unit: int, record: UnitRecord) -> None:
+        """Note that a unit is finished."""
+        self.storage.write(f"{_UNITS}/{unit}.json", [record.to_json()])
+
+    def hashed(self) -> dict[int, int]:
+        """How many documents each unit holds whose documents are hashed."""
+        sizes = self.storage.sizes(_DOCUMENTS)
+        return {int(Path(name).stem): (size - HEADER_BYTES) // 16 for name, size in sizes.items()}
+
+    def write_document_hashes(self, unit: int, hashes: Hashes) -> None:
+        """Keep the hashes of the documents of a unit. Shapes: (documents, 2)."""
+        self.storage.write(f"{_DOCUMENTS}/{unit}.npy", npy_pieces(hashes.reshape(-1)))
+
+    def document_hashes(self, unit: int) -> Hashes:
+        """What `write_document_hashes` kept."""
+        content = self.storage.read(f"{_DOCUMENTS}/{unit}.npy")
+        return np.load(io.BytesIO(content), allow_pickle=False).reshape(-1, 2)
+
+    def finish(self, plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> ShardSet:
+        """Write the hashes, then the manifest, by which the set exists; remove the plan and all records."""
+        made = _set_of(plan, tokenizer, records)
+        hashes = np.array([value for record in records for value in record.hashes], dtype="<u8")
+        self.storage.write(HASHES, npy_pieces(hashes))
+        self.storage.write(MANIFEST, [made.to_json()])
+        self.clean()
+        return made
+
+    def clean(self) -> None:
+        """Remove what only a preparation needs."""
+        self.storage.remove(WORK)
+
+
+def _is_whole(record: UnitRecord, sizes: dict[str, int], name: str) -> bool:
+    """Whether the shard of a unit is there with all its ids, of either type."""
+    held = sizes.get(name, 0) - HEADER_BYTES
+    return not record.tokens or held in (2 * record.tokens, 4 * record.tokens)
+
+
+def _set_of(plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> ShardSet:
+    full = [(unit, record) for unit, record in enumerate(records) if record.tokens]
+    return ShardSet(
+        format=FORMAT,
+        dtype=ids_dtype(tokenizer.vocab_size).str,
+        block_tokens=BLOCK_TOKENS,
+        tokens=sum(record.tokens for record in records),
+        documents=sum(record.documents for record in records),
+        empty_documents=sum(record.empty for record in records),
+        filtered_documents=sum(record.filtered for record in records),
+        duplicate_documents=sum(record.duplicates for record in records),
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        tokenizer=plan.tokenizer,
+        tokenizer_fingerprint=plan.tokenizer_fingerprint,
+        packed_length=plan.options.packed_length,
+        padding=sum(record.padding for record in records),
+        sources=plan.sources,
+        hashes=hashes_digest([value for record in records for value in record.hashes]),
+        shards=tuple(Shard(plan.shard_name(unit), record.tokens, record.documents) for unit, record in full),
+        plan=plan.digest,
+    )

@@ -1,0 +1,268 @@
+"""The plan of a preparation: sources with their stamps, options, and the units that the work is cut into.
+
+A unit is what one worker makes one shard of. Units follow from the sources and the options alone, never from who does
+the work, so the set is the same whoever does it and however often it is interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from zeroband.config.data import HuggingFaceSource
+from zeroband.data.files import SourceFile, find_files
+from zeroband.data.pieces import parquet_shape
+from zeroband.data.sources import Dataset, load_dataset, require_column
+from zeroband.data.tokenizer import Tokenizer
+from zeroband.errors import ConfigError
+
+FORMAT = 1
+_HUGGING_FACE = "hf:"
+_COMPRESSED = (".gz", ".zst")
+_LINES = (".jsonl", ".ndjson", ".json")
+_TABLE = ".parquet"
+_IN_FOLDERS = (
+    _TABLE,
+    *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *_COMPRESSED)),
+)
+"""Endings of what is taken of a folder: a `README.md` or `dataset_info.json` beside the data is not."""
+_EXPANSION = 4
+"""How much longer text is than its compressed file, roughly: it decides which files share a unit, and no more."""
+_LISTING_THREADS = 16
+
+Kind = Literal["text", "jsonl", "parquet", "huggingface"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides which ids come out, beside the sources and the tokenizer; equal options give equal sets."""
+
+    field: str = "text"
+    column: str = "text"
+    binary: bool = False
+    unit_mb: float = 64.0
+    dedup: bool = False
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    pack: Literal["best-fit"] | None = None
+    seq_length: int | None = None
+    """Ids of a bin, where documents are packed."""
+    allow_empty: bool = False
+
+    @property
+    def packed_length(self) -> int | None:
+        return self.seq_length if self.pack is not None else None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One file, or one data set of Hugging Face."""
+
+    kind: Kind
+    name: str
+    source: int
+    """Which of the sources it belongs to."""
+    stamp: tuple[str, ...]
+    """What changes when it does."""
+    holds_ids: bool = False
+    subset: str | None = None
+    split: str = "train"
+
+    def dataset(self, options: Options) -> HuggingFaceSource:
+        """The section of a configuration that names this data set."""
+        source = HuggingFaceSource(type="huggingface", name=self.name, subset=self.subset, split=self.split)
+        return source.model_copy(update={"column": options.column, "binary": options.binary})
+
+
+class Piece(NamedTuple):
+    """A part of an origin."""
+
+    origin: int
+    start: int
+    """First byte of lines of JSON, row group of Parquet, or row of a data set."""
+    stop: int | None
+    """None: to its end."""
+    size_bytes: int
+    """Size of its text, roughly."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a preparation does."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    format: int
+    tokenizer: str
+    tokenizer_fingerprint: str
+    options: Options
+    sources: tuple[str, ...]
+    """As the user wrote them."""
+    origins: tuple[Origin, ...]
+    units: tuple[tuple[Piece, ...], ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for two plans only if the same set comes out."""
+        return hashlib.blake2b(self.to_json(), digest_size=16).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size_of(unit) for unit in self.units)
+
+    def shard_name(self, unit: int) -> str:
+        """Name of the file of a unit's ids."""
+        return f"{unit:0{max(5, len(str(len(self.units) - 1)))}}.npy"
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def of_json(content: bytes) -> Plan:
+        """The inverse. Raises ValueError."""
+        try:
+            plan = TypeAdapter(Plan).validate_json(content)
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"]) from error
+        if plan.format != FORMAT:
+            raise ValueError(f"format {plan.format}, this version writes {FORMAT}")
+        return plan
+
+
+def size_of(unit: Sequence[Piece]) -> int:
+    """Bytes of the text of a unit, roughly."""
+    return sum(piece.size_bytes for piece in unit)
+
+
+def differences(then: Plan, now: Plan) -> list[str]:
+    """What differs between two plans, in words for the user; empty for equal ones."""
+    found: list[str] = []
+    for key in (option.name for option in fields(Options)):
+        before, after = getattr(then.options, key), getattr(now.options, key)
+        if before != after:
+            found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
+    if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
+        found.append(f"--tokenizer was {then.tokenizer!r} and is {now.tokenizer!r}, which gives other ids")
+    stamps = [{origin.name: origin.stamp for origin in plan.origins} for plan in (then, now)]
+    for words, names in (
+        ("not there before", stamps[1].keys() - stamps[0].keys()),
+        ("not there any more", stamps[0].keys() - stamps[1].keys()),
+        ("changed", {name for name in stamps[0].keys() & stamps[1].keys() if stamps[0][name] != stamps[1][name]}),
+    ):
+        if names:
+            found.append(f"{words}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}")
+    if not found and then.digest != now.digest:
+        found.append(f"sources were {' '.join(then.sources)} and are {' '.join(now.sources)}")
+    return found
+
+
+def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: Options) -> Plan:
+    """Look at all sources, and cut the work into units. Reads the footers of Parquet files, and no text.
+
+    Raises: ConfigError naming the source that cannot be listed or read, or holds nothing.
+    """
+    origins: list[Origin] = []
+    pieces: list[Piece] = []
+    for number, source in enumerate(sources):
+        found = list(_look(source, number, {origin.name for origin in origins}, options))
+        if not found:
+            raise ConfigError(f"{source} names no file that an earlier source does not name; leave it out")
+        if not options.allow_empty and not any(size for _, sizes in found for *_, size in sizes):
+            raise ConfigError(
+                f"{source} is empty: {len(found)} files without a byte or row; leave it out, or give --allow-empty"
+            )
+        for origin, cuts in found:
+            pieces += [Piece(len(origins), *cut) for cut in cuts]
+            origins.append(origin)
+    units = tuple(_units(pieces, round(options.unit_mb * 1e6)))
+    return Plan(FORMAT, name, tokenizer.fingerprint, options, tuple(sources), tuple(origins), units)
+
+
+Cut = tuple[int, int | None, int]
+"""Start, stop and size of a piece."""
+
+
+def _look(source: str, number: int, known: set[str], options: Options) -> Iterator[tuple[Origin, list[Cut]]]:
+    """The files of a source that are not known yet, each with its pieces."""
+    if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
+        yield _look_at_dataset(source, number, options)
+        return
+    files = [file for file in find_files([source], in_folders=_IN_FOLDERS) if file.name not in known]
+    with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
+        yield from threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options))
+
+
+def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Origin, list[Cut]]:
+    kind = kind_of(file.name)
+    stamp = tuple(file.stamp())
+    limit, size = round(options.unit_mb * 1e6), file.size
+    if kind == "parquet":
+        shape = parquet_shape(file, options.column)
+        sizes = [max(group.size_bytes, 1) if group.rows else 0 for group in shape.groups]
+        return Origin(kind, file.name, number, stamp, holds_ids=shape.holds_ids), list(_together(sizes, limit))
+    if kind == "jsonl" and not file.name.endswith(_COMPRESSED):
+        stops = [*range(limit, size, limit), size] if size else []
+        cuts: list[Cut] = [(start, stop, stop - start) for start, stop in itertools.pairwise([0, *stops])]
+        return Origin(kind, file.name, number, stamp), cuts
+    expanded = size * (_EXPANSION if file.name.endswith(_COMPRESSED) else 1)
+    return Origin(kind, file.name, number, stamp), [(0, None, expanded)] if expanded else []
+
+
+def _look_at_dataset(source: str, number: int, options: Options) -> tuple[Origin, list[Cut]]:
+    name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":"), "", "")[:3]
+    named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
+    dataset = load_dataset(named)
+    require_column(options.column, dataset.column_names, name)
+    rows = len(dataset)
+    size = int(dataset.select_columns([options.column]).data.nbytes)
+    each = max(1, round(options.unit_mb * 1e6 * rows / max(size, 1)))
+    cuts: list[Cut] = [
+        (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
+    ]
+    stamp = stamp_of_dataset(dataset)
+    return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
+
+
+def stamp_of_dataset(dataset: Dataset) -> tuple[str, ...]:
+    """What changes when a data set does: its length, and the names and sizes of its files on this machine."""
+    files = [Path(str(file["filename"])) for file in dataset.cache_files]
+    return (str(len(dataset)), *(f"{file} {file.stat().st_size}" for file in files))
+
+
+def kind_of(name: str) -> Kind:
+    """What a file is by the ending of its name: text where nothing else is known."""
+    bare = next((name.removesuffix(ending) for ending in _COMPRESSED if name.endswith(ending)), name)
+    return "parquet" if bare.endswith(_TABLE) else "jsonl" if bare.endswith(_LINES) else "text"
+
+
+def _together(sizes: Sequence[int], limit: int) -> Iterator[Cut]:
+    """Row groups that follow each other, as many as fit into a unit."""
+    start, held = 0, 0
+    for number, size in enumerate(sizes):
+        if held and held + size > limit:
+            yield start, number, held
+            start, held = number, 0
+        held += size
+    if held:
+        yield start, len(sizes), held
+
+
+def _units(pieces: Sequence[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
+    """Pieces that follow each other, as many as fit into a unit."""
+    unit: list[Piece] = []
+    for piece in pieces:
+        if unit and size_of(unit) + piece.size_bytes > limit:
+            yield tuple(unit)
+            unit = []
+        unit.append(piece)
+    if unit:
+        yield tuple(unit)

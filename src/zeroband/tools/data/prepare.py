@@ -1,0 +1,274 @@
+"""`zeroband data prepare SOURCE... OUT --tokenizer T`: token ids of text, made once for all runs.
+
+SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz and .zst) or Parquet, told by the ending; a
+folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one. A Parquet
+column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as s3://.
+A preparation that was interrupted goes on when the same command is given again.
+Exit codes: 0 OUT is finished; 2 wrong arguments or data, or OUT cannot be written to; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeroband.checkpoint.storage import LocalStorage
+from zeroband.data.shard_set import ShardSet
+from zeroband.data.tokenizer import Tokenizer, open_tokenizer
+from zeroband.errors import ConfigError
+from zeroband.observe.status import human_bytes, human_count
+from zeroband.tools.data.duplicates import find_duplicates, flags_file
+from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
+from zeroband.tools.data.plan import Options, differences, make_plan, size_of
+from zeroband.tools.data.pool import OpenWorkers, Pool, Workers
+from zeroband.tools.data.progress import Shown
+
+_EXIT_INTERRUPTED = 130
+_WORDS = {
+    "set data.source.binary = true to train on its bytes": "give --binary to take its bytes, with --tokenizer byte",
+    "data.source.paths: ": "",
+    "data.source: ": "",
+    "data.source.field": "--field",
+    "data.source.column": "--column",
+    "data.source.type='huggingface'": "hf:",
+    "data.tokenizer": "--tokenizer",
+}
+"""What this command calls what a configuration names otherwise, in messages that both have."""
+
+
+def main(argv: Sequence[str], open_workers: OpenWorkers = Pool) -> int:
+    """Prepare, and print what came of it. Returns the exit code."""
+    parser = _parser()
+    given = parser.parse_intermixed_args(argv)
+    *sources, out = given.places
+    if not sources:
+        parser.error("give at least one SOURCE and, behind it, OUT")
+    try:
+        return _Preparation(given, sources, out, open_workers).run()
+    except ConfigError as error:
+        text = str(error)
+        for theirs, ours in _WORDS.items():
+            text = text.replace(theirs, ours)
+        raise ConfigError(text) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband data prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s SOURCE... OUT --tokenizer T [options]",
+    )
+    add = parser.add_argument
+    add("places", nargs="+", metavar="SOURCE... OUT", help="what to read; last of all, the folder to write")
+    add("--tokenizer", required=True, metavar="T", help="`byte`, or the name or folder of a Hugging Face tokenizer")
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes (default: as many as there are cores)",
+    )
+    add("--field", default="text", help="key that holds the document in JSON Lines (default: text)")
+    add("--column", default="text", help="column that holds it in Parquet and data sets (default: text)")
+    add("--binary", action="store_true", help="take bytes that are no UTF-8, for --tokenizer byte")
+    add("--dedup", action="store_true", help="leave out documents that equal an earlier one")
+    add("--min-tokens", type=int, metavar="N", help="leave out documents of fewer tokens")
+    add("--max-tokens", type=int, metavar="N", help="leave out documents of more tokens")
+    add("--pack", choices=["best-fit"], help="fill samples with whole documents, for data.packing = best-fit")
+    add("--seq-length", type=int, metavar="T", help="tokens of a sample, data.seq_length; for --pack")
+    add("--unit-mb", type=float, default=64.0, help="megabytes of text that make a shard (default: 64)")
+    add("--allow-empty", action="store_true", help="go on where a source holds nothing")
+    add("--start-over", action="store_true", help="remove what an earlier preparation left in OUT")
+    add("--dry-run", action="store_true", help="say what would be read, and stop")
+    return parser
+
+
+def _options(given: argparse.Namespace) -> Options:
+    """What the arguments ask for. Raises ConfigError for values that make no sense together."""
+    if given.workers < 1 or given.unit_mb * 1e6 < 1:
+        raise ConfigError(f"--workers {given.workers} and --unit-mb {given.unit_mb:g} must both be more than 0")
+    if (given.pack is None) != (given.seq_length is None) or (given.seq_length or 2) < 2:
+        raise ConfigError("--pack best-fit and --seq-length T, 2 or more, belong together; give both or none")
+    if given.min_tokens is not None and given.max_tokens is not None and given.min_tokens > given.max_tokens:
+        raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
+    if given.binary and given.tokenizer != "byte":
+        raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
+    names = ("field", "column", "binary", "unit_mb", "dedup", "min_tokens", "max_tokens", "pack", "seq_length")
+    return Options(**{name: getattr(given, name) for name in (*names, "allow_empty")})
+
+
+class _Preparation:
+    """One call of the command, from its arguments to the finished set."""
+
+    def __init__(self, given: argparse.Namespace, sources: Sequence[str], out: str, open_workers: OpenWorkers) -> None:
+        self._given = given
+        self._open_workers = open_workers
+        self._out = out
+        self._folder = Folder(open_out(out))
+        options = _options(given)
+        self._tokenizer: Tokenizer = open_tokenizer(given.tokenizer)
+        self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options)
+
+    def run(self) -> int:
+        """Do what the arguments ask for. Returns the exit code."""
+        with writing_to(self._out):
+            if self._given.start_over and not self._given.dry_run:
+                self._folder.start_over()
+            if self._given.dry_run:
+                return self._describe()
+            if (finished := self._folder.manifest()) is not None:
+                return self._already(finished)
+            is_begun = self._require_beginning_of_this()
+            with alone_in(self._folder.storage):
+                if not is_begun:
+                    self._folder.begin(self._plan)
+                return self._make()
+
+    def _describe(self) -> int:
+        """Print what would be read."""
+        plan = self._plan
+        for number, source in enumerate(plan.sources):
+            origins = {i: origin for i, origin in enumerate(plan.origins) if origin.source == number}
+            size = sum(piece.size_bytes for unit in plan.units for piece in unit if piece.origin in origins)
+            kinds = sorted({"ids" if origin.holds_ids else origin.kind for origin in origins.values()})
+            print(f"source    {source}: {len(origins)} x {', '.join(kinds)}, about {human_bytes(size)} of text")
+        shards = "shard, made" if len(plan.units) == 1 else "shards at most, made"
+        print(f"units     {len(plan.units)} {shards} by {min(self._given.workers, len(plan.units))} processes")
+        end = self._tokenizer.end_of_document
+        print(f"tokenizer {plan.tokenizer}: {self._tokenizer.vocab_size} ids, {end} ends a document")
+        if self._folder.manifest() is None and self._folder.plan() is not None:
+            print(f"out       {self._out}: {len(self._folder.records(plan))} units are finished")
+        return 0
+
+    def _already(self, finished: ShardSet) -> int:
+        """Answer for an OUT that is finished: all is well where this command made it."""
+        if finished.plan != self._plan.digest:
+            raise ConfigError(
+                f"{self._out} holds a finished set of other sources, options or another tokenizer: {finished.tokens} "
+                f"tokens of {' '.join(finished.sources)} by {finished.tokenizer}; name another OUT, or make it again "
+                "with --start-over"
+            )
+        if WORK in self._folder.storage.names():
+            self._folder.clean()
+        print(f"{self._out} is finished already: {finished.tokens} tokens in {len(finished.shards)} shards")
+        return 0
+
+    def _require_beginning_of_this(self) -> bool:
+        """Whether OUT holds the beginning of this very preparation. Raises ConfigError where it holds anything else."""
+        begun = self._folder.plan()
+        if begun is None and (others := self._folder.strangers()):
+            raise ConfigError(
+                f"{self._out} holds {others[0]!r} and no preparation that could go on; name a folder that is new or "
+                "empty, or give --start-over where an earlier one left it"
+            )
+        if begun is not None and begun.digest != self._plan.digest:
+            raise ConfigError(
+                f"{self._out} holds the beginning of another preparation: {'; '.join(differences(begun, self._plan))}; "
+                "give what was given then, another OUT, or --start-over"
+            )
+        return begun is not None
+
+    def _make(self) -> int:
+        plan = self._plan
+        records = self._folder.records(plan)
+        if records:
+            print(f"going on: {len(records)} of {len(plan.units)} units are finished")
+        began_s, before = time.monotonic(), sum(record.tokens for record in records.values())
+        try:
+            with contextlib.ExitStack() as stack:
+                pool = stack.enter_context(self._open_workers(plan, self._out, self._given.workers))
+                scratch = stack.enter_context(_scratch(self._folder))
+                spans = self._hash_all(pool, scratch) if plan.options.dedup and len(records) < len(plan.units) else None
+                self._tokenize_all(pool, records, spans, scratch)
+        except KeyboardInterrupt:
+            done = len(self._folder.records(plan))
+            print(
+                f"interrupted: {done} of {len(plan.units)} units are finished; the same command goes on from there",
+                file=sys.stderr,
+            )
+            return _EXIT_INTERRUPTED
+        took_s = time.monotonic() - began_s
+        ordered = [records[unit] for unit in range(len(plan.units))]
+        _require_text(ordered)
+        made = self._folder.finish(plan, self._tokenizer, ordered)
+        self._report(made, ordered, (made.tokens - before) / took_s)
+        return 0
+
+    def _hash_all(self, pool: Workers, scratch: Path) -> Mapping[int, tuple[int, int]]:
+        """Have all documents hashed, and find copies. Returns where the flags of each unit begin and end."""
+        plan, there = self._plan, self._folder.hashed()
+        done = sum(size_of(plan.units[unit]) for unit in there)
+        shown = Shown("comparing", plan.size_bytes, done, sys.stdout)
+        with shown.block:
+            tasks = ({"hash": unit} for unit in range(len(plan.units)) if unit not in there)
+            pool.run(tasks, shown.advance, lambda unit, _: shown.finish(size_of(plan.units[unit])))
+        return find_duplicates(self._folder, self._folder.hashed(), scratch)
+
+    def _tokenize_all(
+        self, pool: Workers, records: dict[int, UnitRecord], spans: Mapping[int, tuple[int, int]] | None, scratch: Path
+    ) -> None:
+        """Have all units made that are not finished, and add their records."""
+        plan = self._plan
+        done = sum(size_of(plan.units[unit]) for unit in records)
+        shown = Shown("tokens", plan.size_bytes, done, sys.stdout)
+
+        def tasks() -> Iterator[dict[str, Any]]:
+            for unit in [unit for unit in range(len(plan.units)) if unit not in records]:
+                flags = None if spans is None else [str(flags_file(scratch)), *spans[unit]]
+                yield {"tokenize": unit, "flags": flags}
+
+        def add(unit: int, record: UnitRecord | None) -> None:
+            assert record is not None, unit
+            records[unit] = record
+            shown.finish(size_of(plan.units[unit]))
+
+        with shown.block:
+            pool.run(tasks(), shown.advance, add)
+
+    def _report(self, made: ShardSet, records: Sequence[UnitRecord], tokens_per_s: float) -> None:
+        """Print what came of it, and what to type next."""
+        for number, source in enumerate(made.sources):
+            if not any(record.of_sources.get(number) for record in records):
+                print(f"zeroband data prepare: {source} gave no document", file=sys.stderr)
+        rate = f", {human_count(tokens_per_s)} tokens/s" if tokens_per_s else ""
+        print(f"tokens    {made.tokens} of {made.documents} documents in {len(made.shards)} shards{rate}")
+        print(
+            f"left out  {made.empty_documents} empty, {made.duplicate_documents} duplicates, "
+            f"{made.filtered_documents} for their length"
+        )
+        if made.packed_length is not None:
+            print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
+        print(f"look at it: zeroband data inspect {self._out}\ntrain on it:\n\n{_section(self._out, made)}")
+
+
+def _section(out: str, made: ShardSet) -> str:
+    """The lines of a configuration that read a set."""
+    path = out if "://" in out else str(Path(out).expanduser().resolve())
+    packed = f'seq_length = {made.packed_length}\npacking = "best-fit"\n' if made.packed_length is not None else ""
+    head = f'[data]\ntokenizer = "{made.tokenizer}"\n{packed}'
+    return f'{head}\n[data.source]\ntype = "tokens"\npath = "{path}"'
+
+
+@contextlib.contextmanager
+def _scratch(folder: Folder) -> Generator[Path]:
+    """A folder of this machine for the search of duplicates, which may be large."""
+    beside = Path(folder.storage.url) / WORK if isinstance(folder.storage, LocalStorage) else None
+    with tempfile.TemporaryDirectory(dir=beside, prefix="scratch-") as path:
+        yield Path(path)
+
+
+def _require_text(records: Sequence[UnitRecord]) -> None:
+    """Raise ConfigError where there is nothing to write."""
+    if not any(record.tokens for record in records):
+        left_out = [sum(getattr(record, name) for record in records) for name in ("empty", "duplicates", "filtered")]
+        raise ConfigError(
+            "no document is left of all sources: {} empty, {} duplicates, {} left out for their length; name other "
+            "sources, or let --min-tokens and --max-tokens take more".format(*left_out)
+        )

@@ -1,0 +1,276 @@
+"""What a worker does: the documents of a unit as hashes, or as the ids of a shard. One thread, one unit at a time."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from zeroband.data.files import SourceFile, find_files
+from zeroband.data.packing import pack_best_fit
+from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows, read_text
+from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
+from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
+from zeroband.data.sources import Dataset, Document, load_dataset
+from zeroband.data.tokenizer import Tokenizer
+from zeroband.errors import ConfigError
+from zeroband.tools.data.folder import Folder, UnitRecord
+from zeroband.tools.data.plan import Options, Origin, Piece, Plan, stamp_of_dataset
+
+_CHUNK_CHARACTERS = 1 << 20
+_CHUNK_DOCUMENTS = 1024
+
+Flags = npt.NDArray[np.bool_]
+Ids = npt.NDArray[np.unsignedinteger]
+
+OnProgress = Callable[[int, int], None]
+"""Told the bytes of text that were read and the tokens that were written since the last call."""
+
+
+class _Read(NamedTuple):
+    """A document of a unit and the number of its source."""
+
+    document: Document | IdsRow
+    source: int
+
+    @property
+    def size(self) -> int:
+        return len(self.document.text) if isinstance(self.document, Document) else len(self.document.ids)
+
+
+class _Sources:
+    """The files and data sets of a plan, which must be what they were when it was made."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._datasets: dict[Origin, Dataset] = {}
+
+    def read(self, unit: Sequence[Piece]) -> Iterator[_Read]:
+        """Yield the documents of a unit. Raises ConfigError naming what cannot be read, or has changed."""
+        for piece in unit:
+            origin = self._plan.origins[piece.origin]
+            if origin.kind == "huggingface":
+                found: Iterator[Document | IdsRow] = self._rows(origin, piece)
+            else:
+                found = self._of_file(origin, piece)
+            yield from (_Read(document, origin.source) for document in found)
+
+    def _of_file(self, origin: Origin, piece: Piece) -> Iterator[Document | IdsRow]:
+        (file,) = find_files([origin.name])
+        _require_unchanged(origin, tuple(file.stamp()))
+        yield from _pieces_of(file, origin, piece, self._plan.options)
+        _require_unchanged(origin, tuple(file.stamp()))
+
+    def _rows(self, origin: Origin, piece: Piece) -> Iterator[Document]:
+        named = origin.dataset(self._plan.options)
+        if origin not in self._datasets:
+            self._datasets[origin] = load_dataset(named)
+        _require_unchanged(origin, stamp_of_dataset(self._datasets[origin]))
+        assert piece.stop is not None, piece
+        yield from read_rows(self._datasets[origin], named, piece.start, piece.stop)
+
+
+def _pieces_of(file: SourceFile, origin: Origin, piece: Piece, options: Options) -> Iterator[Document | IdsRow]:
+    if origin.kind == "text":
+        return read_text(file, takes_bytes=options.binary)
+    if origin.kind == "jsonl":
+        return read_lines(file, options.field, piece.start, *([] if piece.stop is None else [piece.stop]))
+    assert piece.stop is not None, piece
+    if origin.holds_ids:
+        return read_ids(file, options.column, piece.start, piece.stop)
+    return read_row_groups(file, options.column, piece.start, piece.stop, takes_bytes=options.binary)
+
+
+def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
+    if stamp != origin.stamp:
+        raise ConfigError(
+            f"{origin.name} has changed since this preparation began; put it back as it was, or begin again with "
+            "--start-over"
+        )
+
+
+class Units:
+    """Makes what a preparation asks for of each unit, and puts it into OUT. Raises ConfigError, OSError of OUT."""
+
+    def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._open_tokenizer = tokenizer
+        self._sources = _Sources(plan)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._open_tokenizer()
+        if tokenizer.fingerprint != self._plan.tokenizer_fingerprint:
+            raise ConfigError(
+                f"--tokenizer {self._plan.tokenizer} has changed since this preparation began; put it back as it was, "
+                "or begin again with --start-over"
+            )
+        return tokenizer
+
+    def hash_documents(self, unit: int, on_progress: OnProgress) -> None:
+        """Keep the hash of each document of a unit."""
+        found: list[bytes] = []
+        for chunk in _chunks(self._sources.read(self._plan.units[unit])):
+            found += [_hash_of(read.document) if read.size else bytes(16) for read in chunk]
+            on_progress(sum(read.size for read in chunk), 0)
+        self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
+
+    def tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
+        """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
+        counts: collections.Counter[str] = collections.Counter()
+        of_sources: collections.Counter[int] = collections.Counter()
+        lengths: list[int] = []
+        number = 0
+        end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
+        with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
+            for chunk in _chunks(self._sources.read(self._plan.units[unit])):
+                dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
+                number += len(chunk)
+                kept = self._kept(chunk, dropped, counts, of_sources)
+                draft.append([part for ids in kept for part in (ids, end)])
+                written = [len(ids) + 1 for ids in kept]
+                lengths += written
+                on_progress(sum(read.size for read in chunk), sum(written))
+            record = self._write(unit, draft, lengths, counts, of_sources)
+        self._folder.record(unit, record)
+        return record
+
+    def _kept(
+        self,
+        chunk: Sequence[_Read],
+        dropped: Flags,
+        counts: collections.Counter[str],
+        of_sources: collections.Counter[int],
+    ) -> list[Ids]:
+        """Ids of the documents that are kept."""
+        kept: list[Ids] = []
+        full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read.size and not is_dropped]
+        counts["duplicates"] += int(dropped.sum())
+        counts["empty"] += len(chunk) - len(full) - int(dropped.sum())
+        counts["bytes"] += sum(read.size for read in chunk)
+        options = self._plan.options
+        for read, documents in zip(full, self._encoded([read.document for read in full]), strict=True):
+            for ids in documents:
+                if not len(ids):
+                    counts["empty"] += 1
+                elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
+                    counts["filtered"] += 1
+                else:
+                    of_sources[read.source] += 1
+                    kept.append(ids)
+        return kept
+
+    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[list[Ids]]:
+        """The ids of each, of a text as one document."""
+        texts = [document for document in documents if isinstance(document, Document)]
+        encoded = iter(encode(self._tokenizer, texts))
+        for document in documents:
+            yield [next(encoded)] if isinstance(document, Document) else self._split(document)
+
+    def _split(self, row: IdsRow) -> list[Ids]:
+        """The documents of a row of ids, which may end with the end of a document, or hold several."""
+        ids, vocab_size = row.ids, self._tokenizer.vocab_size
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(wrong):
+            raise ConfigError(
+                f"{row.where}: id {ids[wrong[0]]} is not of the {vocab_size} ids of --tokenizer "
+                f"{self._plan.tokenizer}; name the tokenizer that made these ids"
+            )
+        ends = np.flatnonzero(ids == self._tokenizer.end_of_document)
+        starts = [0, *(ends + 1).tolist()]
+        stops = [*ends.tolist(), len(ids)]
+        whole = ids.astype(np.uint32)
+        documents = [whole[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        return documents[:-1] if not len(documents[-1]) and len(documents) > 1 else documents
+
+    def _write(
+        self,
+        unit: int,
+        draft: ShardDraft,
+        lengths: Sequence[int],
+        counts: collections.Counter[str],
+        of_sources: collections.Counter[int],
+    ) -> UnitRecord:
+        size = self._plan.options.packed_length
+        if size is None or not lengths:
+            ids, hashes = draft.ids, self._put(unit, draft.ids)
+        else:
+            with ShardDraft(draft.ids.dtype) as packed:
+                _pack(draft.ids, lengths, size, self._tokenizer.end_of_document, packed)
+                ids, hashes = packed.ids, self._put(unit, packed.ids)
+        return UnitRecord(
+            tokens=len(ids),
+            documents=len(lengths),
+            empty=counts["empty"],
+            filtered=counts["filtered"],
+            duplicates=counts["duplicates"],
+            padding=len(ids) - draft.tokens,
+            of_sources=dict(sorted(of_sources.items())),
+            text_bytes=counts["bytes"],
+            hashes=hashes,
+        )
+
+    def _put(self, unit: int, ids: Ids) -> tuple[int, ...]:
+        """Write a shard into OUT, unless there is nothing in it. Returns the hashes of its blocks."""
+        if len(ids):
+            self._folder.storage.write(self._plan.shard_name(unit), npy_pieces(ids))
+        return tuple(block_hashes(ids, BLOCK_TOKENS).tolist())
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[npt.NDArray[np.uint32]]:
+    """Ids of each document. Raises ConfigError naming the one that is no text."""
+    if not documents:
+        return []
+    try:
+        return tokenizer.encode_batch([document.text for document in documents])
+    except UnicodeError as error:
+        for document in documents:
+            _require_text(tokenizer, document)
+        raise AssertionError("documents failed to encode, and none of them alone does") from error
+
+
+def _require_text(tokenizer: Tokenizer, document: Document) -> None:
+    try:
+        tokenizer.encode(document.text)
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{document.where}: not text that the tokenizer can take: {error}; correct it, or leave it out"
+        ) from error
+
+
+def _hash_of(document: Document | IdsRow) -> bytes:
+    """XXH3-128 of a text as UTF-8, or of ids; half a surrogate pair, which no tokenizer takes, is hashed as it is."""
+    if isinstance(document, IdsRow):
+        return xxhash.xxh3_128_digest(document.ids.astype("<i8").tobytes())
+    text = document.text
+    return xxhash.xxh3_128_digest(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
+
+
+def _chunks(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
+    """Documents in groups large enough for a call of the tokenizer and small enough for the memory."""
+    chunk: list[_Read] = []
+    size = 0
+    for read in reads:
+        chunk.append(read)
+        size += read.size
+        if size >= _CHUNK_CHARACTERS or len(chunk) >= _CHUNK_DOCUMENTS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _pack(ids: Ids, lengths: Sequence[int], size: int, end: int, packed: ShardDraft) -> None:
+    """Write documents that lie end to end into bins of `size` ids, filled up with the end of a document."""
+    starts = list(itertools.accumulate(lengths, initial=0))
+    for spans in pack_best_fit(lengths, size):
+        parts = [ids[starts[span.document] + span.start : starts[span.document] + span.stop] for span in spans]
+        missing = size - sum(map(len, parts))
+        packed.append([*parts, np.full(missing, end, dtype=ids.dtype)])
