@@ -201,6 +201,8 @@ class DataConfig(Section):
                 "data.source.type='synthetic-tokens' needs data.vocab_size, the number of ids to draw from, such as "
                 "32000: no tokenizer is opened for them"
             )
+        if (isinstance(self.source, SyntheticTokensSource) or any(made_up)) and self.packing != "concatenate":
+            raise ValueError("data.packing='best-fit' packs documents, and synthetic-tokens are none; drop it")
         return self
 
     @field_validator("phases")

@@ -1,9 +1,10 @@
-"""Best-fit packing: which documents share a sample, so that none is cut that fits into one. Pure; knows no ids."""
+"""Best-fit packing: which documents share a sample, so that none is cut that fits into one. Pure; opens no file."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,19 @@ class Span(NamedTuple):
     document: int
     start: int
     stop: int
+
+
+def fill_bins(
+    ids: npt.NDArray[np.unsignedinteger], lengths: Sequence[int], size: int, end: int
+) -> Iterator[list[npt.NDArray[np.unsignedinteger]]]:
+    """Yield the parts of each bin that `pack_best_fit` makes, the last one padding: the end of a document repeated.
+
+    ids: documents end to end. Shapes: (n,) in; the parts of a bin have `size` ids together.
+    """
+    starts = list(itertools.accumulate(lengths, initial=0))
+    for spans in pack_best_fit(lengths, size):
+        parts = [ids[starts[span.document] + span.start : starts[span.document] + span.stop] for span in spans]
+        yield [*parts, np.full(size - sum(map(len, parts)), end, dtype=ids.dtype)]
 
 
 def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -> list[list[Span]]:

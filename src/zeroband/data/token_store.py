@@ -57,3 +57,13 @@ class TokenStore(Protocol):
 
     def close(self) -> None:
         """End what runs in the background."""
+
+
+def is_padding(
+    ids: npt.NDArray[np.unsignedinteger], start: int, stop: int, end_of_document: int
+) -> npt.NDArray[np.bool_]:
+    """Whether each of the ids start..stop-1 of packed ones only fills up: it ends a document, as the one before it."""
+    ends = ids[max(0, start - 1) : stop] == end_of_document
+    if not start:
+        ends = np.concatenate([[False], ends])
+    return ends[1:] & ends[:-1]

@@ -26,9 +26,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
+from zeroband.data.packing import fill_bins
 from zeroband.data.sources import Document, conversations, documents, source_identity
 from zeroband.data.synthetic_tokens import SyntheticTokens
-from zeroband.data.token_store import TokenStore
+from zeroband.data.token_store import TokenStore, is_padding
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
@@ -36,6 +37,9 @@ from zeroband.observe.log import get_logger
 _FORMAT = 1
 _CHUNK_CHARACTERS = 1 << 20
 _CHUNK_DOCUMENTS = 1024
+_PACKED_TOKENS = 1 << 22
+"""Ids whose documents are packed at a time."""
+
 _POLL_S = 0.1
 
 _log = get_logger(__name__)
@@ -63,9 +67,11 @@ class TokenManifest:
     learned: int | None = None
     """How many ids are marked to be learned; None where all are, and nothing is marked."""
     padding: int = 0
-    """Ids that stand between conversations so that samples do not cut them."""
+    """Ids that stand between documents so that samples do not cut them."""
     cut_documents: int = 0
     """Conversations that are longer than a sample."""
+    packed_length: int | None = None
+    """seq_length that documents were packed for (best-fit); None: they lie end to end."""
 
 
 class MappedTokens(TokenStore):
@@ -74,6 +80,7 @@ class MappedTokens(TokenStore):
     def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
         self.end_of_document, self.fingerprint = manifest.end_of_document, manifest.fingerprint
+        self.packed_length = manifest.packed_length
         self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
             path, dtype=manifest.dtype, mode="r", shape=(manifest.tokens,)
         )
@@ -85,6 +92,14 @@ class MappedTokens(TokenStore):
         """Tokens start..stop-1 without a copy, not writable."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._tokens[start:stop]
+
+    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        if self.packed_length is None:
+            return super().is_learned(start, stop)
+        return ~is_padding(self._tokens, start, stop, self.end_of_document)
+
+    def count_learned(self, start: int, stop: int) -> int:
+        return stop - start if self.packed_length is None else int(np.count_nonzero(self.is_learned(start, stop)))
 
 
 class MarkedTokens(MappedTokens):
@@ -129,7 +144,7 @@ def prepare(
         if store is None:
             with _only_one_builds(entry, _dtype(tokenizer), on_progress):
                 corpus = _chunks_of(config, config.source, seed, tokenizer)
-                store = _open(entry) or _build(entry, tokenizer, corpus, on_progress)
+                store = _open(entry) or _build(entry, config, tokenizer, corpus, on_progress)
     except OSError as e:
         raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
     return store
@@ -147,6 +162,8 @@ def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed)]
     if isinstance(source, ChatSource):
         identity += [tokenizer.chat_template, config.seq_length]
+    elif config.packing == "best-fit":
+        identity += ["best-fit", config.seq_length]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
 
@@ -225,9 +242,15 @@ class _Column:
                 os.fsync(self._out.fileno())
 
 
-def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[_Chunk], on_progress: OnProgress | None) -> MappedTokens:
+def _build(
+    entry: Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    corpus: Iterable[_Chunk],
+    on_progress: OnProgress | None,
+) -> MappedTokens:
     dtype = _dtype(tokenizer)
-    is_marked = tokenizer.chat_template is not None
+    is_marked = isinstance(config.source, ChatSource)
     tokens = learned = 0
     counted = np.zeros(4, dtype=np.int64)
     with ExitStack() as stack:
@@ -260,6 +283,7 @@ def _build(entry: Path, tokenizer: Tokenizer, corpus: Iterable[_Chunk], on_progr
         learned=None if marks is None else learned,
         padding=padding,
         cut_documents=cut,
+        packed_length=None if is_marked else _packed_length(config),
     )
     _commit(entry, manifest)
     if cut:
@@ -284,13 +308,42 @@ def _chunks_of(
 ) -> Iterator[_Chunk]:
     if isinstance(source, ChatSource):
         return _chats(source, tokenizer, config.seq_length)
-    return _texts(documents(source, seed), tokenizer)
+    texts = _texts(documents(source, seed), tokenizer)
+    packed_length = _packed_length(config)
+    return texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document)
+
+
+def _packed_length(config: DataConfig) -> int | None:
+    return config.seq_length if config.packing == "best-fit" else None
 
 
 def _texts(corpus: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Chunk]:
     for chunk in _chunks(corpus):
         full = [document for document in chunk if document.text]
         yield _Chunk(_encode(tokenizer, full), None, len(full), empty=len(chunk) - len(full))
+
+
+def _packed(chunks: Iterable[_Chunk], size: int, end: int) -> Iterator[_Chunk]:
+    """Chunks whose documents are packed into samples of `size` ids; many at a time, so that they fit well."""
+    for group in _groups(chunks):
+        ids = np.concatenate([chunk.ids for chunk in group])
+        ends = np.flatnonzero(ids == end) + 1
+        lengths = np.diff(ends, prepend=0).tolist()
+        bins = [part for parts in fill_bins(ids, lengths, size, end) for part in parts]
+        packed = np.concatenate(bins) if bins else ids
+        n_documents, empty = sum(chunk.documents for chunk in group), sum(chunk.empty for chunk in group)
+        yield _Chunk(packed, None, n_documents, empty=empty, padding=len(packed) - len(ids))
+
+
+def _groups(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
+    group: list[_Chunk] = []
+    for chunk in chunks:
+        group.append(chunk)
+        if sum(len(one.ids) for one in group) >= _PACKED_TOKENS:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int) -> Iterator[_Chunk]:

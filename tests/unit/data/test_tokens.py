@@ -236,3 +236,26 @@ def test_default_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tokens.default_cache_dir() == tmp_path / ".cache" / "zeroband"
+
+
+def test_best_fit_cuts_no_document_that_fits_and_learns_no_padding(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(1, 15, 60).tolist(), 40, 15, 16]
+    texts = [bytes(rng.integers(97, 123, length).tolist()) for length in lengths]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:03}.txt").write_bytes(text)
+    config = DataConfig(source=TextSource(paths=(f"{tmp_path}/*.txt",)), cache_dir=tmp_path / "cache", seq_length=16)
+    plain = prepare(config, 0)
+    packed = prepare(config.model_copy(update={"packing": "best-fit"}), 0)
+    assert (plain.packed_length, packed.packed_length) == (None, 16) and plain.fingerprint != packed.fingerprint
+    assert len(packed) % 16 == 0
+    ids, learned = packed.read(0, len(packed)), packed.is_learned(0, len(packed))
+    rows = zip(ids.reshape(-1, 16), learned.reshape(-1, 16), strict=True)
+    bins = [bytes(row[keep].astype(np.uint8)) for row, keep in rows]
+    assert sorted(ids[learned].tolist()) == sorted(plain.read(0, len(plain)).tolist()), "nothing twice, nothing lost"
+    for text in texts:
+        assert len(text) >= 16 or any(text in one for one in bins), "in one bin"
+    assert 0 < int((~learned).sum()) == packed.manifest.padding < len(packed) // 8
+    assert packed.count_learned(0, len(packed)) == len(plain)
+    spans = [(start, start + 7) for start in range(0, len(packed) - 7, 7)]
+    assert [packed.is_learned(*span).tolist() for span in spans] == [learned[slice(*span)].tolist() for span in spans]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from zeroband.data.files import SourceFile, find_files
-from zeroband.data.packing import pack_best_fit
+from zeroband.data.packing import fill_bins
 from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows, read_text
 from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
 from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
@@ -203,7 +202,8 @@ class Units:
             ids, hashes = draft.ids, self._put(unit, draft.ids)
         else:
             with ShardDraft(draft.ids.dtype) as packed:
-                _pack(draft.ids, lengths, size, self._tokenizer.end_of_document, packed)
+                for parts in fill_bins(draft.ids, lengths, size, self._tokenizer.end_of_document):
+                    packed.append(parts)
                 ids, hashes = packed.ids, self._put(unit, packed.ids)
         return UnitRecord(
             tokens=len(ids),
@@ -265,12 +265,3 @@ def _chunks(reads: Iterator[_Read]) -> Iterator[list[_Read]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _pack(ids: Ids, lengths: Sequence[int], size: int, end: int, packed: ShardDraft) -> None:
-    """Write documents that lie end to end into bins of `size` ids, filled up with the end of a document."""
-    starts = list(itertools.accumulate(lengths, initial=0))
-    for spans in pack_best_fit(lengths, size):
-        parts = [ids[starts[span.document] + span.start : starts[span.document] + span.stop] for span in spans]
-        missing = size - sum(map(len, parts))
-        packed.append([*parts, np.full(missing, end, dtype=ids.dtype)])
