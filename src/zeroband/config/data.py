@@ -168,7 +168,7 @@ class DataConfig(Section):
     private: bool = False
     """Each node trains on documents of its own, which never leave it: sources may differ, and each node's samples are
     counted by themselves. False: all nodes share one corpus, and who reads what is dealt out."""
-    shuffle_blocks: PositiveInt | None = 256
+    shuffle_blocks: PositiveInt | None = 2048
     """Blocks of 65,536 tokens, from anywhere in prepared ids, that are mixed at a time: a node fetches no others for
     the samples that it is dealt. None: all are mixed at once, and each sample is a block to fetch."""
     cache_dir: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)

@@ -352,6 +352,12 @@ class RunConfig(Section):
     def _has_something_to_evaluate_on(self) -> RunConfig:
         if self.eval is None:
             return self
+        named = {source.partition("=")[0] for source in self.eval.sources}
+        if twice := sorted(named & {source.name for source in self.data.sources}):
+            raise ValueError(
+                f"{twice[0]!r} is a name in eval.sources and in data.sources, whose held-out samples are evaluated anyway; "
+                "give one of them another name"
+            )
         if self.eval.sources and self.data.is_made_up:
             raise ValueError(
                 "eval.sources needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "

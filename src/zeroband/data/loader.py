@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroband.data.dataset import Dataset, Sample
+from zeroband.data.forecast import Forecast
 from zeroband.data.index import Span, rank_share, require_even_shares
 from zeroband.data.ledger import Range, count, take
 
@@ -27,7 +28,7 @@ IGNORED = -100
 _NO_SAMPLE = Sample(0, 0, 0)
 """A row that only pads a batch."""
 
-_EXPECTED = 8192
+_EXPECTED = 1 << 16
 """Samples that stores are told of before they are read."""
 
 _CLOSE_S = 5.0
@@ -104,12 +105,7 @@ class Loader:
         self._even_micro_batches = even_micro_batches
         self._pins = pins
         self._ranges: tuple[Range, ...] = ()
-        self._told = 0
-        """Samples of the assignment that are still to be read and that the stores know of."""
-        self._last: Range = (0, 0)
-        """The last range of the assignment."""
-        self._shift = 0
-        """How far it lies behind that of the assignment before, in samples: the next one may lie as far away."""
+        self._forecast = Forecast(_EXPECTED)
         self._targets: tuple[int, ...] = ()
         self._passes: tuple[float, ...] = ()
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -152,9 +148,8 @@ class Loader:
 
     def assign(self, ranges: Sequence[Range]) -> None:
         """Take these samples as the node's work from now on; what is left of an earlier assignment is dropped."""
-        last, self._last = self._last, ranges[-1] if ranges else self._last
-        self._ranges, self._told = tuple(ranges), 0
-        self._shift = max(0, self._last[0] - last[0])
+        self._ranges = tuple(ranges)
+        self._forecast.assign(ranges)
         self._tell_stores()
 
     def next_step(self) -> list[MicroBatch]:
@@ -164,15 +159,14 @@ class Loader:
         """
         assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
         batch, self._ranges = take(self._ranges, self._batch_size)
-        self._told -= self._batch_size
+        self._forecast.read(self._batch_size)
         ahead, self._ahead = self._ahead, None
         step = ahead[1].result() if ahead is not None and ahead[0] == batch else self._build(batch)
         if self.remaining >= self._batch_size:
             after, _ = take(self._ranges, self._batch_size)
             self._ahead = after, self._builder.submit(self._build, after)
         self._targets, self._passes = step.targets, step.passes
-        if self._told < _EXPECTED // 2:
-            self._tell_stores()
+        self._tell_stores()
         return step.batches
 
     def close(self) -> None:
@@ -209,13 +203,10 @@ class Loader:
         self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
 
     def _tell_stores(self, first: Sequence[Sample] = ()) -> None:
-        """Tell stores that fetch what is read next: some samples, the assignment, and where the next one may lie."""
-        if not self.dataset.is_fetched:
+        """Tell stores that fetch what is read next, if it is time for it: some samples, and what is foreseen."""
+        if not self.dataset.is_fetched or not (first or self._forecast.is_due):
             return
-        begin, end = self._last
-        guessed = [(begin + self._shift, end + self._shift)] if self._shift else []
-        expected, _ = take([*self._ranges, *guessed], _EXPECTED)
-        self._told = count(expected)
+        expected = self._forecast.tell()
         spans: list[list[Span]] = [[] for _ in self.dataset.sources]
         for sample in itertools.chain(first, self.dataset.samples(_indices(expected))):
             spans[sample.source].append((sample.start, sample.stop))

@@ -337,6 +337,11 @@ def test_mixtures_that_cannot_be_are_refused(
     assert message in refusal("--data.sources", sources, *more)
 
 
+def test_name_of_a_source_is_one_of_training_or_of_evaluation(refusal: Callable[..., str]) -> None:
+    said = refusal("--data.sources", f"[{A}, {B}]", "--eval.sources", "a=x.txt")
+    assert said.startswith("'a' is a name in eval.sources and in data.sources")
+
+
 def test_phases_without_sources_are_refused(refusal: Callable[..., str]) -> None:
     assert "there are none" in refusal("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1}}]')
 
