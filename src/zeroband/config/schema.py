@@ -355,7 +355,7 @@ class RunConfig(Section):
         named = {source.partition("=")[0] for source in self.eval.sources}
         if twice := sorted(named & {source.name for source in self.data.sources}):
             raise ValueError(
-                f"{twice[0]!r} is a name in eval.sources and in data.sources, whose held-out samples are evaluated anyway; "
+                f"{twice[0]!r} is a name in eval.sources and in data.sources, which are evaluated anyway; "
                 "give one of them another name"
             )
         if self.eval.sources and self.data.is_made_up:

@@ -256,7 +256,7 @@ def test_float8_needs_sizes_that_tensor_cores_take(sizes: dict[str, Any], messag
             "eval.sources needs a tokenizer",
         ),
         (
-            {"eval": {"sources": ["a=/x"]}, "data": {"sources": [MADE_UP_PART], "vocab_size": 50}},
+            {"eval": {"sources": ["b=/x"]}, "data": {"sources": [MADE_UP_PART], "vocab_size": 50}},
             "eval.sources needs a tokenizer",
         ),
     ],
