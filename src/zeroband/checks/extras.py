@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroband.checks.finding import Finding
-from zeroband.config.data import ChatSource, FilesSource, HuggingFaceSource, SyntheticTokensSource
+from zeroband.config.data import ChatSource, FilesSource, HuggingFaceSource, SyntheticTokensSource, TokensSource
 from zeroband.config.schema import RunConfig
 from zeroband.errors import way_to_extra
 
@@ -43,11 +43,12 @@ def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, module)."""
-    if config.data.tokenizer != "byte" and not isinstance(config.data.source, SyntheticTokensSource):
+    sources = [data.source for data in config.data.parts.values()]
+    if config.data.tokenizer != "byte" and not isinstance(sources[0], SyntheticTokensSource):
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
-    if isinstance(config.data.source, ChatSource):
+    if any(isinstance(source, ChatSource) for source in sources):
         yield "data.source.type='chat'", "transformers"
-    if isinstance(config.data.source, HuggingFaceSource):
+    if any(isinstance(source, HuggingFaceSource) for source in sources):
         yield "data.source.type='huggingface'", "datasets"
     if config.train.float8 is not None:
         yield f"train.float8={config.train.float8!r}", "torchao"
@@ -62,9 +63,9 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key and value, protocol) of every value that is a URL."""
-    source = config.data.source
-    paths = source.paths if isinstance(source, FilesSource) else ()
-    values = [("data.source.paths", path) for path in paths]
+    sources = [data.source for data in config.data.parts.values()]
+    values = [("data.source.paths", path) for one in sources if isinstance(one, FilesSource) for path in one.paths]
+    values += [("data.source.path", one.path) for one in sources if isinstance(one, TokensSource)]
     values += [("ckpt.path", config.ckpt.path), ("resume.path", config.resume.path if config.resume else None)]
     for key, value in values:
         if value is not None and "://" in value:

@@ -6,10 +6,12 @@ import re
 
 from pydantic import Field, PositiveInt, field_validator
 
-from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource
+from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource, TokensSource
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
 _COMPRESSION = (".gz", ".zst")
+_MANIFEST = "manifest.json"
+"""Of a prepared set (zeroband.data.shard_set)."""
 
 
 class EvalConfig(Section):
@@ -23,7 +25,8 @@ class EvalConfig(Section):
     always the same ones, so that losses compare. None: 8, or all where there are fewer."""
     sources: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
-    (`.parquet`) or else plain text. Beside the samples that data.hold_out keeps back."""
+    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. Beside the
+    samples that data.hold_out keeps back."""
 
     @field_validator("sources")
     @classmethod
@@ -44,10 +47,16 @@ class EvalConfig(Section):
     def data_of(self, data: DataConfig) -> dict[str, DataConfig]:
         """How each of the sources is read, by its name: as the data of the run, whose keys of such files count."""
         named = dict(source.split("=", 1) for source in self.sources)
-        return {name: data.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
+        alone = {"sources": (), "phases": ()}
+        return {
+            name: data.model_copy(update={"source": _source_of(path, data), **alone}) for name, path in named.items()
+        }
 
 
-def _source_of(path: str, data: DataConfig) -> DocumentSource:
+def _source_of(path: str, data: DataConfig) -> DocumentSource | TokensSource:
+    folder = path.removesuffix(_MANIFEST)
+    if folder.endswith("/"):
+        return TokensSource(type="tokens", path=folder)
     bare, like = path, data.source
     for ending in _COMPRESSION:
         bare = bare.removesuffix(ending)

@@ -23,6 +23,8 @@ class TokenStore(Protocol):
     """How many ids each shard holds; empty where there are none."""
     block_tokens: int | None = None
     """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
+    documents: int | None = None
+    """How many there are, where it is known."""
     packed_length: int | None = None
     """seq_length that documents were packed for: an end-of-document id behind another is padding."""
 
@@ -54,6 +56,11 @@ class TokenStore(Protocol):
     def waited_s(self) -> float:
         """Seconds that `read` has waited for ids to come, in all."""
         return 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this process has fetched from elsewhere, in all."""
+        return 0
 
     def close(self) -> None:
         """End what runs in the background."""

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
-from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource
+from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
 from zeroband.data.sources import Document, conversations, documents, source_identity
+from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
@@ -104,16 +105,34 @@ class MarkedTokens(MappedTokens):
         return int(np.count_nonzero(self._marks[start:stop] & LEARNED))
 
 
-def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None) -> TokenStore:
+def prepare(
+    config: DataConfig,
+    seed: int,
+    on_progress: OnProgress | None = None,
+    *,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> TokenStore:
     """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
 
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
+    Which rank this is decides what of ids that lie elsewhere it fetches ahead.
     Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, a corpus without text, and a
-    conversation that cannot be written or has nothing to learn.
+    conversation that cannot be written or has nothing to learn; StorageLost where ids that were made before lie in a
+    storage that does not answer.
     """
     tokenizer = tokenizer_of(config)
     if isinstance(config.source, SyntheticTokensSource):
         return SyntheticTokens(config.source, seed, tokenizer.vocab_size)
+    if isinstance(config.source, TokensSource):
+        return open_tokens(
+            config,
+            config.source,
+            tokenizer,
+            cache_dir=config.cache_dir or default_cache_dir(),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
     entry = _entry_of(config, config.source, seed, tokenizer)
     folder = entry.parent
     try:
@@ -130,7 +149,7 @@ def prepare(config: DataConfig, seed: int, on_progress: OnProgress | None = None
 
 def is_prepared(config: DataConfig, seed: int) -> bool:
     """Whether this machine has all that `prepare` would build. Raises ConfigError as `prepare` does."""
-    if isinstance(config.source, SyntheticTokensSource):
+    if isinstance(config.source, SyntheticTokensSource | TokensSource):
         return True
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 

@@ -201,7 +201,9 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
         sets.append(_set_of(node, wanted, None, node.loader))
     for source, data in wanted.data_of(node.config.data).items():
         try:
-            tokens = prepare(data, node.config.run.seed)
+            tokens = prepare(
+                data, node.config.run.seed, local_rank=node.local.rank, local_world_size=node.local.world_size
+            )
             index = EvaluationIndex(len(tokens), data.seq_length, node.config.run.seed, data.hold_out)
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error
