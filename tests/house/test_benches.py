@@ -45,6 +45,7 @@ NOTHING = [
     ("train_loop", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("sft", ["--steps", "0"], "0 measures nothing; give 1 or more"),
     ("others", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
+    ("stream", ["disks"], "'disks' measures nothing; there are local, links"),
 ]
 
 

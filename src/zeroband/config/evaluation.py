@@ -11,7 +11,7 @@ from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
 _COMPRESSION = (".gz", ".zst")
 _MANIFEST = "manifest.json"
-"""Of a prepared set (zeroband.data.shard_set)."""
+"""What zeroband.data.shard_set calls the file by which a prepared set is known."""
 
 
 class EvalConfig(Section):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from zeroband.errors import StorageLost
 from zeroband.observe.log import get_logger
@@ -103,14 +103,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _http_status(error: BaseException) -> int | None:
-    response = getattr(error, "response", None)
+    response: Any = getattr(error, "response", None)
+    found: Any
     if isinstance(response, Mapping):  # botocore
-        found: Any = cast("Mapping[str, Any]", response).get("ResponseMetadata", {}).get("HTTPStatusCode")
+        found = cast("Mapping[str, Any]", response).get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
-        found = getattr(error, "status", None) or getattr(response, "status_code", None) or getattr(error, "code", None)
-    with contextlib.suppress(TypeError, ValueError):
-        if 100 <= int(found) < 600:
-            return int(found)
+        found = getattr(error, "status", None) or getattr(response, "status_code", None)
+        if found is None and type(error).__module__.startswith("gcsfs"):  # others call other things a code
+            found = getattr(error, "code", None)
+    with contextlib.suppress(ValueError):
+        status = int(str(found))
+        return status if 100 <= status < 600 else None
     return None
 
 
@@ -190,7 +193,7 @@ class Retries:
         since_s = self._clock() - from_s
         left_s = self._limit_s(failure) - since_s
         if left_s <= 0:
-            raise _lost(file, failure, since_s)
+            _give_up(file, failure, since_s)
         self._log.goes_on(file, failure, since_s)
         if failure.kind == "refused":
             self._renew()
@@ -209,19 +212,19 @@ class Retries:
                 return 0.0
 
 
-def _lost(file: str, failure: Failure, tried_s: float) -> StorageLost:
+def _give_up(file: str, failure: Failure, tried_s: float) -> NoReturn:
     match failure.kind:
         case "gone":
-            return StorageLost(f"{file} is not there ({failure.status}); bring it back, or correct data.source.path")
+            raise StorageLost(f"{file} is not there ({failure.status}); bring it back, or correct data.source.path")
         case "lasting":
-            return StorageLost(f"{file} cannot be read ({failure.status}); correct data.source.path, or the file")
+            raise StorageLost(f"{file} cannot be read ({failure.status}); correct data.source.path, or the file")
         case "refused":
-            return StorageLost(
+            raise StorageLost(
                 f"{file}: the storage refuses this node's credentials, tried for {tried_s:.0f} s ({failure.status}); "
                 "give it valid ones and start the node again"
             )
         case "passing":
-            return StorageLost(
+            raise StorageLost(
                 f"{file}: the storage did not give it for {tried_s:.0f} s (data.retry_s), at last: {failure.status}; "
                 "start the node again when it does, or raise data.retry_s",
                 can_pass=True,
@@ -251,9 +254,8 @@ class _OutageLog:
             fields = {"file": file, "status": failure.status, "since_s": round(now_s - self._from_s, 1)}
             fields["failures"] = self._failures
         what = "reading its credentials again" if failure.kind == "refused" else "trying again"
-        _log.warning(
-            f"the storage of the data fails; {what}" if is_new else f"it still fails; {what}", extra={"fields": fields}
-        )
+        begins = "the storage of the data fails" if is_new else "the storage of the data still fails"
+        _log.warning(f"{begins}; {what}", extra={"fields": fields})
 
     def ends(self, file: str) -> None:
         with self._lock:

@@ -139,7 +139,10 @@ def open_tokens(
 
 def _kept(storage: TokenStorage, root: Path, key: str, path: str) -> Path:
     """A file that is needed whole: where it lies, or in the cache."""
-    return Path(path) if storage.is_local else keep(root, key, lambda: storage.whole(path))
+    if not storage.is_local:
+        return keep(root, key, lambda: storage.whole(path))
+    storage.size(path)  # it may be missing
+    return Path(path)
 
 
 def _folder_of(files: TokenFiles) -> str:

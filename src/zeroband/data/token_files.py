@@ -79,7 +79,7 @@ class TokenFiles:
     tokenizer_fingerprint: str | None = None
     packed_length: int | None = None
     hashes: npt.NDArray[np.uint64] | None = None
-    """Of the blocks, where the format has them."""
+    """A hash for each block, where the format has them."""
     borders: Borders | None = None
     """Where documents begin, if the ids do not tell."""
 

@@ -270,7 +270,7 @@ class _RemoteFiles(TokenStorage):
 
     def _part(self, path: str, start: int, stop: int, answer_s: float) -> bytes:
         if getattr(self._system, "async_impl", False):
-            return self._system.cat_file(path, start, stop, timeout=answer_s)
+            return self._system.cat_file(path, start=start, end=stop, timeout=answer_s)
         with self._system.open(path, "rb", cache_type="none") as file:  # others would read far ahead
             file.seek(start)
             return file.read(stop - start)
@@ -306,10 +306,7 @@ class _RemoteFiles(TokenStorage):
             self._is_probed = True
             if not self.sends_ranges:
                 fields = {"file": self.name(path)}
-                _log.warning(
-                    "this server sends whole files only: all of a file is kept where a part is needed",
-                    extra={"fields": fields},
-                )
+                _log.warning("this server sends whole files, so each is kept whole", extra={"fields": fields})
 
     def _renew(self) -> None:
         """Take a client with credentials that are read anew; requests under way keep the old one."""

@@ -66,13 +66,8 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     tokenizer = tokenizer_of(config.data)
-    tokens = prepare(
-        config.data,
-        config.run.seed,
-        _log_progress if local.rank == 0 else None,
-        local_rank=local.rank,
-        local_world_size=local.world_size,
-    )
+    told = _log_progress if local.rank == 0 else None
+    tokens = prepare(config.data, config.run.seed, told, local_rank=local.rank, local_world_size=local.world_size)
     index = SampleIndex(len(tokens), config.data.seq_length, config.run.seed, config.data.hold_out)
     loader = Loader(
         tokens,

@@ -93,7 +93,9 @@ def spans_of(tokens: int, length: int = 17) -> list[tuple[int, int]]:
 
 def fetched_blocks(cache: Path) -> list[Path]:
     """The blocks in a cache folder."""
-    return sorted(path for path in cache.glob("blocks/*/*/*") if path.suffix == "" and path.parent.parent.name != "kept")
+    return sorted(
+        path for path in cache.glob("blocks/*/*/*") if path.suffix == "" and path.parent.parent.name != "kept"
+    )
 
 
 Fault = Callable[["FilesHandler"], bool]
