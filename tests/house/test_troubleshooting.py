@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-ENDING = {"ConfigError", "AnotherArithmetic", "StoreLost", "RunOver", "Leaving", "CheckpointFailed", "RecoveryFailed"}
+ENDING = {
+    *("ConfigError", "AnotherArithmetic", "StoreLost", "StorageLost", "RunOver", "Leaving", "CheckpointFailed"),
+    "RecoveryFailed",
+}
 """Raised with messages of their own, which a user reads."""
 
 GAP = "…"

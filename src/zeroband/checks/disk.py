@@ -12,8 +12,8 @@ from pathlib import Path
 from zeroband.checkpoint.layout import step_of
 from zeroband.checks.finding import Finding, Stops, size_text
 from zeroband.checks.needs import Needs
-from zeroband.config.data import SyntheticTokensSource, TextSource
-from zeroband.config.schema import RunConfig
+from zeroband.config.data import DataConfig, SyntheticTokensSource, TextSource, TokensSource
+from zeroband.data.block_cache import cached_bytes
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
 from zeroband.errors import ConfigError
@@ -21,6 +21,9 @@ from zeroband.node.identity import node_dir_of
 
 _FILES_BYTES = 16_000_000
 """Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
+
+_FETCHED = "data.cache_gb"
+"""Ids that are fetched from elsewhere; they make do with less."""
 
 _TOKEN_BYTES = 2
 """Size of one byte of text with the byte tokenizer."""
@@ -60,15 +63,24 @@ def _room(places: list[_Place]) -> Finding:
     seen = f"{size_text(free)} free where {folder} lies, needed: {what}"
     at_start = sum(place.needed for place in places if place.stops == "start")
     stops = "start" if free < at_start else "finish" if free < needed else None
-    keys = ", ".join(place.key for place in places)
-    return Finding("disk", seen, f"make room there, or set {keys} to another disk" if stops else "", stops=stops)
+    keys = ", ".join(place.key for place in places if place.key != _FETCHED)
+    smaller = f"lower {_FETCHED}, " if any(place.key == _FETCHED for place in places) else ""
+    return Finding(
+        "disk", seen, f"make room there, {smaller}or set {keys} to another disk" if stops else "", stops=stops
+    )
 
 
 def _places(needs: Needs) -> Iterator[_Place]:
     config = needs.config
     yield _Place("run.dir", node_dir_of(config), _FILES_BYTES, "start")
-    if corpus_bytes := _corpus_bytes(config):
-        yield _Place("data.cache_dir", _cache_of(config), corpus_bytes, "start")
+    parts = config.data.parts.values()
+    if corpus_bytes := sum(_corpus_bytes(data, config.run.seed) for data in parts):
+        yield _Place("data.cache_dir", _cache_of(config.data), corpus_bytes, "start")
+    if any(
+        isinstance(data.source, TokensSource) and "://" in data.source.path.removeprefix("file://") for data in parts
+    ):
+        folder = _cache_of(config.data)
+        yield _Place(_FETCHED, folder, max(0, int(config.data.cache_gb * 1e9) - cached_bytes(folder)), "finish")
     if config.ckpt.path is not None and "://" not in config.ckpt.path.removeprefix("file://"):
         folder = Path(config.ckpt.path.removeprefix("file://")) / config.run.id
         missing = max(1, needs.kept_checkpoints - _checkpoints_in(folder))
@@ -77,25 +89,25 @@ def _places(needs: Needs) -> Iterator[_Place]:
         yield _Place("export.path", config.export.path or node_dir_of(config), needs.export_bytes, "finish")
 
 
-def _cache_of(config: RunConfig) -> Path:
-    return config.data.cache_dir or default_cache_dir()
+def _cache_of(data: DataConfig) -> Path:
+    return data.cache_dir or default_cache_dir()
 
 
-def _corpus_bytes(config: RunConfig) -> int:
+def _corpus_bytes(data: DataConfig, seed: int) -> int:
     """Size of the tokenised corpus, as far as that can be told before; 0 where it lies there, or may do so.
 
     A cache that was filled before may be read-only. Data and folder have checks of their own.
     """
-    source = config.data.source
-    if isinstance(source, SyntheticTokensSource):
+    source = data.source
+    if isinstance(source, SyntheticTokensSource | TokensSource):
         return 0
-    unknown_bytes = 0 if any(_cache_of(config).glob("*.tokens")) else _FILES_BYTES
-    if config.data.tokenizer != "byte" or not isinstance(source, TextSource):
+    unknown_bytes = 0 if any(_cache_of(data).glob("*.tokens")) else _FILES_BYTES
+    if data.tokenizer != "byte" or not isinstance(source, TextSource):
         return unknown_bytes
     if any("://" in path for path in source.paths):
         return unknown_bytes
     try:
-        is_there = is_prepared(config.data, config.run.seed)
+        is_there = is_prepared(data, seed)
     except (ConfigError, OSError):
         return _FILES_BYTES
     return 0 if is_there else max(_FILES_BYTES, _TOKEN_BYTES * sum(file.size for file in source_files(source)))

@@ -7,15 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.checks.finding import Finding
-from zeroband.config.data import ChatSource, DataConfig, FilesSource, SyntheticTokensSource, TextSource
+from zeroband.config.data import (
+    ChatSource,
+    DataConfig,
+    FilesSource,
+    Source,
+    SyntheticTokensSource,
+    TextSource,
+    TokensSource,
+)
 from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
 from zeroband.data.sources import conversations, documents, require_beginning_of_text
+from zeroband.data.token_files import require_there
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
-from zeroband.errors import ConfigError
+from zeroband.data.tokens import prepare
+from zeroband.errors import ConfigError, StorageLost
+
+_RETRY_S = 10.0
+"""Somebody waits for what a check says."""
 
 _LOOKED_INTO = 64
 """Number of text files that are looked into for what is no text; when they are made into tokens, all are."""
@@ -23,20 +36,14 @@ _LOOKED_INTO = 64
 
 def local_inputs(config: RunConfig) -> Iterator[Finding]:
     """What lies on this machine, as far as a look at it tells; says nothing where all is there."""
-    source = config.data.source
-    if isinstance(source, FilesSource):
+    for data in config.data.parts.values():
         try:
-            local = [path for path in source.paths if "://" not in path.removeprefix("file://")]
-            files = find_files(local)
-            if isinstance(source, TextSource) and not source.binary:
-                for file in files[:_LOOKED_INTO]:
-                    require_beginning_of_text(file)
+            _require_here(data.source)
         except ConfigError as error:
             yield Finding("data", "cannot be read", str(error), stops="start")
     for name, data in ({} if config.eval is None else config.eval.data_of(config.data)).items():
         try:
-            if isinstance(data.source, FilesSource):
-                find_files([path for path in data.source.paths if "://" not in path.removeprefix("file://")])
+            _require_here(data.source, looks_into=0)
         except ConfigError as error:
             yield Finding("evaluation", f"{name} of eval.sources cannot be read", str(error), stops="start")
     if config.train.init_from is not None and not (config.train.init_from / "config.json").is_file():
@@ -46,6 +53,21 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.outer, CustomConfig) and not Path(config.outer.algorithm).is_file():
         seen = f"outer.algorithm={config.outer.algorithm!r} cannot be read"
         yield Finding("outer algorithm", seen, "name the file of the algorithm", stops="start")
+
+
+def _require_here(source: Source, looks_into: int = _LOOKED_INTO) -> None:
+    """Raise ConfigError where a source names what should lie on this machine and does not."""
+    if isinstance(source, TokensSource) and not _is_elsewhere(source.path):
+        require_there(source)
+    elif isinstance(source, FilesSource):
+        files = find_files([path for path in source.paths if not _is_elsewhere(path)])
+        if isinstance(source, TextSource) and not source.binary:
+            for file in files[:looks_into]:
+                require_beginning_of_text(file)
+
+
+def _is_elsewhere(path: str) -> bool:
+    return "://" in path.removeprefix("file://")
 
 
 @dataclass(frozen=True)
@@ -63,21 +85,17 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
     findings: list[Finding] = []
     vocab_size, sections, built_params = 0, 1, 0
     tokenizer: Tokenizer | None = None
-    source = config.data.source
+    parts = config.data.parts
     try:
-        tokenizer = tokenizer_of(config.data)
+        opened = [tokenizer_of(data) for data in parts.values()]
+        tokenizer = opened[0]
         vocab_size = tokenizer.padded_vocab_size
-        name = "none" if isinstance(source, SyntheticTokensSource) else config.data.tokenizer
+        is_none = any(isinstance(data.source, SyntheticTokensSource) for data in parts.values())
+        name = "none" if is_none else config.data.tokenizer
         findings.append(Finding("tokenizer", f"{name}, {tokenizer.vocab_size} ids"))
     except (ConfigError, OSError) as error:
         findings.append(Finding("tokenizer", "cannot be opened", str(error), stops="start"))
-    try:
-        if seen := _first_of(config.data, config.run.seed):
-            findings.append(Finding("data", seen))
-        else:
-            findings.append(Finding("data", "no document", "name a source that holds some", stops="start"))
-    except (ConfigError, OSError) as error:
-        findings.append(Finding("data", "cannot be read", str(error), stops="start"))
+    findings += [_data_finding(name, data, config.run.seed) for name, data in parts.items()]
     if isinstance(config.model, LlamaConfig):
         if config.train.init_from is not None:
             findings += _weights(config.model, config.train.init_from)
@@ -92,6 +110,17 @@ def open_inputs(config: RunConfig) -> OpenedInputs:
         except ConfigError as error:
             findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
     return OpenedInputs(tuple(findings), vocab_size, sections, built_params)
+
+
+def _data_finding(name: str, data: DataConfig, seed: int) -> Finding:
+    """What a source begins with. `name`: in data.sources."""
+    where = f"{name}: " if name else ""
+    try:
+        if seen := _first_of(data, seed):
+            return Finding("data", f"{where}{seen}")
+        return Finding("data", "no document", f"{where}name a source that holds some", stops="start")
+    except (ConfigError, StorageLost, OSError) as error:
+        return Finding("data", "cannot be read", f"{where}{error}", stops="start")
 
 
 def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
@@ -112,6 +141,14 @@ def _first_of(data: DataConfig, seed: int) -> str | None:
     match data.source:
         case SyntheticTokensSource(tokens=tokens):
             return f"{tokens} made-up tokens"
+        case TokensSource() as source:
+            patient = data.model_copy(update={"retry_s": min(data.retry_s, _RETRY_S)})
+            tokens = prepare(patient, seed)
+            try:
+                documents_text = "" if tokens.documents is None else f", {tokens.documents} documents"
+                return f"{len(tokens)} tokens{documents_text} in {len(tokens.shards)} shards of {source.path}"
+            finally:
+                tokens.close()
         case ChatSource() as source:
             chat = next(conversations(source), None)
             if chat is None:

@@ -247,8 +247,9 @@ class DataConfig(Section):
 
     @property
     def parts(self) -> Mapping[str, DataConfig]:
-        """The section as each source alone would have it, by its name; "" where there is just one."""
+        """The section as each source alone would have it, by name, with its part of the cache; "" if there is one."""
         if not self.sources:
             return {"": self}
-        alone = {"sources": (), "phases": ()}
+        sharing = sum(isinstance(one.source, TokensSource) for one in self.sources)
+        alone = {"sources": (), "phases": (), "cache_gb": self.cache_gb / max(sharing, 1)}
         return {one.name: self.model_copy(update={"source": one.source, **alone}) for one in self.sources}

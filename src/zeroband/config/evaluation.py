@@ -7,12 +7,14 @@ from typing import TypeVar
 
 from pydantic import Field, PositiveInt, field_validator
 
-from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource
+from zeroband.config.data import DataConfig, DocumentSource, JsonlSource, ParquetSource, TextSource, TokensSource
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
 _T = TypeVar("_T", TextSource, JsonlSource, ParquetSource)
 
 _COMPRESSION = (".gz", ".zst")
+_MANIFEST = "manifest.json"
+"""What zeroband.data.shard_set calls the file by which a prepared set is known."""
 
 
 class EvalConfig(Section):
@@ -26,7 +28,8 @@ class EvalConfig(Section):
     always the same ones, so that losses compare. None: 8, or all where there are fewer."""
     sources: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
     """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
-    (`.parquet`) or else plain text. Beside the samples that data.hold_out keeps back."""
+    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. Beside the
+    samples that data.hold_out keeps back."""
 
     @field_validator("sources")
     @classmethod
@@ -51,7 +54,10 @@ class EvalConfig(Section):
         return {name: alone.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
 
 
-def _source_of(path: str, data: DataConfig) -> DocumentSource:
+def _source_of(path: str, data: DataConfig) -> DocumentSource | TokensSource:
+    folder = path.removesuffix(_MANIFEST)
+    if folder.endswith("/"):
+        return TokensSource(type="tokens", path=folder)
     bare = path
     for ending in _COMPRESSION:
         bare = bare.removesuffix(ending)

@@ -27,6 +27,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HASHES = "hashes.npy"
 BLOCK_TOKENS = 1 << 16
+NPY_HEADER_BYTES = 128
+"""Bytes before the ids of a shard: numpy pads the header of an array of one dimension to as many."""
 
 
 @dataclass(frozen=True)

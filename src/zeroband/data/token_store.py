@@ -23,6 +23,8 @@ class TokenStore(Protocol):
     """How many ids each shard holds; empty where there are none."""
     block_tokens: int | None = None
     """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
+    documents: int | None = None
+    """How many there are, where it is known."""
     packed_length: int | None = None
     """seq_length that documents were packed for: an end-of-document id behind another is padding."""
 
@@ -55,15 +57,22 @@ class TokenStore(Protocol):
         """Seconds that `read` has waited for ids to come, in all."""
         return 0.0
 
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this process has fetched from elsewhere, in all."""
+        return 0
+
     def close(self) -> None:
         """End what runs in the background."""
 
 
 def is_padding(
-    ids: npt.NDArray[np.unsignedinteger], start: int, stop: int, end_of_document: int
+    ids: npt.NDArray[np.unsignedinteger], end_of_document: int, *, has_one_before: bool
 ) -> npt.NDArray[np.bool_]:
-    """Whether each of the ids start..stop-1 of packed ones only fills up: it ends a document, as the one before it."""
-    ends = ids[max(0, start - 1) : stop] == end_of_document
-    if not start:
-        ends = np.concatenate([[False], ends])
-    return ends[1:] & ends[:-1]
+    """Whether each of some packed ids only fills up: it ends a document, as the one before it does.
+
+    `has_one_before`: the first of the ids is only looked at, and gets no answer.
+    """
+    ends = ids == end_of_document
+    padding = ends[1:] & ends[:-1]
+    return padding if has_one_before else np.concatenate([[False], padding])

@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
-from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource
+from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
 from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
 from zeroband.data.packing import fill_bins
 from zeroband.data.sources import Document, conversations, documents, source_identity
+from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_store import TokenStore, is_padding
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
@@ -96,7 +97,9 @@ class MappedTokens(TokenStore):
     def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         if self.packed_length is None:
             return super().is_learned(start, stop)
-        return ~is_padding(self._tokens, start, stop, self.end_of_document)
+        has_one_before = start > 0
+        ids = self._tokens[start - has_one_before : stop]
+        return ~is_padding(ids, self.end_of_document, has_one_before=has_one_before)
 
     def count_learned(self, start: int, stop: int) -> int:
         return stop - start if self.packed_length is None else int(np.count_nonzero(self.is_learned(start, stop)))
@@ -130,12 +133,23 @@ def prepare(
     """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
 
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
+    Which rank this is decides what of ids that lie elsewhere it fetches ahead.
     Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, a corpus without text, and a
-    conversation that cannot be written or has nothing to learn.
+    conversation that cannot be written or has nothing to learn; StorageLost where ids that were made before lie in a
+    storage that does not answer.
     """
     tokenizer = tokenizer_of(config)
     if isinstance(config.source, SyntheticTokensSource):
         return SyntheticTokens(config.source, seed, tokenizer.vocab_size)
+    if isinstance(config.source, TokensSource):
+        return open_tokens(
+            config,
+            config.source,
+            tokenizer,
+            cache_dir=config.cache_dir or default_cache_dir(),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
     entry = _entry_of(config, config.source, seed, tokenizer)
     folder = entry.parent
     try:
@@ -152,7 +166,7 @@ def prepare(
 
 def is_prepared(config: DataConfig, seed: int) -> bool:
     """Whether this machine has all that `prepare` would build. Raises ConfigError as `prepare` does."""
-    if isinstance(config.source, SyntheticTokensSource):
+    if isinstance(config.source, SyntheticTokensSource | TokensSource):
         return True
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 

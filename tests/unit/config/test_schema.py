@@ -275,6 +275,14 @@ def test_sources_of_an_evaluation_are_read_as_those_of_a_mixture_are() -> None:
     assert (seen["type"], seen["field"], seen["paths"]) == ("jsonl", "body", ("/w.jsonl",))
 
 
+@pytest.mark.parametrize("path", ["s3://b/set/", "s3://b/set/manifest.json", "/data/set/"])
+def test_folder_of_an_evaluation_is_a_prepared_set(path: str) -> None:
+    config = RunConfig.model_validate({"eval": {"sources": [f"web={path}"]}})
+    assert config.eval is not None
+    source = config.eval.data_of(config.data)["web"].source
+    assert (source.type, source.path) == ("tokens", path.removesuffix("manifest.json"))
+
+
 def test_sources_of_an_evaluation_are_read_by_the_ending_of_their_names() -> None:
     like = {"type": "jsonl", "paths": ["/train.jsonl"], "field": "body"}
     paths = ["wiki=/w/*.jsonl.zst", "books=s3://b/x.parquet", "code=/c/*.py", "odd=/a=b.txt"]

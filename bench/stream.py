@@ -1,0 +1,260 @@
+"""Tokens a second of prepared ids: from a disk beside numpy's memmap, from a server beside a plain download.
+
+    python bench/stream.py [local] [links] [--repeats 5] [--seconds 8] [--rates 4 16]
+
+local: 64 spans of 1,025 ids at a time, in an order that shuffles groups of 256 blocks, through the store and straight
+from a memmap of the same file, which verifies nothing; once with a store that has verified the blocks already.
+links: a server in a process of its own, on loopback, that sends so many MB/s over all of its connections together. The
+store fetches what it was told to expect, verifies and caches it, and every id is read; beside it one GET of the same
+bytes that throws them away. In turns, after one of each to warm up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+from evidence import count, require, require_known
+
+from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.shard_set import (
+    BLOCK_TOKENS,
+    HASHES,
+    MANIFEST,
+    NPY_HEADER_BYTES,
+    Shard,
+    ShardSet,
+    block_hashes,
+    hashes_digest,
+)
+from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.data.tokens import prepare
+
+MEASUREMENTS = ("local", "links")
+LENGTH, BATCH, GROUP = 1024, 64, 256
+LOCAL_TOKENS = 64 << 20
+PIECE = 16 << 10
+BURST_S = 0.05
+"""What a sleep of the server that was too long may be made up for."""
+
+
+def write_set(folder: Path, tokens: int) -> None:
+    folder.mkdir()
+    ids = np.random.default_rng(0).integers(0, 257, tokens).astype("<u2")
+    hashes = block_hashes(ids, BLOCK_TOKENS)
+    np.save(folder / "ids.npy", ids)
+    np.save(folder / HASHES, hashes)
+    told = ShardSet(
+        format=1,
+        dtype="<u2",
+        block_tokens=BLOCK_TOKENS,
+        tokens=tokens,
+        documents=1,
+        empty_documents=0,
+        filtered_documents=0,
+        duplicate_documents=0,
+        vocab_size=ByteTokenizer.vocab_size,
+        end_of_document=ByteTokenizer.end_of_document,
+        tokenizer="byte",
+        tokenizer_fingerprint=ByteTokenizer.fingerprint,
+        packed_length=None,
+        padding=0,
+        sources=("random ids",),
+        hashes=hashes_digest(hashes),
+        shards=(Shard("ids", tokens, 1),),
+    )
+    (folder / MANIFEST).write_bytes(told.to_json())
+
+
+def group_order(tokens: int) -> list[tuple[int, int]]:
+    """Spans of all samples: blocks permuted, and samples permuted within each group of them."""
+    draw = np.random.default_rng(1)
+    per_block = BLOCK_TOKENS // LENGTH
+    blocks = draw.permutation(tokens // BLOCK_TOKENS)
+    spans: list[tuple[int, int]] = []
+    for start in range(0, len(blocks), GROUP):
+        group = blocks[start : start + GROUP]
+        samples = draw.permutation((group[:, None] * per_block + np.arange(per_block)).ravel()) * LENGTH
+        spans += [(int(first), min(int(first) + LENGTH + 1, tokens)) for first in samples]
+    return spans
+
+
+def batches(read: Callable[[int, int], np.ndarray], spans: list[tuple[int, int]]) -> float:
+    """Seconds to read all of them, a batch at a time, as int64."""
+    from_s = time.perf_counter()
+    for start in range(0, len(spans), BATCH):
+        rows = np.zeros((BATCH, LENGTH + 1), dtype=np.int64)
+        for row, (first, stop) in enumerate(spans[start : start + BATCH]):
+            rows[row, : stop - first] = read(first, stop)
+    return time.perf_counter() - from_s
+
+
+def local(folder: Path, repeats: int) -> None:
+    write_set(folder / "local", LOCAL_TOKENS)
+    source = TokensSource(type="tokens", path=str(folder / "local"))
+    spans = group_order(LOCAL_TOKENS)
+    ids = np.memmap(folder / "local" / "ids.npy", "<u2", "r", NPY_HEADER_BYTES)
+    taken: dict[str, list[float]] = {"numpy memmap": [], "store, first pass": [], "store, verified before": []}
+    for turn in range(repeats + 1):
+        store = prepare(DataConfig(source=source), 0)
+        for name, read in zip(taken, (lambda a, b: ids[a:b], store.read, store.read), strict=True):
+            took_s = batches(read, spans)
+            if turn:
+                taken[name].append(took_s)
+        store.close()
+    plain_s = statistics.median(taken["numpy memmap"])
+    print(f"\n{LOCAL_TOKENS / 1e6:.0f} M ids, {BATCH} x {LENGTH} a batch\n")
+    print("| local disk, page cache | M tokens/s, median | ratio of medians |\n|---|---|---|")
+    for name, times in taken.items():
+        middle_s = statistics.median(times)
+        print(f"| {name} | {LOCAL_TOKENS / middle_s / 1e6:,.0f} | {plain_s / middle_s:.3f} |")
+
+
+class Limited(BaseHTTPRequestHandler):
+    """Files by range, at the rate that all connections share."""
+
+    protocol_version = "HTTP/1.1"
+    server: RateServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str((self.server.folder / self.path.lstrip("/")).stat().st_size))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        size = path.stat().st_size
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        start, stop = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        with path.open("rb") as file:
+            file.seek(start)
+            while start < stop:
+                piece = file.read(min(PIECE, stop - start))
+                self.server.wait_for(len(piece))
+                self.wfile.write(piece)
+                start += len(piece)
+
+
+class RateServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, folder: Path, rate: float) -> None:
+        super().__init__(("127.0.0.1", 0), Limited)
+        self.folder, self.rate = folder, rate
+        self.free_s = 0.0
+        self.lock = threading.Lock()
+
+    def wait_for(self, size: int) -> None:
+        """Take a turn on the link."""
+        with self.lock:
+            self.free_s = max(self.free_s, time.monotonic() - BURST_S) + size / self.rate
+            until_s = self.free_s
+        time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+@contextmanager
+def serving(folder: Path, rate: float) -> Iterator[int]:
+    command = [sys.executable, __file__, "--serve", str(folder), str(rate)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
+    finally:
+        server.kill()
+        server.wait()
+
+
+def download(port: int) -> float:
+    """Seconds of one GET of the shard."""
+    from_s = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/ids.npy")
+    answer = connection.getresponse()
+    while answer.read(1 << 20):
+        pass
+    connection.close()
+    return time.perf_counter() - from_s
+
+
+def stream(port: int, spans: list[tuple[int, int]], tokens: int) -> float:
+    """Seconds to open the set, fetch all of it into an empty cache and read it."""
+    with tempfile.TemporaryDirectory() as cache:
+        from_s = time.perf_counter()
+        source = TokensSource(type="tokens", path=f"http://127.0.0.1:{port}")
+        store = prepare(DataConfig(source=source, cache_dir=Path(cache)), 0)
+        store.expect(spans)
+        batches(store.read, spans)
+        took_s = time.perf_counter() - from_s
+        require(store.fetched_bytes == 2 * tokens, f"{store.fetched_bytes} bytes came of {2 * tokens}")
+        store.close()
+    return took_s
+
+
+def links(folder: Path, repeats: int, rates: list[float], seconds: float) -> None:
+    print(
+        "\n| MB/s of the link | MB | plain GET, s | store, s | ratio of medians | tokens/s |\n|---|---|---|---|---|---|"
+    )
+    for rate in rates:
+        tokens = round(rate * 1e6 * seconds / 2 / BLOCK_TOKENS) * BLOCK_TOKENS
+        require(tokens > 0, f"{seconds} s at {rate} MB/s are not a block")
+        place = folder / f"links-{rate:g}"
+        write_set(place, tokens)
+        spans = group_order(tokens)
+        plain, ours = list[float](), list[float]()
+        with serving(place, rate * 1e6) as port:
+            for turn in range(repeats + 1):
+                alone_s, took_s = download(port), stream(port, spans, tokens)
+                if turn:
+                    plain.append(alone_s)
+                    ours.append(took_s)
+        plain_s, our_s = statistics.median(plain), statistics.median(ours)
+        print(
+            f"| {rate:g} | {2 * tokens / 1e6:.0f} | {plain_s:.2f} | {our_s:.2f} | {plain_s / our_s:.3f} | "
+            f"{tokens / our_s:,.0f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measurements", nargs="*")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 16.0])
+    parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "RATE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        server = RateServer(Path(arguments.serve[0]), float(arguments.serve[1]))
+        print(server.server_address[1], flush=True)
+        server.serve_forever()
+    require_known(parser, arguments.measurements, MEASUREMENTS)
+    wanted = arguments.measurements or MEASUREMENTS
+    with tempfile.TemporaryDirectory() as folder:
+        if "local" in wanted:
+            local(Path(folder), arguments.repeats)
+        if "links" in wanted:
+            links(Path(folder), arguments.repeats, arguments.rates, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()

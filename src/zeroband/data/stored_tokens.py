@@ -1,0 +1,188 @@
+"""Token ids that were made before, as a token store: a prepared set, or files of another trainer, here or elsewhere."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.block_cache import CACHED, BlockCache, keep
+from zeroband.data.fetching import BlockMap, Blocks, LocalBlocks, RemoteBlocks
+from zeroband.data.token_files import TokenFiles, open_files
+from zeroband.data.token_storage import TokenStorage, open_storage
+from zeroband.data.token_store import TokenStore, is_padding
+from zeroband.data.tokenizer import Tokenizer
+from zeroband.errors import ConfigError, StorageLost
+
+
+class StoredTokens(TokenStore):
+    """The ids of a set of files, in one numbering.
+
+    A span is best read within one shard; all of it costs no more than the blocks that it touches.
+    """
+
+    def __init__(self, files: TokenFiles, layout: BlockMap, blocks: Blocks) -> None:
+        self._layout, self._blocks = layout, blocks
+        self._borders = files.borders
+        self.end_of_document, self.fingerprint = files.end_of_document, files.fingerprint
+        self.shards: Sequence[int] = layout.shards
+        self.block_tokens: int | None = files.block_tokens
+        self.packed_length = files.packed_length
+        self.documents = files.documents
+
+    def __len__(self) -> int:
+        return self._layout.starts[-1]
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
+        """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, not writable. Raises StorageLost."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        parts: list[npt.NDArray[np.unsignedinteger]] = []
+        while True:
+            at = min(start, len(self) - 1)
+            block, place = self._layout.block_of(at)
+            _, _, tokens = self._layout.place_of(block)
+            end = min(place + stop - start, tokens)
+            parts.append(self._blocks.read(block, place, max(place, end)))
+            start += end - place
+            if start >= stop:
+                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Whether each of these tokens begins a document: the end of the one before, or else its first token."""
+        borders = self._borders
+        if borders is None:
+            return super().begins(start, ids)
+        found = np.zeros(len(ids), dtype=np.bool_)
+        document, stop = bisect.bisect_left(borders, start), start + len(ids)
+        while document < len(borders) and (first := borders[document]) <= stop:
+            place = first - start
+            if place > 0 and ids[place - 1] == self.end_of_document:
+                found[place - 1] = True
+            elif first < stop:
+                found[place] = True
+            document += 1
+        return found
+
+    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Whether each of the tokens is a target: all but the padding of packed samples."""
+        if self.packed_length is None or start == stop:
+            return super().is_learned(start, stop)
+        has_one_before = start > self._layout.starts[self._layout.shard_of(start)]
+        ids = self.read(start - has_one_before, stop)
+        return ~is_padding(ids, self.end_of_document, has_one_before=has_one_before)
+
+    def count_learned(self, start: int, stop: int) -> int:
+        if self.packed_length is None:
+            return super().count_learned(start, stop)
+        return int(np.count_nonzero(self.is_learned(start, stop)))
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._blocks.expect(self._layout.in_order(spans))
+
+    @property
+    def waited_s(self) -> float:
+        return self._blocks.waited_s
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._blocks.fetched_bytes
+
+    def close(self) -> None:
+        self._blocks.close()
+
+
+def open_tokens(
+    data: DataConfig,
+    source: TokensSource,
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: Path,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> StoredTokens:
+    """Open ids that were made before; reads what describes them, and starts no thread. Called by each local rank.
+
+    Raises: ConfigError where they are not there, not what data.source says, or not of data.tokenizer or data.packing;
+    StorageLost where their storage does not answer for data.retry_s.
+    """
+    storage = open_storage(source.path, data.retry_s)
+    cache_root = cache_dir / CACHED
+    try:
+        files = open_files(
+            source,
+            storage,
+            lambda key, path: _kept(storage, cache_root, key, path),
+            vocab_size=max(tokenizer.vocab_size, data.vocab_size or 0),
+            end_of_document=tokenizer.end_of_document,
+        )
+    except StorageLost as lost:
+        if lost.can_pass:
+            raise
+        raise ConfigError(f"data.source.path={source.path!r}: {lost}") from lost
+    _require_tokenizer(data, source, files, tokenizer)
+    _require_packing(data, source, files)
+    layout = BlockMap(files)
+    if storage.is_local:
+        return StoredTokens(files, layout, LocalBlocks(layout, storage))
+    room_bytes = data.cache_gb * 1e9
+    _require_room(data, storage, files, room_bytes)
+    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0)
+    blocks = RemoteBlocks(layout, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
+    return StoredTokens(files, layout, blocks)
+
+
+def _kept(storage: TokenStorage, root: Path, key: str, path: str) -> Path:
+    """A file that is needed whole: where it lies, or in the cache."""
+    if not storage.is_local:
+        return keep(root, key, lambda: storage.whole(path))
+    storage.size(path)  # it may be missing
+    return Path(path)
+
+
+def _folder_of(files: TokenFiles) -> str:
+    """Name of the set's folder in the cache: blocks of another size or type are others."""
+    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}"
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
+    if files.tokenizer_fingerprint is not None and files.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer!r} is not the one that made the ids of {source.path!r}, which is called "
+            f"{files.tokenizer!r} there; set data.tokenizer to it, or prepare the data again"
+        )
+    room = max(tokenizer.vocab_size, data.vocab_size or 0)
+    if files.vocab_size > room:
+        raise ConfigError(
+            f"{source.path!r} holds ids below {files.vocab_size}, and there is room for {room}; set data.vocab_size to "
+            f"{files.vocab_size}"
+        )
+
+
+def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) -> None:
+    is_packed = data.packing == "best-fit"
+    if files.packed_length is None and is_packed:
+        raise ConfigError(
+            f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
+            f'--packing best-fit and --data.seq_length {data.seq_length}, or set data.packing = "concatenate"'
+        )
+    if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
+        raise ConfigError(
+            f"the ids of {source.path!r} were packed for samples of {files.packed_length} tokens, and data.packing="
+            f'{data.packing!r} with data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
+            f"data.seq_length = {files.packed_length}, or prepare the data again"
+        )
+
+
+def _require_room(data: DataConfig, storage: TokenStorage, files: TokenFiles, room_bytes: float) -> None:
+    largest = max(file.tokens for file in files.files) * files.dtype.itemsize
+    if not storage.sends_ranges and largest > room_bytes / 2:
+        raise ConfigError(
+            f"the server of {storage.root} sends whole files only, up to {largest} bytes, and data.cache_gb="
+            f"{data.cache_gb:g} has no room for two of them; raise it, or choose a server that knows byte ranges"
+        )

@@ -1,0 +1,367 @@
+"""Ids that lie elsewhere: fetched ahead, kept, and had again whatever the storage does on the way."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tests.unit.data.prepared import (
+    BLOCK,
+    FileServer,
+    FilesHandler,
+    config_of,
+    drawn_ids,
+    fetched_blocks,
+    opened,
+    served,
+    spans_of,
+    stored,
+    write_set,
+)
+
+from zeroband.data.fetching import BlockMap, SupplyLog
+from zeroband.data.token_files import TokenFile, TokenFiles
+from zeroband.errors import ConfigError, StorageLost
+
+TOKENS = 1333
+WHOLE = np.concatenate([drawn_ids(1000), drawn_ids(333, 1)])
+BLOCKS = 16 + 6
+BLOCK_BYTES = 2 * BLOCK
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    write_set(tmp_path / "set", [WHOLE[:1000], WHOLE[1000:]])
+    with served(tmp_path / "set") as serving:
+        yield serving
+
+
+def block_requests(server: FileServer) -> Counter[str]:
+    """How often each part of a shard was asked for, but for the question whether parts can be had."""
+    return Counter({asked: n for asked, n in server.asked.items() if "part-" in asked and not asked.endswith("=0-0")})
+
+
+def read_everything(store: object) -> None:
+    for start, stop in spans_of(TOKENS):
+        np.testing.assert_array_equal(store.read(start, stop), WHOLE[start:stop])  # type: ignore[attr-defined]
+
+
+def test_order_of_first_use_names_each_block_once() -> None:
+    files = TokenFiles((TokenFile("a", 0, 100), TokenFile("b", 0, 70)), np.dtype("<u2"), 32, 0, "", 9)
+    layout = BlockMap(files)
+    assert layout.n_blocks == 4 + 3
+    spans = [(100, 132), (31, 33), (140, 141), (96, 100), (0, 97), (0, 1)]
+    assert layout.in_order(spans).tolist() == [4, 0, 1, 5, 3, 2]
+    assert layout.in_order([]).tolist() == []
+    assert [layout.block_of(position) for position in (0, 31, 32, 99, 100, 169)] == [
+        *[(0, 0), (0, 31), (1, 0), (3, 3), (4, 0), (6, 5)],
+    ]
+
+
+@pytest.mark.slow
+def test_each_block_is_fetched_once_and_kept_between_runs(server: FileServer, tmp_path: Path) -> None:
+    config = config_of(server.url, tmp_path / "cache")
+    for _ in range(2):
+        with stored(config) as store:
+            store.expect(spans_of(TOKENS))
+            read_everything(store)
+        requests = block_requests(server)
+        assert len(requests) == BLOCKS and set(requests.values()) == {1}
+    assert store.fetched_bytes == 0 and len(fetched_blocks(tmp_path / "cache")) == BLOCKS
+    assert server.asked["/hashes.npy "] + sum(n for asked, n in server.asked.items() if "hashes" in asked) == 1
+
+
+@pytest.mark.slow
+def test_blocks_that_nobody_expected_are_fetched_when_they_are_read(server: FileServer, tmp_path: Path) -> None:
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        np.testing.assert_array_equal(store.read(70, 80), WHOLE[70:80])
+        assert sum(block_requests(server).values()) == 1 and store.fetched_bytes == BLOCK_BYTES
+        assert store.waited_s > 0
+
+
+@pytest.mark.slow
+def test_blocks_come_in_the_order_of_their_use_and_what_is_read_comes_first(server: FileServer, tmp_path: Path) -> None:
+    gate, order = threading.Event(), list[str]()
+
+    def hold(request: FilesHandler) -> bool:
+        if "part-" in request.path and not request.asked_range().endswith("=0-0"):
+            order.append(request.asked_range())
+            gate.wait(20.0)
+        return False
+
+    server.fault = hold
+    config = config_of(server.url, tmp_path / "cache")
+    with stored(config, local_world_size=8, local_rank=0) as store:  # four requests at a time
+        store.expect([(start, start + 1) for start in range(0, 1000, BLOCK)])
+        reader = threading.Thread(target=store.read, args=(15 * BLOCK, 15 * BLOCK + 1))
+        wait_for(lambda: len(order) == 2)  # of sixteen, those that are this rank's
+        reader.start()
+        wait_for(lambda: len(order) == 3)
+        gate.set()
+        reader.join(20.0)
+    starts = [int(asked.removeprefix("bytes=").partition("-")[0]) for asked in order]
+    assert sorted(starts[:2]) == [128, 128 + 8 * BLOCK_BYTES] and starts[2] == 128 + 15 * BLOCK_BYTES
+
+
+def wait_for(condition: object) -> None:
+    end_s = time.monotonic() + 20.0
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_server_that_fails_one_request_in_five_loses_nothing(
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_set(tmp_path / "set" / "small", [WHOLE], block_tokens=16)
+    draw, kinds = random.Random(1), itertools.cycle(["500", "429", "cut", "wrong"])
+    damaged, failed = set[str](), Counter[str]()
+
+    def fail(request: FilesHandler) -> bool:
+        with server.lock:
+            kind = next(kinds) if draw.random() < 0.2 else ""
+            if kind == "wrong" and (request.asked_range() in damaged or "part-" not in request.path):
+                kind = ""
+            failed[kind] += 1
+        content, status = request.content()
+        match kind:
+            case "500":
+                return request.refuse(500)
+            case "429":
+                return request.refuse(429, Retry_After="0.1")
+            case "cut":
+                return request.send(content, status, cut=True)
+            case "wrong":
+                damaged.add(request.asked_range())
+                return request.send(bytes(len(content)), status)
+            case _:
+                return False
+
+    server.fault = fail
+    caplog.set_level(logging.INFO)
+    with stored(config_of(f"{server.url}/small", tmp_path / "cache")) as store:
+        store.expect(spans_of(TOKENS))
+        read_everything(store)
+    assert all(failed[kind] for kind in ("500", "429", "cut", "wrong")), failed
+    said = [record for record in caplog.records if "storage of the data" in record.message]
+    assert said[0].message == "the storage of the data fails; trying again" and "small" in said[0].fields["file"]  # type: ignore[attr-defined]
+    assert len(said) <= 4, "once, and not for each of the failures"
+
+
+@pytest.mark.slow
+def test_server_that_sends_whole_files_is_recognised_and_each_file_fetched_once(
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.knows_ranges = False
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        store.expect(spans_of(TOKENS))
+        read_everything(store)
+    assert {path: n for path, n in server.asked.items() if "part-" in path} == {"/part-0.npy ": 1, "/part-1.npy ": 1}
+    assert [record.message for record in caplog.records] == ["this server sends whole files, so each is kept whole"]
+    with pytest.raises(ConfigError, match="has no room for two of them"):
+        opened(config_of(server.url, tmp_path / "other", cache_gb=3000 / 1e9))
+
+
+def once(statuses: dict[str, int]) -> object:
+    """A fault that answers each path with a status, whenever it is asked for."""
+
+    def fault(request: FilesHandler) -> bool:
+        status = next((status for path, status in statuses.items() if path in request.path), None)
+        return status is not None and request.refuse(status)
+
+    return fault
+
+
+@pytest.mark.slow
+def test_file_that_vanishes_or_is_damaged_is_named_at_once(server: FileServer, tmp_path: Path) -> None:
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        server.fault = once({"part-1": 404})  # type: ignore[assignment]
+        with pytest.raises(StorageLost, match=r"/part-1.npy is not there"):
+            store.read(1000, 1001)
+        server.fault = lambda request: "part-0" in request.path and request.send(b"x" * BLOCK_BYTES, 206)
+        store.expect([(0, 1)])
+        with pytest.raises(StorageLost, match=r"/part-0.npy is damaged: block 0 of the set has another hash"):
+            store.read(0, 1)
+        server.fault = lambda _: False
+        assert store.read(64, 65) == WHOLE[64]
+
+
+@pytest.mark.slow
+def test_storage_that_stays_silent_is_given_up_after_its_time(server: FileServer, tmp_path: Path) -> None:
+    with stored(config_of(server.url, tmp_path / "cache", retry_s=0.3)) as store:
+        server.fault = once({"part-": 503})  # type: ignore[assignment]
+        with pytest.raises(StorageLost, match=r"/part-0.npy: the storage did not give it for \d s .*503.*data.retry_s"):
+            store.read(0, 1)
+        server.fault = lambda _: False
+        assert store.read(0, 1) == WHOLE[0], "it is asked again by whoever reads again"
+
+
+@pytest.mark.slow
+def test_credentials_that_are_refused_at_first_are_the_users(server: FileServer, tmp_path: Path) -> None:
+    server.fault = once({"": 403})  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the storage refuses this node's credentials.*403"):
+        opened(config_of(server.url, tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_are_read_again(
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = [3]
+
+    def refuse(request: FilesHandler) -> bool:
+        with server.lock:
+            left[0] -= "part-" in request.path
+        return "part-" in request.path and left[0] >= 0 and request.refuse(401)
+
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        server.fault = refuse
+        assert store.read(0, 1) == WHOLE[0] and left[0] < 0
+    assert caplog.records[0].message == "the storage of the data fails; reading its credentials again"
+
+
+@pytest.mark.slow
+def test_damaged_file_of_the_cache_is_fetched_again(
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(server.url, tmp_path / "cache")
+    with stored(config) as store:
+        read_everything(store)
+    path = fetched_blocks(tmp_path / "cache")[3]
+    path.write_bytes(path.read_bytes()[:-9])
+    with stored(config) as store:
+        read_everything(store)
+        assert store.fetched_bytes in (BLOCK_BYTES, 2 * (1000 % BLOCK), 2 * (333 % BLOCK))
+    assert [record.message for record in caplog.records] == ["a block in the cache is damaged; fetching it again"]
+
+
+@pytest.mark.slow
+def test_cache_keeps_its_room_and_what_is_expected(server: FileServer, tmp_path: Path) -> None:
+    room = 8 * (BLOCK_BYTES + 8)
+    config = config_of(server.url, tmp_path / "cache", cache_gb=room / 1e9)
+    with stored(config) as store:
+        spans = [(start, start + 1) for start in range(0, 1000, BLOCK)]
+        for _ in range(2):
+            store.expect(spans)
+            for span in spans:
+                assert store.read(*span) == WHOLE[span[0]]
+                assert len(fetched_blocks(tmp_path / "cache")) * BLOCK_BYTES <= room + 32 * BLOCK_BYTES
+    requests = block_requests(server)
+    assert sum(requests.values()) <= 2 * 16, "what was fetched ahead was still there when it was read"
+
+
+@pytest.mark.slow
+def test_sets_that_nobody_has_open_make_room(server: FileServer, tmp_path: Path) -> None:
+    write_set(tmp_path / "set" / "other", [drawn_ids(1000, 7)])
+    config = config_of(f"{server.url}/other", tmp_path / "cache")
+    with stored(config) as store:
+        store.read(0, 1000)
+    before = set(fetched_blocks(tmp_path / "cache"))
+    with stored(config_of(server.url, tmp_path / "cache", cache_gb=20 * BLOCK_BYTES / 1e9)) as store:
+        store.read(0, 1000)
+    assert len(before) == 16 and len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
+
+
+RANK = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.unit.data.prepared import config_of, opened, spans_of
+url, cache, rank, ranks, tokens, want = sys.argv[1:]
+store = opened(config_of(url, Path(cache)), local_rank=int(rank), local_world_size=int(ranks))
+store.expect(spans_of(int(tokens)))
+spans = spans_of(int(tokens))
+print("open", flush=True)
+total = sum(int(store.read(*span).sum()) for span in (spans[int(rank)::int(ranks)] if want == "share" else spans))
+print(total, flush=True)
+store.close()
+"""
+
+
+def start_rank(server: FileServer, cache: Path, rank: int, ranks: int, want: str = "share") -> subprocess.Popen[str]:
+    root = Path(__file__).resolve().parents[3]
+    arguments = [server.url, str(cache), str(rank), str(ranks), str(TOKENS), want]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['src', '.']\n{RANK}", *arguments]
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_node_fetch_each_block_once_between_them(server: FileServer, tmp_path: Path) -> None:
+    ranks = [start_rank(server, tmp_path / "cache", rank, 2) for rank in range(2)]
+    totals = [int(rank.communicate(timeout=60.0)[0].split()[1]) for rank in ranks]
+    assert sum(totals) == int(WHOLE.sum())
+    requests = block_requests(server)
+    assert len(requests) == BLOCKS and set(requests.values()) == {1}
+
+
+@pytest.mark.faults
+def test_fetcher_that_is_killed_leaves_a_cache_that_others_go_on_with(server: FileServer, tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def hold(request: FilesHandler) -> bool:
+        if sum(block_requests(server).values()) > 8:
+            gate.wait(20.0)
+        return False
+
+    server.fault = hold
+    killed = start_rank(server, tmp_path / "cache", 0, 1, "all")
+    wait_for(lambda: len(list((tmp_path / "cache").glob("blocks/*/*/*.part"))) > 4)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    server.fault = lambda _: False
+    gate.set()
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        read_everything(store)
+    assert len(fetched_blocks(tmp_path / "cache")) == BLOCKS
+
+
+@pytest.mark.slow
+def test_store_that_is_closed_while_it_waits_lets_go(server: FileServer, tmp_path: Path) -> None:
+    store = opened(config_of(server.url, tmp_path / "cache", retry_s=900.0))
+    server.fault = once({"part-": 503})  # type: ignore[assignment]
+    ended = list[BaseException]()
+
+    def read() -> None:
+        try:
+            store.read(0, 1)
+        except StorageLost as error:
+            ended.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_for(lambda: sum(block_requests(server).values()) > 1)
+    store.close()
+    reader.join(20.0)
+    assert not reader.is_alive() and "this node ends" in str(ended[0])
+
+
+def test_supply_that_is_too_slow_is_said_with_its_rates(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    supply = SupplyLog(2, lambda: clock.now_s)
+
+    def a_minute(waited_s: float, reads: int = 20) -> None:
+        for _ in range(reads):
+            clock.now_s += 61.0 / reads
+            supply.read(waited_s / reads, 3_000_000)
+
+    a_minute(2.9)
+    a_minute(40.0, reads=19)
+    assert not caplog.records
+    supply.read(0.0, 0)
+    a_minute(30.5)
+    fields = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert fields[-1] == {"waited": "50%", "came_mb_s": 1.967, "needed_mb_s": 3.934}
+    assert len(fields) == 2

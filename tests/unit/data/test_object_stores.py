@@ -1,0 +1,91 @@
+"""Prepared ids in buckets: the real APIs of S3 and Google Cloud Storage, from local servers, through fsspec."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import fsspec.config
+import numpy as np
+import pytest
+from tests.unit.data.prepared import config_of, drawn_ids, fetched_blocks, opened, spans_of, stored, write_set
+
+from zeroband.errors import ConfigError, StorageLost
+
+BUCKET = "ids"
+WHOLE = drawn_ids(1000)
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    server = pytest.importorskip("moto.server", reason="needs moto's server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    return f"s3://{BUCKET}"
+
+
+@pytest.fixture
+def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
+    pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    with servers.create_server("localhost", port, in_memory=True, default_bucket=BUCKET):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        yield f"gs://{BUCKET}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_set_in_a_bucket_is_read_and_what_it_lacks_is_named(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bucket = request.getfixturevalue(kind)
+    write_set(tmp_path / "set", [WHOLE[:600], WHOLE[600:]])
+    system, root = fsspec.url_to_fs(f"{bucket}/sets/a", skip_instance_cache=True)
+    for path in (tmp_path / "set").iterdir():
+        system.pipe_file(f"{root}/{path.name}", path.read_bytes())
+    with stored(config_of(f"{bucket}/sets/a", tmp_path / "cache")) as store:
+        store.expect(spans_of(600))
+        for start, stop in spans_of(600):
+            np.testing.assert_array_equal(store.read(start, stop), WHOLE[start:stop])
+        assert len(fetched_blocks(tmp_path / "cache")) == 10
+        system.rm_file(f"{root}/part-1.npy")
+        with pytest.raises(StorageLost, match=f"^{kind}://ids/sets/a/part-1.npy is not there"):
+            store.read(600, 601)
+    with pytest.raises(ConfigError, match=f"holds no prepared set: {kind}://ids/sets/b/manifest.json is not there"):
+        opened(config_of(f"{bucket}/sets/b", tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_bucket_without_credentials_is_refused_at_the_start(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ConfigError, match="refuses this node's credentials"):
+        opened(config_of(f"{s3}/sets/a", tmp_path / "cache"))

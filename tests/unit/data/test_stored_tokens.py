@@ -1,0 +1,201 @@
+"""Prepared ids, read where they lie: what a store gives, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.data.prepared import BLOCK, END, config_of, drawn_ids, opened, spans_of, stored, write_set
+
+from zeroband.config.data import DataConfig
+from zeroband.data.shard_set import HASHES, MANIFEST
+from zeroband.data.tokens import is_prepared, prepare
+from zeroband.errors import ConfigError, StorageLost
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_set(tmp_path / "set", [drawn_ids(1000), drawn_ids(333, 1)])
+    return tmp_path / "set"
+
+
+def test_store_gives_the_ids_of_all_shards_in_one_numbering(folder: Path, tmp_path: Path) -> None:
+    whole = np.concatenate([drawn_ids(1000), drawn_ids(333, 1)])
+    config = config_of(folder, tmp_path / "cache")
+    assert is_prepared(config, 0)
+    store = prepare(config, 0)
+    assert len(store) == 1333 and list(store.shards) == [1000, 333] and store.block_tokens == BLOCK
+    assert store.documents == 2 and store.end_of_document == END
+    for start, stop in [*spans_of(1333), (0, 0), (1333, 1333), (999, 1001), (0, 1333), (63, 65)]:
+        np.testing.assert_array_equal(store.read(start, stop), whole[start:stop])
+    assert (store.begins(0, whole) == (whole == END)).all()
+    store.close()
+
+
+def test_fingerprint_is_of_the_ids_and_not_of_the_place(folder: Path, tmp_path: Path) -> None:
+    write_set(tmp_path / "same", [drawn_ids(1000), drawn_ids(333, 1)])
+    write_set(tmp_path / "other", [drawn_ids(1000), drawn_ids(333, 2)])
+    of = {}
+    for name in ("set", "same", "other"):
+        with stored(config_of(tmp_path / name, tmp_path / "cache")) as store:
+            of[name] = store.fingerprint
+    assert of["set"] == of["same"] != of["other"]
+
+
+def test_damaged_block_ends_a_node_and_another_one_does_not(folder: Path, tmp_path: Path) -> None:
+    path = folder / "part-0.npy"
+    content = bytearray(path.read_bytes())
+    content[128 + 2 * (BLOCK + 5)] ^= 1
+    path.write_bytes(content)
+    with stored(config_of(folder, tmp_path / "cache")) as store:
+        assert len(store.read(0, BLOCK)) == BLOCK
+        for _ in range(2):
+            with pytest.raises(StorageLost, match=r"part-0.npy is damaged: block 1 of the set has another hash"):
+                store.read(BLOCK, BLOCK + 1)
+
+
+def test_shard_that_ends_too_early_or_is_gone_is_named(folder: Path, tmp_path: Path) -> None:
+    with stored(config_of(folder, tmp_path / "cache")) as store:
+        (folder / "part-0.npy").write_bytes((folder / "part-0.npy").read_bytes()[:-10])
+        (folder / "part-1.npy").unlink()
+        with pytest.raises(StorageLost, match=r"part-0.npy is damaged: \d+ bytes came where \d+ should lie"):
+            store.read(990, 1000)
+        with pytest.raises(StorageLost, match=r"part-1.npy is not there"):
+            store.read(1001, 1002)
+
+
+def test_padding_of_packed_samples_is_not_learned(tmp_path: Path) -> None:
+    ids = np.array([1, 2, END, END, END, 3, END, 4], dtype="<u2")
+    write_set(tmp_path / "set", [ids, ids[2:]], block_tokens=4, packed_length=16)
+    config = config_of(tmp_path / "set", tmp_path / "cache", packing="best-fit")
+    with stored(config) as store:
+        learned = [*[True, True, True, False, False, True, True, True], *[True, False, False, True, True, True]]
+        for start in range(15):
+            for stop in range(start, 15):
+                assert store.is_learned(start, stop).tolist() == learned[start:stop], (start, stop)
+                assert store.count_learned(start, stop) == sum(learned[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("packed_length", "packing", "seq_length", "said"),
+    [
+        (None, "best-fit", 16, "were not packed; prepare them with --packing best-fit and --data.seq_length 16"),
+        (16, "concatenate", 16, "were packed for samples of 16 tokens"),
+        (16, "best-fit", 32, 'set data.packing = "best-fit" and data.seq_length = 16'),
+    ],
+)
+def test_set_of_another_packing_is_refused(
+    tmp_path: Path, packed_length: int | None, packing: str, seq_length: int, said: str
+) -> None:
+    write_set(tmp_path / "set", [drawn_ids(100)], packed_length=packed_length)
+    with pytest.raises(ConfigError, match=said):
+        opened(config_of(tmp_path / "set", tmp_path / "cache", packing=packing, seq_length=seq_length))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"tokenizer": "gpt2", "tokenizer_fingerprint": "other"},
+            "which is called 'gpt2' there; set",
+        ),
+        ({"vocab_size": 300}, "holds ids below 300, and there is room for 257; set data.vocab_size to 300"),
+    ],
+)
+def test_set_of_another_tokenizer_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    write_set(tmp_path / "set", [drawn_ids(100)], **changed)
+    with pytest.raises(ConfigError, match=said):
+        opened(config_of(tmp_path / "set", tmp_path / "cache"))
+
+
+def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
+    def refused(match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            opened(config_of(folder, tmp_path / "cache"))
+
+    manifest = (folder / MANIFEST).read_text()
+    np.save(folder / HASHES, np.zeros(22, dtype=np.uint64))
+    refused("hashes.npy is not the one of manifest.json beside it")
+    (folder / HASHES).write_bytes(b"no array")
+    refused("hashes.npy cannot be read")
+    (folder / HASHES).unlink()
+    refused("hashes.npy is not there")
+    (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))
+    refused("no manifest of a prepared set: .*format 9, this version reads 1")
+    (folder / MANIFEST).unlink()
+    refused("holds no prepared set: .*manifest.json is not there")
+
+
+def test_protocol_that_nothing_opens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no path or URL that can be read here"):
+        opened(config_of("nosuch://bucket/set", tmp_path / "cache"))
+
+
+def test_parts_of_a_mixture_share_the_cache() -> None:
+    tokens = {"type": "tokens", "path": "s3://b/p/"}
+    sources = [{"name": name, "weight": 1, "source": tokens} for name in "ab"]
+    sources.append({"name": "c", "weight": 1, "source": {"type": "synthetic"}})
+    data = DataConfig.model_validate({"sources": sources, "cache_gb": 10.0})
+    assert {name: part.cache_gb for name, part in data.parts.items()} == {"a": 5.0, "b": 5.0, "c": 5.0}
+
+
+TERABYTE = """
+import json, resource, sys, time
+from pathlib import Path
+import numpy as np
+from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.tokens import prepare
+
+began, begun_kib = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+source = TokensSource(type="tokens", path=sys.argv[1], **json.loads(sys.argv[2]))
+store = prepare(DataConfig(source=source), 0)
+spans = [(int(start), int(start) + 1025) for start in np.linspace(0, len(store) - 1025, 200)]
+store.expect(spans)
+total = sum(int(store.read(*span).sum()) for span in spans)
+most_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([len(store), total, time.monotonic() - began, (most_kib - begun_kib) / 1024]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nanogpt", "zeroband"])
+def test_terabyte_of_ids_opens_in_little_memory(tmp_path: Path, kind: str) -> None:
+    block = 1 << 16
+    tokens = (1 << 39) // block * block  # of two bytes each
+    if kind == "nanogpt":
+        with (tmp_path / "ids.bin").open("wb") as out:
+            out.truncate(2 * tokens)
+        path = tmp_path / "ids.bin"
+    else:
+        path = write_sparse_set(tmp_path / "set", tokens, block)
+    arguments = [str(path), json.dumps({"format": kind})]
+    done = subprocess.run([sys.executable, "-c", TERABYTE, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found, total, took_s, most_mib = json.loads(done.stdout)
+    assert (found, total) == (tokens, 0)
+    assert most_mib < 256
+    print(f"{kind}: {took_s:.2f} s, {most_mib:.0f} MiB")
+
+
+def write_sparse_set(folder: Path, tokens: int, block: int) -> Path:
+    """Zeros, whose blocks all have one hash."""
+    from zeroband.data.shard_set import block_hash, hashes_digest
+
+    made = write_set(folder, [np.zeros(block, dtype="<u2")], block_tokens=block)
+    hashes = np.full(tokens // block, block_hash(np.zeros(block, dtype="<u2")), dtype=np.uint64)
+    np.save(folder / HASHES, hashes)
+    told = json.loads(made.to_json())
+    told |= {
+        "tokens": tokens,
+        "hashes": hashes_digest(hashes),
+        "shards": [{"name": "part-0", "tokens": tokens, "documents": 1}],
+    }
+    (folder / MANIFEST).write_text(json.dumps(told))
+    with (folder / "part-0.npy").open("r+b") as out:
+        out.truncate(128 + 2 * tokens)
+    return folder
