@@ -158,10 +158,10 @@ def test_every_sample_is_trained_once_or_still_owed(run: Recorded) -> None:
         trained.update(index for samples in run.trained(number).values() for index in samples)
     assert set(trained.values()) == {1}
     last = Progress.from_record(run.history[len(run.history) - 1].record["progress"])
-    ranges = [*last.ledger.returned, *(span for spans in last.assigned.values() for span in spans)]
-    owed = {index for start, stop in ranges for index in range(start, stop)}
+    (ledger,) = last.ledgers.values()
+    owed = {index for start, stop in ledger.owed for index in range(start, stop)}
     assert not owed & set(trained)
-    assert owed | set(trained) == set(range(last.ledger.next))
+    assert owed | set(trained) == set(range(ledger.next))
     assert audit(read_rounds(run.run_dir)).is_exact
 
 

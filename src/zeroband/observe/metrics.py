@@ -113,7 +113,9 @@ METRICS: Mapping[str, Metric] = {
     "eval/tokens/<source>": Metric("tokens", "Of its samples."),
     "eval/took_s": Metric("s", "Duration of the evaluation, which is no part of train/step_s."),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
-    "data/next": Metric("index", "First global sample index that nobody was given yet."),
+    "data/next": Metric(
+        "index", "First sample index that nobody was given yet; with private data the sum over the nodes' own."
+    ),
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
     ),

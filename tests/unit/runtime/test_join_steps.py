@@ -12,6 +12,7 @@ import pytest
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
@@ -39,6 +40,7 @@ class Attempts:
         self.acts = list(acts)
         self.sections = ("params",)
         self.round = -1
+        self.progress = Progress.at_start()
         self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
         self.digest = WHOLE.state_digest
         self._replays = 0
@@ -62,7 +64,7 @@ class Attempts:
     def join(self) -> SimpleNamespace:
         if self.acts:
             raise RoundsMissed(99)
-        return SimpleNamespace(round=self.round + self._replays, member_id="a#1")
+        return SimpleNamespace(round=self.round + self._replays, member_id="a#1", progress=self.progress)
 
     def catch_up(self, round: int) -> None:
         self.round += self._replays
@@ -82,7 +84,8 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
 
 def node_of(local: LocalMesh) -> Any:
     train, elastic = SimpleNamespace(batch_size=4), SimpleNamespace(start_timeout_s=PATIENCE_S)
-    return SimpleNamespace(local=local, config=SimpleNamespace(train=train, elastic=elastic))
+    config = SimpleNamespace(train=train, elastic=elastic)
+    return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2")
 
 
 @pytest.fixture
@@ -237,7 +240,7 @@ class Place:
 
     def _found(self, round: int) -> SimpleNamespace:
         self.founded.append(round)
-        return SimpleNamespace(round=round, member_id="a#1")
+        return SimpleNamespace(round=round, member_id="a#1", progress=Progress.at_start())
 
     def look(self) -> JoinEvent:
         return self.steps.take(JoinState.LOOKING, None).event
