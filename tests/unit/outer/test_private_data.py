@@ -14,6 +14,7 @@ from tests.oracles.problem import SHAPES
 from tests.unit.conftest import ModelOf
 from torch import Tensor
 
+from zeroband.config import load_config
 from zeroband.config.outer import (
     CustomConfig,
     DdpConfig,
@@ -27,7 +28,11 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import Ledger, Range, take
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.rollback import RolledBack
+from zeroband.errors import ConfigError
+from zeroband.outer.payloads import shares_of
+from zeroband.runtime.replica import rules_of
 from zeroband.tools.audit import Audit, AuditedRound, audit
 
 BATCH = 4
@@ -248,3 +253,22 @@ def test_node_without_weight_counts_for_nothing_where_the_others_count_equally(
     run = start_run(DILOCO.model_copy(update={"weights": "equal"}), "a", "b", "c")
     run.round(a=noise(1), b=float("nan") * noise(2), c=noise(3))
     assert run.store.verdicts[-1].opening.shares == (0.5, 0.0, 0.5)
+
+
+def test_payload_that_is_left_out_leaves_equal_shares_to_the_others() -> None:
+    opening = Opening(1, 1, 1, ("a", "b", "c"), (30, 10, 20), is_equal=True)
+    assert shares_of(opening, ["a", "c"]) == pytest.approx((0.5, 0.5))
+    assert shares_of(replace(opening, is_equal=False), ["a", "c"]) == pytest.approx((0.6, 0.4))
+
+
+@pytest.mark.parametrize("kind", ["diloco", "ddp", "sparseloco"])
+def test_configuration_says_how_nodes_count(kind: str) -> None:
+    environ = {"ZERO_BAND_STORE__URL": "redis://h", "ZERO_BAND_OUTER__TYPE": kind}
+    assert rules_of(load_config(["--outer.weights=equal"], environ)).counts_equally
+    assert not rules_of(load_config([], environ)).counts_equally
+
+
+def test_payloads_of_demo_count_the_same_and_take_no_weights() -> None:
+    environ = {"ZERO_BAND_STORE__URL": "redis://h", "ZERO_BAND_OUTER__TYPE": "demo"}
+    with pytest.raises(ConfigError, match=r"outer\.weights"):
+        load_config(["--outer.weights=equal"], environ)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from zeroband.checkpoint.restorer import SavedState
+from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.progress import Progress
@@ -335,3 +338,15 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     now_s[0] = 10 * PATIENCE_S
     place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
     assert place.look() is JoinEvent.JOIN
+
+
+def test_node_with_other_documents_than_before_says_what_it_owes_of_those(
+    join: Callable[..., int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledgers = {"a/1": Ledger(9, ((2, 4), (5, 9))), "a/2": Ledger(4), "b/7": Ledger(8, ((0, 8),)), SHARED: Ledger(3)}
+    progress = replace(Progress.at_start(), ledgers=ledgers)
+    monkeypatch.setattr(Progress, "at_start", lambda: progress)
+    caplog.set_level(logging.WARNING)
+    join(fetches(4, took_s=1.0, then=0))
+    (said,) = [record for record in caplog.records if "other documents than before" in record.getMessage()]
+    assert vars(said)["fields"] == {"before": "a/1", "owed": 6, "now": "a/2"}

@@ -151,3 +151,68 @@ def test_all_members_come_to_the_same_progress_from_the_record(founded: Progress
     opening = an_opening(a=(3, 2, 4), b=(0, 4, 0), c=(0, 0, 2))
     copied = Progress.from_record(founded.to_record())
     assert copied.after(opening, SHAPE).to_record() == founded.after(opening, SHAPE).to_record()
+
+
+# -- documents of one's own -------------------------------------------------------------------------------------------
+
+OWN = {"a": "a/1", "b": "b/2", "c": "c/3"}
+
+
+def own_opening(corpora: dict[str, str] = OWN, late: tuple[str, ...] = (), **words: tuple[int, int, int]) -> Opening:
+    return replace(an_opening(late, **words), corpora=tuple(corpora[node] for node in words))
+
+
+def own(next: int, *returned: Range, **assigned: Range) -> Ledger:
+    return shared(next, *returned, **assigned)[SHARED]
+
+
+@pytest.fixture
+def apart() -> Progress:
+    return Progress.at_start().begin(own_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE, after_round=None)
+
+
+def test_founders_with_documents_of_their_own_all_begin_with_their_first(apart: Progress) -> None:
+    assert apart.ledgers == {"a/1": own(20, a=(0, 20)), "b/2": own(20, b=(0, 20))}
+    assert apart.assigned == {A: ((0, 20),), B: ((0, 20),)}
+
+
+def test_what_a_lost_node_leaves_waits_for_it_whoever_joins(apart: Progress) -> None:
+    after = apart.after(own_opening(a=(60, 4, 4), c=(0, 0, 2)), SHAPE)
+    assert after.ledgers == {"a/1": own(40, a=(20, 40)), "b/2": own(20, (0, 20)), "c/3": own(10, c=(0, 10))}
+    back = after.after(own_opening(a=(60, 4, 1), b=(0, 0, 5), c=(1, 2, 0)), SHAPE)
+    assert back.ledgers == {"a/1": own(45, a=(40, 45)), "b/2": own(20, (10, 20), b=(0, 10)), "c/3": own(10)}
+
+
+def test_late_node_keeps_samples_of_its_own_documents(apart: Progress) -> None:
+    after = apart.after(own_opening(late=(B,), a=(60, 4, 4)), SHAPE)
+    assert after.ledgers["b/2"] == own(20, b=(0, 20))
+    assert after.after(own_opening(a=(60, 4, 4), b=(9, 1, 1)), SHAPE).ledgers["b/2"] == own(20, (10, 20), b=(5, 10))
+
+
+def test_nodes_that_read_ahead_hold_two_phases_of_their_own_documents() -> None:
+    ahead = replace(SHAPE, reads_ahead=True)
+    founded = Progress.at_start().begin(own_opening(a=(0, 0, 2), b=(0, 0, 2)), ahead, after_round=None)
+    assert founded.assigned == {A: ((0, 10), (10, 20)), B: ((0, 10), (10, 20))}
+    after = founded.after(own_opening(a=(20, 2, 4), b=(0, 2, 4)), ahead)
+    assert after.assigned[A] == ((10, 20), (20, 30))
+    assert after.ledgers["b/2"] == Ledger(20, (), {B: ((10, 20), (0, 10))})
+
+
+def test_line_that_begins_again_keeps_what_absent_nodes_owe(apart: Progress) -> None:
+    again = apart.begin(own_opening(a=(0, 0, 1), c=(0, 0, 1)), SHAPE, after_round=3)
+    assert again.ledgers == {"a/1": own(20, (5, 20), a=(0, 5)), "b/2": own(20, (0, 20)), "c/3": own(5, c=(0, 5))}
+
+
+@pytest.mark.parametrize(("before", "after"), [(dict.fromkeys(OWN, SHARED), OWN), (OWN, dict.fromkeys(OWN, SHARED))])
+def test_run_that_goes_on_with_other_documents_keeps_the_ledgers_of_before(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    first = Progress.at_start().begin(own_opening(before, a=(0, 0, 4)), SHAPE, after_round=None)
+    again = first.begin(own_opening(after, a=(0, 0, 1)), SHAPE, after_round=0)
+    assert again.ledgers == {before["a"]: own(20, (0, 20)), after["a"]: own(5, a=(0, 5))}
+    assert again.assigned == {A: ((0, 5),)}
+
+
+def test_record_of_documents_of_one_s_own_survives_json(apart: Progress) -> None:
+    progress = apart.after(own_opening(late=(B,), a=(60, 4, 4)), SHAPE)
+    assert Progress.from_record(json.loads(json.dumps(progress.to_record()))) == progress
