@@ -198,6 +198,12 @@ def test_nodes_that_read_ahead_hold_two_phases_of_their_own_documents() -> None:
     assert after.ledgers["b/2"] == Ledger(20, (), {B: ((10, 20), (0, 10))})
 
 
+def test_nodes_that_read_ahead_are_dealt_no_more_than_the_run_has_left() -> None:
+    ahead = replace(SHAPE, reads_ahead=True)
+    founded = Progress.at_start().begin(own_opening(a=(0, 0, 8), b=(0, 0, 4)), ahead, after_round=None)
+    assert founded.assigned == {A: ((0, 40), (40, 50)), B: ((0, 20), (20, 40))}
+
+
 def test_line_that_begins_again_keeps_what_absent_nodes_owe(apart: Progress) -> None:
     again = apart.begin(own_opening(a=(0, 0, 1), c=(0, 0, 1)), SHAPE, after_round=3)
     assert again.ledgers == {"a/1": own(20, (5, 20), a=(0, 5)), "b/2": own(20, (0, 20)), "c/3": own(5, c=(0, 5))}
