@@ -164,6 +164,7 @@ def train_beside(run: Run, name: str, joiner: str) -> None:
     run[name].outer.flush()
 
 
+@pytest.mark.slow
 @OVERLAPS
 def test_rounds_beside_training_settle_for_each_node_where_one_is_lost_and_comes_back(
     start_run: StartRun, algorithm: RoundsConfig
