@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile, parse_mani
 from zeroband.checkpoint.owner import Owner, claim, read_owner
 from zeroband.checkpoint.shares import Shares
 from zeroband.checkpoint.storage import LocalStorage
-from zeroband.data.ledger import Ledger
+from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict
@@ -38,8 +38,7 @@ A, B = "a#1", "b#2"
 PROGRESS = Progress(
     inner_step=30,
     tokens=12345,
-    ledger=Ledger(96, ((4, 8), (12, 16))),
-    assigned={B: ((64, 80),), A: ((80, 90), (92, 96))},
+    ledgers={SHARED: Ledger(96, ((4, 8), (12, 16)), {B: ((64, 80),), A: ((80, 90), (92, 96))}), "c/7f": Ledger(8)},
     is_complete=False,
     outer_step=3,
     founding="1-00ff",
@@ -65,6 +64,8 @@ OPENING = Opening(
     losses=(3.25, None),
     sessions=("s2", "s1"),
     trained=(1.0, 0.25),
+    corpora=("", "b/00ff"),
+    is_equal=True,
 )
 VERDICT = Verdict(
     OPENING,
@@ -76,10 +77,10 @@ VERDICT = Verdict(
         "session_before": None,
         "grad_norm": float("inf"),
         "weight": 0,
-        "skipped": [[0, 4]],
+        "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, {B: 30}, 1500, 1.5, 3.25, 0.5)
+READY = Ready(4, 2048, "d0", 10, 10, 120, {B: 30}, 1500, 1.5, 3.25, 0.5, "b/00ff")
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -212,7 +213,7 @@ def test_record_of_another_shape_does_not_count_though_it_is_sealed(name: str, c
 
 
 def test_names_that_the_store_compares_stay() -> None:
-    assert OPENING.id == "41-94e7ddcbda56"
+    assert OPENING.id == "41-37c967631f39"
 
 
 def test_progress_and_losses_are_read_from_a_verdict() -> None:
@@ -231,6 +232,13 @@ def test_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     storage.write("step/parts/now-b.json", (SAMPLES["share"].encode(),))
     shares = Shares(storage, "step", "now", ("outer/a.safetensors",), CheckpointKey(bytes(32)))
     assert shares.read("b") == MANIFEST.files
+
+
+def test_checkpoint_of_before_is_read_whose_run_had_one_ledger() -> None:
+    progress = Progress.from_record(
+        parse_manifest(SAMPLES["manifest_with_one_ledger"].encode()).stamp.record["progress"]
+    )
+    assert progress == replace(PROGRESS, ledgers={SHARED: PROGRESS.ledgers[SHARED]})
 
 
 def test_state_is_served_as_it_always_was() -> None:

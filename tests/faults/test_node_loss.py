@@ -1,12 +1,12 @@
 """Nodes are killed, frozen and refused: the others go on, lost ones come back, no step, sample or process is left over.
 
-Four runs of real processes serve many faults; the tests read what the runs recorded. Faults of `fault.inject` strike
+Five runs of real processes serve many faults; the tests read what the runs recorded. Faults of `fault.inject` strike
 at exact points of a round, which is counted from the one in which the node founds or joins.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +26,17 @@ Recorded = Any
 SLACK_S = 15.0
 """What a survivor may need beyond `fault.detect_s`; generous, because its cores may be busy with other things."""
 
-STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0"}
+STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0", "private": "node0"}
 """Each run, and a node of it to which nothing happens."""
 
-BY_HAND = {"eager": [pytest.mark.soak], "ddp": [pytest.mark.soak]}
+BY_HAND = {"eager": [pytest.mark.soak], "ddp": [pytest.mark.soak], "private": [pytest.mark.soak]}
 """Runs that not every day has the time for. Daily, tests/unit/outer/test_overlap.py loses nodes of overlapped rounds,
-and tests/integration/test_payloads.py those of rounds of one step."""
+tests/integration/test_payloads.py those of rounds of one step, and tests/integration/test_private_data.py one that has
+documents of its own."""
+
+
+OWN = ["--data.source.documents", "150"]
+"""Of a node whose documents are not those of the others."""
 
 
 def kill(point: str) -> list[str]:
@@ -109,9 +114,26 @@ def eager(record_run: RecordRun) -> Recorded:
     return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=20)
 
 
+@pytest.fixture(scope="module")
+def private(record_run: RecordRun) -> Recorded:
+    """Rounds travel beside training, on documents of each node's own: one is killed in a round, and between two."""
+
+    def tell(story: Story) -> None:
+        story.until_struck("node1")
+        story.until_contributing("node0")
+        story.cluster.restart("node1", arguments=[*OWN, *kill("applied@+3")])
+        story.until_struck("node1")
+        story.cluster.restart("node1", arguments=OWN)
+        story.until_contributing("node0", "node1")
+
+    outer = ("diloco", "--outer.inner-steps", "20", "--outer.overlap", "full", "--data.private", "true")
+    faults = {"node1": [*OWN, *kill("reduced@+3")]}
+    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=20)
+
+
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Recorded:
-    """Any of the three runs, by its name."""
+    """Any of the runs, by its name."""
     return request.getfixturevalue(request.param)
 
 
@@ -153,15 +175,17 @@ def test_rejoined_nodes_hold_the_state_of_the_others_from_their_first_round_to_t
 
 @every_run
 def test_every_sample_is_trained_once_or_still_owed(run: Recorded) -> None:
-    trained: Counter[int] = Counter()
-    for number in range(1, len(run.history)):
-        trained.update(index for samples in run.trained(number).values() for index in samples)
-    assert set(trained.values()) == {1}
+    trained: dict[str, Counter[int]] = defaultdict(Counter)
+    for number, verdict in list(run.history.items())[1:]:
+        for member, samples in run.trained(number).items():
+            trained[verdict.opening.corpus_of()[member]].update(samples)
     last = Progress.from_record(run.history[len(run.history) - 1].record["progress"])
-    ranges = [*last.ledger.returned, *(span for spans in last.assigned.values() for span in spans)]
-    owed = {index for start, stop in ranges for index in range(start, stop)}
-    assert not owed & set(trained)
-    assert owed | set(trained) == set(range(last.ledger.next))
+    assert trained and set(trained) == set(last.ledgers)
+    for corpus, ledger in last.ledgers.items():
+        assert set(trained[corpus].values()) == {1}
+        owed = {index for start, stop in ledger.owed for index in range(start, stop)}
+        assert not owed & set(trained[corpus])
+        assert owed | set(trained[corpus]) == set(range(ledger.next))
     assert audit(read_rounds(run.run_dir)).is_exact
 
 
@@ -238,6 +262,15 @@ def test_samples_of_a_lost_node_are_trained_by_others(run: Recorded, node_id: st
             break
     assert owed == set()
     assert lost.member_id not in trainers
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("life", [0, 1])
+def test_samples_of_a_lost_node_s_own_documents_wait_for_it(private: Recorded, life: int) -> None:
+    lost, after = private.lives("node1")[life : life + 2]
+    owed = private.assigned(lost.last + 1)[lost.member_id]
+    assert len(owed) == private.setup.rounds_held * private.setup.steps_per_round * private.setup.batch_size
+    assert owed == private.assigned(after.first + 1)[after.member_id]
 
 
 def test_one_node_of_four_is_lost_in_an_inner_step_and_in_the_reduce(diloco: Recorded) -> None:

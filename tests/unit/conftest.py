@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RollbackConfig
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.progress import RunShape
@@ -430,6 +431,8 @@ class FakeRun:
     checkpoints: dict[int, tuple[StateCopy, tuple[str, ...]]] = field(default_factory=dict)
     """By step: the state, and the nodes that can read it."""
     rollback: RollbackConfig | None = None
+    corpora: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names of the documents that nodes have for themselves."""
     said: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     """Events of going back, and their rounds."""
     damage: Callable[[Tensor], Tensor] = lambda update: update
@@ -450,7 +453,8 @@ class FakeRun:
         flags = SharedFlags(folder / "flags", create=True)
         departure = Departure(DEADLINE_S)
         member = self._a_member(MemoryStore(self.store.record), name, flags, departure)
-        rules = Rules(start_nodes=self.founders, straggler_deadline_s=STRAGGLERS_S)
+        weighs_equally = not isinstance(self.algorithm, DemoConfig) and self.algorithm.weights == "equal"
+        rules = Rules(1, self.founders, STRAGGLERS_S, counts_equally=weighs_equally)
         model = self.model()
         layout = FlatLayout.of(model)
         has_phases = isinstance(self.algorithm, RoundsConfig)
@@ -490,6 +494,7 @@ class FakeRun:
             faults=faults,
             fetch_entry=lambda round, room: self._fetch_entry(round, name, room),
             stage=lambda step: self._stage(step, name),
+            corpus=self.corpora.get(name, SHARED),
             flush_every=self.flush_every,
             auto_rollback=None if self.rollback is None else self._auto_rollback(self.rollback, member.store, local),
         )
@@ -625,6 +630,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
         model: Callable[[], nn.Module] = TinyModel,
         optim: OptimConfig = OPTIM,
         rollback: RollbackConfig | None = None,
+        corpora: Mapping[str, str] | None = None,
     ) -> FakeRun:
         run = FakeRun(
             algorithm,
@@ -639,6 +645,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
             model=model,
             optim=optim,
             rollback=rollback,
+            corpora=corpora or {},
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

@@ -143,6 +143,10 @@ class Phase(Section):
     """Weights of all sources, by name; 0 leaves one out."""
 
 
+OWN_WHERE_PRIVATE = ("source", "sources", "phases")
+"""Keys of [data] that each node has for itself where data.private is set."""
+
+
 class DataConfig(Section):
     """What is trained on."""
 
@@ -166,8 +170,9 @@ class DataConfig(Section):
     """How documents fill samples. concatenate: end to end, cut where a sample ends. best-fit: none is cut that fits
     into a sample, for about a hundredth of padding; ids made by `zeroband data prepare` must have been packed so."""
     private: bool = False
-    """Each node trains on documents of its own, which never leave it: sources may differ, and each node's samples are
-    counted by themselves. False: all nodes share one corpus, and who reads what is dealt out."""
+    """Each node trains on documents of its own, which never leave it: data.source, data.sources and data.phases may
+    differ, and each node's samples are counted by themselves. False: all nodes share one corpus, and who reads what is
+    dealt out."""
     shuffle_blocks: PositiveInt | None = 2048
     """Blocks of 65,536 tokens, from anywhere in prepared ids, that are mixed at a time: a node fetches no others for
     the samples that it is dealt. None: all are mixed at once, and each sample is a block to fetch."""
@@ -239,6 +244,21 @@ class DataConfig(Section):
         if not endless:
             raise ValueError("data.sources all have max_passes, so data may end; take it from the one to go on with")
         return self
+
+    @model_validator(mode="after")
+    def _private_documents_are_somebody_s(self) -> DataConfig:
+        sources = [self.source, *(one.source for one in self.sources)]
+        if self.private and any(isinstance(one, SyntheticTokensSource) for one in sources):
+            raise ValueError("data.private is for documents, and synthetic-tokens are nobody's; drop data.private")
+        return self
+
+    @property
+    def shown_to_others(self) -> DataConfig:
+        """The section as the record of the run has it: without what is a node's own where data is private."""
+        if not self.private:
+            return self
+        fields = type(self).model_fields
+        return self.model_copy(update={name: fields[name].get_default() for name in (*OWN_WHERE_PRIVATE, "cache_dir")})
 
     @property
     def is_made_up(self) -> bool:

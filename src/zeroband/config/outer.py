@@ -29,13 +29,21 @@ class OuterSGDConfig(Section):
     """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
 
 
-class DdpConfig(Section):
+class WeighedConfig(Section):
+    """What algorithms have in common that take a mean over the nodes."""
+
+    weights: Literal["tokens", "equal"] = "tokens"
+    """What a node counts in a mean over the nodes. tokens: as many as it learned from since the last one. equal: the
+    same as every other, so that one with little data or a slow machine is not outvoted."""
+
+
+class DdpConfig(WeighedConfig):
     """Gradients are averaged at every step."""
 
     type: Literal["ddp"]
 
 
-class RoundsConfig(Section):
+class RoundsConfig(WeighedConfig):
     """What algorithms have in common whose rounds are many inner steps: their schedule."""
 
     usual_inner_steps: ClassVar[int] = 500
@@ -110,7 +118,7 @@ class DilocoConfig(RoundsConfig):
 class DemoConfig(Section):
     """DeMo / DisTrO: in every step the largest frequencies of each node's momentum, and the sign of their mean.
 
-    There is no AdamW: [optim] gives learning rate, schedule, decay and clipping.
+    There is no AdamW: [optim] gives learning rate, schedule, decay and clipping. All nodes count the same.
     """
 
     type: Literal["demo"]

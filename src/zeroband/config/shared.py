@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from zeroband.config.data import OWN_WHERE_PRIVATE
 from zeroband.config.keys import Path, dotted, is_shared
 from zeroband.config.schema import RunConfig
 
@@ -17,6 +18,9 @@ def shared_items(config: RunConfig) -> dict[str, Any]:
     """The values that all nodes must share, by dotted key; plain JSON values, a section that is off as None."""
     items: dict[str, Any] = {}
     _collect(config, (), items)
+    if config.data.private:
+        own = tuple(f"data.{name}." for name in OWN_WHERE_PRIVATE)
+        items = {key: value for key, value in items.items() if not f"{key}.".startswith(own)}
     return items
 
 

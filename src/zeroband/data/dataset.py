@@ -54,15 +54,16 @@ class Dataset:
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Fingerprint of the tokens of each source, by its name."""
-        return {source.name: source.store.fingerprint for source in self.sources}
+        """What nodes that share the data must agree on: the tokens of each source, by what a message calls them."""
+        return {f"data{one.name and '.sources.'}{one.name} (tokens)": one.store.fingerprint for one in self.sources}
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of all tokens."""
-        if not self.is_mixed:
+        """What the list of samples follows from: all tokens, and how they are mixed."""
+        if self._mixture is None:
             return self.sources[0].store.fingerprint
-        return hashlib.blake2b(json.dumps(self.fingerprints).encode(), digest_size=16).hexdigest()
+        content = [self.fingerprints, self._mixture.weights, [one.max_passes for one in self._mixture.sources]]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
     @property
     def is_fetched(self) -> bool:

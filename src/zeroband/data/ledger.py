@@ -1,73 +1,91 @@
 """Who reads which samples, and which are still owed. Pure; the agreed record of a run is made of its values.
 
-Samples are handed out in ranges of the global sample index and settled with the outer step that used them: what a lost
-member held, or a slow one did not come to, goes back to the pool and is the first to be handed out again. So every
-index below `next` was contributed exactly once, or is assigned, or is in `returned`.
+Samples are handed out in ranges of the sample index of a corpus and settled with the outer step that used them: what a
+lost member held, or a slow one did not come to, goes back to the pool and is the first to be handed out again. Each
+corpus has a ledger: the one that all nodes share, or, where data is private, that of each node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Range = tuple[int, int]
-"""Global sample indices (start, stop), half open."""
+"""Sample indices of a corpus (start, stop), half open."""
 
-
-NOTHING: Mapping[str, tuple[Range, ...]] = {}
+SHARED = ""
+"""Name of the corpus that all nodes of a run share."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The state of the data of a run at a boundary between two outer steps."""
+    """The state of a corpus at a boundary between two outer steps.
+
+    Every index below `next` was contributed exactly once, or is in `assigned`, or in `returned`.
+    """
 
     next: int = 0
-    """The first global sample index that was never handed out."""
+    """The first sample index that was never handed out."""
     returned: tuple[Range, ...] = ()
     """Handed out to members that did not contribute; sorted, disjoint and not touching."""
+    assigned: Mapping[str, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
+    """What each member reads in the next round, or still does from an earlier."""
 
     def __post_init__(self) -> None:
         bounds = [bound for span in self.returned for bound in span]
         if any(a >= b for a, b in zip([-1, *bounds], [*bounds, self.next + 1], strict=True)):
             raise ValueError(f"ranges of a ledger must ascend within 0..next without touching: {self}")
 
-    def allocate(self, wanted: Mapping[str, int]) -> tuple[dict[str, tuple[Range, ...]], Ledger]:
-        """Give each member the samples that it wants, returned ones first, in the order of the members.
+    @property
+    def owed(self) -> tuple[Range, ...]:
+        """Handed out and not learned from, as far as committed rounds tell."""
+        return (*self.returned, *(span for spans in self.assigned.values() for span in spans))
 
-        The order must be the same on all nodes: the epoch's. Gives the ranges of each member, and the next ledger.
-        """
-        assigned: dict[str, tuple[Range, ...]] = {}
-        ledger = self
-        for member, samples in wanted.items():
-            if samples > 0:
-                assigned[member], ledger = ledger._take(samples)
-        return assigned, ledger
+    @property
+    def settled(self) -> tuple[Range, ...]:
+        """Learned from, or skipped on purpose; sorted and disjoint."""
+        return holes(self.owed, self.next)
 
-    def settle(
-        self,
-        assigned: Mapping[str, tuple[Range, ...]],
-        used: Mapping[str, int],
-        kept: Mapping[str, tuple[Range, ...]] = NOTHING,
-    ) -> Ledger:
+    def allocate(self, member: str, samples: int) -> Ledger:
+        """Give a member so many samples behind those that it has, returned ones first."""
+        taken, left = take(self.returned, samples)
+        fresh = samples - count(taken)
+        if fresh:
+            taken = (*taken, (self.next, self.next + fresh))
+        spans = (*self.assigned.get(member, ()), *_merge(taken))
+        return Ledger(self.next + fresh, left, {**self.assigned, member: spans})
+
+    def settle(self, used: Mapping[str, int], kept: Mapping[str, tuple[Range, ...]]) -> Ledger:
         """Close a round: what its members neither used of their ranges nor keep goes back to the pool.
 
         `used`: samples of those that contributed, the first ones of their ranges. `kept`: the last ones of the ranges
-        of members that still train on them.
+        of members that still train on them. Both may name members that read other corpora.
         """
-        strangers = set(used) - set(assigned)
-        assert not strangers, f"contributed without an assignment: {sorted(strangers)}"
         left: list[Range] = []
-        for member, spans in assigned.items():
+        for member, spans in self.assigned.items():
             rest = take(spans, used.get(member, 0))[1]
             left += take(rest, count(rest) - count(kept.get(member, ())))[0]
-        return Ledger(self.next, _merge([*self.returned, *left]))
+        staying = {member: kept[member] for member in self.assigned if member in kept}
+        return Ledger(self.next, _merge([*self.returned, *left]), staying)
 
-    def _take(self, n: int) -> tuple[tuple[Range, ...], Ledger]:
-        taken, left = take(self.returned, n)
-        fresh = n - count(taken)
-        if fresh:
-            taken = (*taken, (self.next, self.next + fresh))
-        return _merge(taken), Ledger(self.next + fresh, left)
+
+def allocate(ledgers: Mapping[str, Ledger], wanted: Mapping[str, int], corpora: Mapping[str, str]) -> dict[str, Ledger]:
+    """Give each member the samples that it wants of its corpus, in the order of the members; the next ledgers.
+
+    The order must be the same on all nodes: the epoch's. `corpora`: of each member.
+    """
+    dealt = dict(ledgers)
+    for member, samples in wanted.items():
+        if samples > 0:
+            dealt[corpora[member]] = dealt.get(corpora[member], Ledger()).allocate(member, samples)
+    return dealt
+
+
+def settle(
+    ledgers: Mapping[str, Ledger], used: Mapping[str, int], kept: Mapping[str, tuple[Range, ...]]
+) -> dict[str, Ledger]:
+    """Close a round in all ledgers."""
+    return {corpus: ledger.settle(used, kept) for corpus, ledger in ledgers.items()}
 
 
 def count(ranges: Iterable[Range]) -> int:

@@ -58,7 +58,9 @@ class Mixture:
 
     def __init__(self, sources: Sequence[SourceShare], phases: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
         self.sources = tuple(sources)
-        self._stretches = list(self._lay_out([(0, {one.name: one.weight for one in sources}), *phases]))
+        self.weights = [(0, {one.name: one.weight for one in sources}), *phases]
+        """From which sample on which weights hold."""
+        self._stretches = self._lay_out(self.weights)
         self._starts = np.array([stretch.start for stretch in self._stretches], dtype=np.int64)
 
     def deal(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Dealt:

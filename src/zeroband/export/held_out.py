@@ -76,6 +76,11 @@ def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
     if rest:
         config = load_config([*rest, *_ALONE])
         data, seed = config.data, config.run.seed
+    elif recorded is not None and recorded.data.private:
+        raise ConfigError(
+            f"{opened.what} was trained on documents of its nodes' own, of which it records nothing; choose the data "
+            "with @config.toml, a node's own for what that node held out"
+        )
     elif recorded is not None:
         data, seed = recorded.data, recorded.seed
     else:

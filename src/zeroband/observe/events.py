@@ -70,7 +70,7 @@ EVENTS: Mapping[str, EventKind] = {
     "drained": EventKind("An operator ordered this node to leave after its round.", ("round",)),
     "rolled_back": EventKind(
         "The run went back to the checkpoint of this inner step, as was ordered; has_inner: with this node's own "
-        "optimizer state from it; skipped: samples that are not learned from again.",
+        "optimizer state from it; skipped: samples that are not learned from again, by corpus.",
         ("round", "step", "digest", "has_inner", "skipped"),
         logging.WARNING,
     ),

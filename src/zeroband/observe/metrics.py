@@ -124,7 +124,9 @@ METRICS: Mapping[str, Metric] = {
         "Targets of one of data.sources in this step of this node, absent where there are none; `zeroband status` sums "
         "them up over all nodes, steps among them that the run lost again.",
     ),
-    "data/next": Metric("index", "First global sample index that nobody was given yet."),
+    "data/next": Metric(
+        "index", "First sample index that nobody was given yet; with private data the sum over the nodes' own."
+    ),
     "data/returned_samples": Metric(
         "samples", "Samples of updates that did not count, of lost nodes for example, waiting to be given out again."
     ),

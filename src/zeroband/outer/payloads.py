@@ -253,5 +253,5 @@ def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Sequen
 
 def shares_of(opening: Opening, members: Sequence[str]) -> tuple[float, ...]:
     """Shares of some members, as if the others had no weight."""
-    counted = sum(weight for member, weight in zip(opening.members, opening.weights, strict=True) if member in members)
-    return tuple(opening.share(member) * (opening.total_weight / counted) for member in members)
+    counted = sum(count for member, count in zip(opening.members, opening.counts, strict=True) if member in members)
+    return tuple(opening.share(member) * (sum(opening.counts) / counted) for member in members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.placement import Placement
 from zeroband.config.schema import RunConfig
 from zeroband.data.dataset import open_dataset
+from zeroband.data.ledger import SHARED
 from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of, with_template
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.export.hub_files import start_from
 from zeroband.model.blueprint import Blueprint
@@ -53,9 +56,9 @@ class TrainerParts(NodeParts):
     def trained_on(self) -> TrainedOn:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
-            with_template(config.data, tokenizer),
+            with_template(config.data, tokenizer).shown_to_others,
             config.run.seed,
-            fingerprint=self.data_fingerprint,
+            fingerprint="" if config.data.private else self.data_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,
         )
         return TrainedOn(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
@@ -92,7 +95,7 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         node_dir=node_dir_of(config),
         shared={
             **{key: str(value) for key, value in shared_items(config).items()},
-            **{f"data{name and '.sources.'}{name} (tokens)": digest for name, digest in dataset.fingerprints.items()},
+            **({} if config.data.private else dataset.fingerprints),
             "data.tokenizer (ids)": tokenizer.fingerprint,
             **built.shared,
             **({} if custom is None else {"outer.algorithm (file)": custom.digest}),
@@ -109,8 +112,23 @@ def build_trainer(config: RunConfig, local: LocalMesh, departure: Departure) -> 
         inner=_build_inner(config, built, is_exact=is_exact),
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
+        corpus=_corpus_of(config, dataset.fingerprint),
         faults=FaultPoints(config.fault.inject if local.rank == 0 else ()),
     )
+
+
+def _corpus_of(config: RunConfig, fingerprint: str) -> str:
+    """Name of this node's corpus among those of the run.
+
+    The name of a private one tells other documents from those that the node had before. It is a hash under a key of
+    run.token, so whoever does not have that cannot tell by it whether the documents are some that they know.
+    """
+    if not config.data.private:
+        return SHARED
+    token, node_id = config.run.token, node_id_of(config)
+    key = RunKey.of(None if token is None else token.get_secret_value(), "private data").secret
+    digest = hashlib.blake2b(f"{node_id}/{fingerprint}".encode(), digest_size=8, key=key).hexdigest()
+    return f"{node_id}/{digest}"
 
 
 def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool:

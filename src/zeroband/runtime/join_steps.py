@@ -10,7 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zeroband.checkpoint.restorer import SavedState
+from zeroband.data.ledger import SHARED, count
 from zeroband.elastic.membership.join_states import JoinEvent, JoinPatience, JoinState
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
 from zeroband.elastic.membership.resume_rules import members_of, pending, restart_point_after, way_in
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -43,6 +45,7 @@ class ReplicaSteps:
         self._local = node.local
         self._events = events
         self._batch_size = node.config.train.batch_size
+        self._node_id, self._corpus = node.node_id, node.corpus
         self._patience = JoinPatience(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], Outcome]] = {
             JoinState.OUTLASTING: self._outlast,
@@ -129,7 +132,7 @@ class ReplicaSteps:
         digest = self._run.outer.adopt(report.round, cause.record, self._run.take_staged())
         verify(digest, report.state_digest, f"the checkpoint of step {cause.step}", self._local)
         has_inner = self._run.load_inner(cause.step)
-        skipped = [list(span) for span in cause.record.get("skipped", ())]
+        skipped = {corpus: [list(span) for span in spans] for corpus, spans in cause.record.get("skipped", {}).items()}
         place = {"round": report.round, "step": cause.step, "digest": digest}
         self._events.emit("rolled_back", **place, has_inner=has_inner, skipped=skipped)
         on_first_rank(self._local, lambda: self._run.point_latest(cause.step))
@@ -299,7 +302,16 @@ class ReplicaSteps:
     def _became_member(self, event: JoinEvent, report: RoundReport) -> Outcome:
         self._forget_attempts()
         self._events.emit("joined", member_id=report.member_id, round=report.round)
+        self._tell_of_other_documents(report.progress)
         return Outcome(event, rounds=(report,))
+
+    def _tell_of_other_documents(self, progress: Progress) -> None:
+        """Warn where this node had other documents before: their samples stay as they are, and owed by nobody else."""
+        for corpus, ledger in progress.ledgers.items():
+            is_own = corpus.startswith(f"{self._node_id}/") and self._corpus != SHARED
+            if is_own and corpus != self._corpus and self._local.rank == 0:
+                fields = {"before": corpus, "owed": count(ledger.owed), "now": self._corpus}
+                _log.warning("other documents than before: their samples are counted from 0", extra={"fields": fields})
 
     def _catch_up(self, cause: ZerobandError | None) -> Outcome:
         assert isinstance(cause, RoundsMissed)

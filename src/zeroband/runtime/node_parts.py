@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroband.config.schema import RunConfig
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.faults import FaultPoints
 
@@ -45,6 +46,8 @@ class NodeParts:
     inner: OwnState
     departure: Departure
     faults: FaultPoints
+    corpus: str = SHARED
+    """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
     build_algorithm: Callable[[OuterParts], OuterAlgorithm] | None = None
     """Makes the outer algorithm; None: as [outer] and [optim] say."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.writer_process import Fellows, StoreFellows
 from zeroband.checks.needs import JOURNAL_BYTES
-from zeroband.config.outer import DemoConfig, DilocoConfig, RoundsConfig
+from zeroband.config.outer import DdpConfig, DemoConfig, DilocoConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.epoch import Rules
 from zeroband.elastic.membership.progress import RunShape
@@ -85,8 +85,13 @@ def phase_length_of(config: RunConfig) -> PhaseLength:
 
 def rules_of(config: RunConfig) -> Rules:
     """What the run asks of a round."""
-    deadline_s = config.outer.straggler_deadline_s if isinstance(config.outer, RoundsConfig) else None
-    return Rules(config.elastic.min_nodes, config.elastic.start_nodes, deadline_s)
+    outer = config.outer
+    return Rules(
+        config.elastic.min_nodes,
+        config.elastic.start_nodes,
+        outer.straggler_deadline_s if isinstance(outer, RoundsConfig) else None,
+        counts_equally=isinstance(outer, RoundsConfig | DdpConfig) and outer.weights == "equal",
+    )
 
 
 class Replica:
@@ -244,6 +249,7 @@ class Replica:
             faults=self._node.faults,
             fetch_entry=self._fetch_entry,
             stage=self._stage,
+            corpus=self._node.corpus,
             flush_every=every if config.ckpt.path is not None else None,
             auto_rollback=self._auto_rollback(),
             memory=self.memory if local.rank == 0 else None,

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
-from zeroband.data.ledger import Ledger
+from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Leaving, RunOver
@@ -371,7 +371,7 @@ class TrainerReport(NodeReport):
             **beside,
         }
         if synced:
-            values |= _ledger_values(committed.progress.ledger)
+            values |= _ledger_values(committed.progress.ledgers.values())
         self.record(step, values, synced)
 
     def sampled(self, path: Path) -> None:
@@ -404,10 +404,10 @@ def _source_values(sources: Mapping[str, SourceResult]) -> dict[str, MetricValue
     return values
 
 
-def _ledger_values(ledger: Ledger) -> dict[str, MetricValue | None]:
+def _ledger_values(ledgers: Collection[Ledger]) -> dict[str, MetricValue | None]:
     return {
-        "data/next": ledger.next,
-        "data/returned_samples": sum(stop - start for start, stop in ledger.returned),
+        "data/next": sum(ledger.next for ledger in ledgers),
+        "data/returned_samples": sum(count(ledger.returned) for ledger in ledgers),
     }
 
 

@@ -45,6 +45,7 @@ def test_sizes_left_out_follow_from_the_others() -> None:
         ({"data": {"source": MADE_UP}}, "data.source.type='synthetic-tokens' needs data.vocab_size"),
         ({"observe": {"sample_prompt": "a"}}, "observe.sample_prompt needs a tokenizer, and the ids"),
         ({"export": {}}, re.escape("[export] needs a tokenizer, and the ids")),
+        ({"data": {"source": MADE_UP, "vocab_size": 9, "private": True}}, "data.private is for documents"),
     ],
 )
 def test_made_up_tokens_are_refused_without_a_vocabulary_and_where_text_is_needed(

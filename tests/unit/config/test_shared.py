@@ -56,6 +56,34 @@ def test_digest_and_items_differ_where_a_shared_value_does(
     assert {name for name, item in shared_items(theirs).items() if item != shared_items(ours)[name]} == {key}
 
 
+PRIVATE = ("--data.private", "true")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--data.source", '{"type": "jsonl", "paths": ["/a"], "field": "note"}'),
+        ("--data.source", '{"type": "tokens", "path": "/a", "format": "nanogpt"}'),
+        ("--data.sources", '[{"name": "a", "weight": 1, "source": {"type": "text", "paths": ["/a"]}}]'),
+    ],
+)
+def test_sources_are_each_node_s_own_where_data_is_private(
+    load: Callable[..., RunConfig], flags: tuple[str, str]
+) -> None:
+    assert shared_digest(load(*flags)) != shared_digest(load())
+    ours, theirs = load(*PRIVATE), load(*PRIVATE, *flags)
+    assert ours != theirs and shared_items(ours) == shared_items(theirs)
+    assert not any(name.startswith(("data.source", "data.phases")) for name in shared_items(theirs))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("data.private", "false"), ("data.seq_length", "8"), ("data.hold_out", "0")]
+)
+def test_nodes_with_private_data_agree_on_all_else(load: Callable[..., RunConfig], key: str, value: str) -> None:
+    ours, theirs = shared_items(load(*PRIVATE)), shared_items(load(*PRIVATE, f"--{key}", value))
+    assert {name for name, item in ours.items() if item != theirs.get(name)} == {key}
+
+
 @pytest.mark.parametrize("steps", ["7", "none"])
 def test_nodes_may_do_different_numbers_of_inner_steps(load: Callable[..., RunConfig], steps: str) -> None:
     ours, theirs = load("--outer.inner_steps", "50", **DILOCO), load("--outer.inner_steps", steps, **DILOCO)
@@ -75,6 +103,7 @@ def test_shared_items_hold_the_keys_of_the_chosen_variant(load: Callable[..., Ru
     )
     assert {name: item for name, item in items.items() if name.startswith(("outer.", "data.source."))} == {
         "outer.type": "diloco",
+        "outer.weights": "tokens",
         "outer.inner_seconds": None,
         "outer.straggler_deadline_s": None,
         "outer.fragments": 1,

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.ledger import Ledger, Range, take
+from zeroband.data.ledger import SHARED, Ledger, Range, allocate, settle, take
 from zeroband.elastic.membership.records import from_record, to_record
 
 MEMBERS = ("a#0", "b#0", "c#1", "d#0")
@@ -25,13 +25,24 @@ def indices(ranges: tuple[Range, ...]) -> list[int]:
     return [i for start, stop in ranges for i in range(start, stop)]
 
 
+CORPORA = {"a#0": "a/1", "b#0": SHARED, "c#1": SHARED, "d#0": "d/7"}
+"""Two nodes with documents of their own beside two that share some."""
+
+
+def dealt(ledger: Ledger, **wanted: int) -> Ledger:
+    """The ledger after its members were dealt what they want."""
+    return allocate({SHARED: ledger}, wanted, dict.fromkeys(wanted, SHARED))[SHARED]
+
+
+@pytest.mark.parametrize("corpora", [dict.fromkeys(MEMBERS, SHARED), CORPORA], ids=["shared", "private"])
 @given(rounds=rounds)
 def test_every_index_is_trained_once_or_owed_or_returned_whoever_dies_is_slow_or_late(
-    rounds: list[dict[str, tuple[str, float, int]]],
+    corpora: dict[str, str], rounds: list[dict[str, tuple[str, float, int]]]
 ) -> None:
-    ledger, held = Ledger(), dict[str, tuple[Range, ...]]()
-    trained: Counter[int] = Counter()
+    ledgers = dict[str, Ledger]()
+    trained: dict[str, Counter[int]] = defaultdict(Counter)
     for members in rounds:
+        held = {m: spans for ledger in ledgers.values() for m, spans in ledger.assigned.items()}
         used = {
             m: round(share * len(indices(held[m])))
             for m, (fate, share, _) in members.items()
@@ -39,99 +50,99 @@ def test_every_index_is_trained_once_or_owed_or_returned_whoever_dies_is_slow_or
         }
         late = {m: held[m] for m, (fate, _, _) in members.items() if fate == LATE and m in held}
         wanted = {m: wants for m, (fate, _, wants) in members.items() if fate == USED}
-        trained.update(index for m, count in used.items() for index in indices(held[m])[:count])
-        ledger = ledger.settle(held, used, late)
-        assert from_record(Ledger, to_record(ledger)) == ledger
-        assigned, ledger = ledger.allocate(wanted)
-        assert {m: len(indices(spans)) for m, spans in assigned.items()} == {m: n for m, n in wanted.items() if n}
-        held = {**assigned, **late}
-        owed = [index for spans in held.values() for index in indices(spans)]
-        assert sorted([*trained.elements(), *owed, *indices(ledger.returned)]) == list(range(ledger.next))
-
-
-@given(rounds=rounds)
-def test_fresh_samples_are_dealt_only_when_none_are_returned(rounds: list[dict[str, tuple[str, float, int]]]) -> None:
-    ledger = Ledger()
-    for members in rounds:
-        assigned, after = ledger.allocate({m: wants for m, (_, _, wants) in members.items()})
-        assert after.next == ledger.next or not after.returned
-        ledger = after.settle(assigned, dict.fromkeys(assigned, 0))
+        for member, n in used.items():
+            trained[corpora[member]].update(indices(held[member])[:n])
+        ledgers = settle(ledgers, used, late)
+        before, ledgers = ledgers, allocate(ledgers, wanted, corpora)
+        for corpus, ledger in ledgers.items():
+            assert from_record(Ledger, to_record(ledger)) == ledger
+            assert all(corpora[member] == corpus for member in ledger.assigned)
+            given = {m: len(indices(spans)) for m, spans in ledger.assigned.items() if m not in late}
+            assert given == {m: n for m, n in wanted.items() if n and corpora[m] == corpus}
+            assert ledger.next == before.get(corpus, Ledger()).next or not ledger.returned, "fresh before returned ones"
+            places = [*trained[corpus].elements(), *indices(ledger.owed)]
+            assert sorted(places) == list(range(ledger.next))
+            assert sorted(trained[corpus].elements()) == indices(ledger.settled)
 
 
 def test_allocate_deals_fresh_samples_in_the_order_of_the_members() -> None:
-    assigned, ledger = Ledger(next=10).allocate({"b": 4, "a": 4})
-    assert assigned == {"b": ((10, 14),), "a": ((14, 18),)}
-    assert ledger == Ledger(next=18)
+    assert dealt(Ledger(next=10), b=4, a=4) == Ledger(18, (), {"b": ((10, 14),), "a": ((14, 18),)})
 
 
 def test_allocate_hands_out_returned_samples_before_fresh_ones() -> None:
-    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 4, "b": 4})
-    assert assigned == {"a": ((0, 3), (7, 8)), "b": ((8, 9), (20, 23))}
-    assert ledger == Ledger(next=23)
+    after = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=4, b=4)
+    assert after == Ledger(23, (), {"a": ((0, 3), (7, 8)), "b": ((8, 9), (20, 23))})
 
 
 def test_allocate_keeps_what_it_did_not_need_of_the_pool() -> None:
-    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 2})
-    assert assigned == {"a": ((0, 2),)}
-    assert ledger == Ledger(next=20, returned=((2, 3), (7, 9)))
+    after = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=2)
+    assert after == Ledger(20, ((2, 3), (7, 9)), {"a": ((0, 2),)})
 
 
 def test_allocate_joins_returned_and_fresh_samples_that_touch() -> None:
-    assigned, _ = Ledger(next=9, returned=((7, 9),)).allocate({"a": 4})
-    assert assigned == {"a": ((7, 11),)}
+    assert dealt(Ledger(next=9, returned=((7, 9),)), a=4).assigned == {"a": ((7, 11),)}
 
 
 def test_allocate_gives_each_member_what_it_wants_and_nothing_to_those_that_leave() -> None:
-    assigned, ledger = Ledger().allocate({"a": 2, "b": 0, "c": 6})
-    assert assigned == {"a": ((0, 2),), "c": ((2, 8),)}
-    assert ledger == Ledger(next=8)
+    assert dealt(Ledger(), a=2, b=0, c=6) == Ledger(8, (), {"a": ((0, 2),), "c": ((2, 8),)})
+
+
+def test_allocate_deals_behind_what_a_member_still_holds() -> None:
+    assert dealt(Ledger(9, ((0, 2),), {"a": ((4, 6),)}), a=3) == Ledger(10, (), {"a": ((4, 6), (0, 2), (9, 10))})
+
+
+def test_allocate_begins_the_ledger_of_a_corpus_with_its_first_sample() -> None:
+    ledgers = allocate({}, {"a": 2, "b": 3, "c": 0}, {"a": "a/1", "b": "b/2", "c": "c/3"})
+    assert ledgers == {"a/1": Ledger(2, (), {"a": ((0, 2),)}), "b/2": Ledger(3, (), {"b": ((0, 3),)})}
+
+
+def test_settle_returns_what_a_lost_member_held_to_its_own_corpus_where_the_node_finds_it_again() -> None:
+    corpora = {"a#1": "a/1", "b#1": "b/2", "a#2": "a/1"}
+    ledgers = settle(allocate({}, {"a#1": 4, "b#1": 4}, corpora), {"b#1": 4}, {})
+    assert ledgers == {"a/1": Ledger(4, ((0, 4),)), "b/2": Ledger(4)}
+    ledgers = allocate(ledgers, {"b#1": 4, "a#2": 6}, corpora)
+    assert ledgers["b/2"].assigned == {"b#1": ((4, 8),)}
+    assert ledgers["a/1"].assigned == {"a#2": ((0, 6),)}
 
 
 def test_settle_returns_the_ranges_of_members_that_did_not_contribute() -> None:
-    assigned, ledger = Ledger().allocate({"a": 4, "b": 4, "c": 4})
-    assert ledger.settle(assigned, {"b": 4}) == Ledger(next=12, returned=((0, 4), (8, 12)))
-    assert ledger.settle(assigned, {}) == Ledger(next=12, returned=((0, 12),))
-    assert ledger.settle(assigned, {"a": 4, "b": 4, "c": 4}) == Ledger(next=12)
+    ledger = dealt(Ledger(), a=4, b=4, c=4)
+    assert ledger.settle({"b": 4}, {}) == Ledger(next=12, returned=((0, 4), (8, 12)))
+    assert ledger.settle({}, {}) == Ledger(next=12, returned=((0, 12),))
+    assert ledger.settle({"a": 4, "b": 4, "c": 4}, {}) == Ledger(next=12)
 
 
 def test_settle_returns_what_a_member_did_not_come_to() -> None:
-    assigned, ledger = Ledger(next=20, returned=((0, 3), (7, 9))).allocate({"a": 8, "b": 2})
-    assert assigned == {"a": ((0, 3), (7, 9), (20, 23)), "b": ((23, 25),)}
-    assert ledger.settle(assigned, {"a": 4, "b": 1}) == Ledger(next=25, returned=((8, 9), (20, 23), (24, 25)))
+    ledger = dealt(Ledger(next=20, returned=((0, 3), (7, 9))), a=8, b=2)
+    assert ledger.assigned == {"a": ((0, 3), (7, 9), (20, 23)), "b": ((23, 25),)}
+    assert ledger.settle({"a": 4, "b": 1}, {}) == Ledger(next=25, returned=((8, 9), (20, 23), (24, 25)))
 
 
 def test_settle_leaves_their_ranges_to_members_that_are_late() -> None:
-    assigned, ledger = Ledger().allocate({"a": 4, "b": 4})
-    assert ledger.settle(assigned, {"a": 4}, kept={"b": assigned["b"]}) == Ledger(next=8)
+    ledger = dealt(Ledger(), a=4, b=4)
+    assert ledger.settle({"a": 4}, {"b": ledger.assigned["b"]}) == Ledger(8, (), {"b": ((4, 8),)})
 
 
 def test_settle_returns_the_rest_of_a_member_that_was_late_and_came() -> None:
-    assigned, ledger = Ledger().allocate({"a": 4})
-    assert ledger.settle(assigned, {"a": 1}, kept={"a": ((2, 4),)}) == Ledger(next=4, returned=((1, 2),))
+    ledger = dealt(Ledger(), a=4).settle({"a": 1}, {"a": ((2, 4),)})
+    assert ledger == Ledger(next=4, returned=((1, 2),), assigned={"a": ((2, 4),)})
 
 
-def test_settle_refuses_a_contribution_without_an_assignment() -> None:
-    assigned, ledger = Ledger().allocate({"a": 4})
-    with pytest.raises(AssertionError, match="z"):
-        ledger.settle(assigned, {"a": 4, "z": 4})
-
-
-def test_settle_refuses_to_return_a_sample_twice() -> None:
-    assigned, ledger = Ledger().allocate({"a": 4})
-    with pytest.raises(AssertionError, match="two ranges"):
-        ledger.settle(assigned, {}).settle(assigned, {})
+def test_settle_passes_over_members_that_read_another_corpus_or_nothing() -> None:
+    ledger = dealt(Ledger(), a=4)
+    assert ledger.settle({"a": 4, "z": 4}, {"y": ((0, 2),)}) == Ledger(next=4)
 
 
 @pytest.mark.parametrize(
     "value",
     [
         {},
-        {"next": 4},
-        {"next": None, "returned": []},
-        {"next": 4, "returned": [[0, 5]]},
-        {"next": 9, "returned": [[3, 3]]},
-        {"next": 9, "returned": [[3, 5], [4, 6]]},
-        {"next": 9, "returned": [[-3, 5]]},
+        {"next": 4, "returned": []},
+        {"next": None, "returned": [], "assigned": {}},
+        {"next": 4, "returned": [[0, 5]], "assigned": {}},
+        {"next": 9, "returned": [[3, 3]], "assigned": {}},
+        {"next": 9, "returned": [[3, 5], [4, 6]], "assigned": {}},
+        {"next": 9, "returned": [[-3, 5]], "assigned": {}},
     ],
 )
 def test_value_that_is_no_ledger_is_refused(value: dict[str, object]) -> None:

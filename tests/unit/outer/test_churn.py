@@ -64,9 +64,7 @@ def audit_of(run: Run) -> bool:
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
         used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
-        rounds.append(
-            AuditedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
-        )
+        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, progress.founding, progress.follows))
     return audit(rounds).is_exact
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
@@ -78,7 +79,7 @@ def audit_of(run: Any) -> Audit:
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
         used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
-        history.append(AuditedRound(verdict.round, used, progress.ledger, progress.assigned))
+        history.append(AuditedRound(verdict.round, used, progress.ledgers))
     return audit(history)
 
 
@@ -137,7 +138,7 @@ def test_samples_of_a_late_node_are_settled_once_and_with_the_round_that_used_th
     run.round_with_late("c", [noise(1)], a=noise(2), b=noise(3))
     progress = run["a"].outer.progress
     assert all(start >= 16 for spans in progress.assigned.values() for start, _ in spans)
-    assert progress.ledger.returned == ()  # c's 20..24 came back, and were dealt out again
+    assert progress.ledgers[SHARED].returned == ()  # c's 20..24 came back, and were dealt out again
     assert progress.assigned["a"][0] == (20, 24)
     run.round(a=noise(4), b=noise(5), c=noise(6))
     found = audit_of(run)
@@ -181,7 +182,7 @@ def test_late_node_at_the_end_of_the_run_is_told_that_it_is_over(start_run: Star
     assert isinstance(outcome, RunOver) and "round 2" in str(outcome)
     assert run["c"].outer.state_digest == run["a"].outer.state_digest
     assert torch.equal(run["c"].params, run["a"].params)
-    assert run["a"].outer.progress.ledger.returned == ((8, 12),)  # what it learned counts nowhere
+    assert run["a"].outer.progress.ledgers[SHARED].returned == ((8, 12),)  # what it learned counts nowhere
     assert audit_of(run).is_exact
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, OuterSGDConfig, SparseLocoConfig
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.records import Peer
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
 from zeroband.state.flat import digest_of
@@ -83,7 +84,7 @@ def test_samples_that_were_not_used_are_the_first_to_be_dealt_again(start_run: S
     )["a"]
     assert report.samples == (16, 4)
     assert report.progress.assigned == {"a": ((20, 36),), "b": ((36, 52),)}  # 20..32 were b's
-    assert report.progress.ledger.returned == ()
+    assert report.progress.ledgers[SHARED].returned == ()
 
 
 def test_nodes_ask_for_no_more_steps_than_the_run_has_left(start_run: StartRun, noise: Noise) -> None:
@@ -162,7 +163,7 @@ def test_node_that_leaves_hands_over_what_it_learned_and_is_dealt_nothing(
     report = run.round(a=noise(1), b=noise(2))["b"]
     assert [run.store.view(1).ready[name].steps_requested for name in ("a", "b")] == [1, 0]
     assert report.weights == (10, 10) and not report.progress.is_complete
-    assert report.progress.assigned.keys() == {"a"} and report.progress.ledger.returned == ()
+    assert report.progress.assigned.keys() == {"a"} and report.progress.ledgers[SHARED].returned == ()
     run["b"].member.close()
     assert run.round(a=noise(3))["a"].members == ("a",)
 

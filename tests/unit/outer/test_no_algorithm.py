@@ -1,3 +1,4 @@
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.outer.no_algorithm import MEMBER_ID, NoAlgorithm
 
@@ -29,7 +30,7 @@ def test_alone_that_stops_early_is_not_complete_and_has_used_what_it_was_dealt()
     step(hooks, 0)
     assert (hooks.progress.inner_step, hooks.progress.tokens) == (1, 10)
     assert not hooks.progress.is_complete and not hooks.is_time_over(2)
-    assert hooks.progress.ledger.returned == () and hooks.upcoming() == ((4, 12),)
+    assert hooks.progress.ledgers[SHARED].returned == () and hooks.upcoming() == ((4, 12),)
 
 
 def test_alone_goes_on_after_a_checkpoint_with_the_samples_that_it_had_not_used() -> None:

@@ -16,6 +16,7 @@ from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
 from torch import Tensor, nn
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
+from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.many_steps import PARAMS
 from zeroband.outer.sparseloco import error_rule
@@ -102,9 +103,7 @@ def assert_every_sample_once(run: Run) -> None:
     for verdict in run.store.verdicts:
         progress = Progress.from_record(verdict.record["progress"])
         used = {m: steps * BATCH for m, steps in verdict.opening.contributors().items()}
-        rounds.append(
-            AuditedRound(verdict.round, used, progress.ledger, progress.assigned, progress.founding, progress.follows)
-        )
+        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, progress.founding, progress.follows))
     assert audit(rounds).is_exact
 
 
@@ -239,7 +238,7 @@ def test_run_ends_with_one_model_on_all_nodes(
         assert torch.equal(node.params, node.buffers[PARAMS])
         assert [report.round for report in node.reports] == list(range(1, len(node.reports) + 1))
     last = run["a"].outer.progress
-    assert (last.ledger.next, last.ledger.returned, last.assigned) == (2 * (5 * H + 3) * BATCH, (), {})
+    assert last.ledgers == {SHARED: Ledger(2 * (5 * H + 3) * BATCH)}
     assert last.tokens == 2 * (5 * H + 3) * 10
     assert_every_sample_once(run)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 
 from zeroband.checkpoint.restorer import SavedState
+from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
+from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, RestartPoint, Verdict, View
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
@@ -39,6 +43,7 @@ class Attempts:
         self.acts = list(acts)
         self.sections = ("params",)
         self.round = -1
+        self.progress = Progress.at_start()
         self.count: Callable[[int, int], None] = lambda chunk_bytes, total_bytes: None
         self.digest = WHOLE.state_digest
         self._replays = 0
@@ -62,7 +67,7 @@ class Attempts:
     def join(self) -> SimpleNamespace:
         if self.acts:
             raise RoundsMissed(99)
-        return SimpleNamespace(round=self.round + self._replays, member_id="a#1")
+        return SimpleNamespace(round=self.round + self._replays, member_id="a#1", progress=self.progress)
 
     def catch_up(self, round: int) -> None:
         self.round += self._replays
@@ -82,7 +87,8 @@ def fetches(chunks: int, took_s: float, then: int | None = None, digest: str = W
 
 def node_of(local: LocalMesh) -> Any:
     train, elastic = SimpleNamespace(batch_size=4), SimpleNamespace(start_timeout_s=PATIENCE_S)
-    return SimpleNamespace(local=local, config=SimpleNamespace(train=train, elastic=elastic))
+    config = SimpleNamespace(train=train, elastic=elastic)
+    return SimpleNamespace(local=local, config=config, node_id="a", corpus="a/2")
 
 
 @pytest.fixture
@@ -237,7 +243,7 @@ class Place:
 
     def _found(self, round: int) -> SimpleNamespace:
         self.founded.append(round)
-        return SimpleNamespace(round=round, member_id="a#1")
+        return SimpleNamespace(round=round, member_id="a#1", progress=Progress.at_start())
 
     def look(self) -> JoinEvent:
         return self.steps.take(JoinState.LOOKING, None).event
@@ -332,3 +338,15 @@ def test_failures_of_an_earlier_way_in_are_no_reason_to_give_up_on_the_next(
     now_s[0] = 10 * PATIENCE_S
     place.steps.take(JoinState.RETURNING, RecoveryFailed("its lease ran out"))
     assert place.look() is JoinEvent.JOIN
+
+
+def test_node_with_other_documents_than_before_says_what_it_owes_of_those(
+    join: Callable[..., int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledgers = {"a/1": Ledger(9, ((2, 4), (5, 9))), "a/2": Ledger(4), "b/7": Ledger(8, ((0, 8),)), SHARED: Ledger(3)}
+    progress = replace(Progress.at_start(), ledgers=ledgers)
+    monkeypatch.setattr(Progress, "at_start", lambda: progress)
+    caplog.set_level(logging.WARNING)
+    join(fetches(4, took_s=1.0, then=0))
+    (said,) = [record for record in caplog.records if "other documents than before" in record.getMessage()]
+    assert vars(said)["fields"] == {"before": "a/1", "owed": 6, "now": "a/2"}

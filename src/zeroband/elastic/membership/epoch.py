@@ -44,6 +44,8 @@ class Rules:
     """Founders wait for so many."""
     straggler_deadline_s: float | None = None
     """After this, those who wait go without those who are late. None: they wait for all that are alive."""
+    counts_equally: bool = False
+    """Nodes count the same in a round, however much each of them has learned."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         losses=tuple(r.loss for r in ready),
         sessions=() if view.committed is None else view.committed.sessions,
         trained=tuple(r.trained for r in ready) if len({r.trained for r in ready if r.weight}) > 1 else (),
+        corpora=tuple(r.corpus for r in ready) if any(r.corpus for r in ready) else (),
+        is_equal=rules.counts_equally,
     )
 
 

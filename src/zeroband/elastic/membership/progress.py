@@ -1,12 +1,13 @@
-"""How far the run is, as every verdict records it: inner steps, tokens, the data ledger, who reads what next."""
+"""How far the run is, as every verdict records it: inner steps, tokens, and the data ledgers: who reads what next."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from zeroband.data.ledger import Ledger, Range, count, take
+from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
 from zeroband.elastic.membership.records import Opening, from_record, to_record
 
 
@@ -30,9 +31,8 @@ class Progress:
     """Inner steps done: in each round as many as the member that made the most."""
     tokens: int
     """Tokens that contributed to committed rounds."""
-    ledger: Ledger
-    assigned: Mapping[str, tuple[Range, ...]]
-    """The ranges of global sample indices that each member reads in the next round, or still does from an earlier."""
+    ledgers: Mapping[str, Ledger]
+    """What became of each corpus of which samples were dealt out, by its name (`Ready.corpus`)."""
     is_complete: bool = False
     """The run is done: there is no next round."""
     outer_step: int = 0
@@ -46,7 +46,12 @@ class Progress:
 
     @staticmethod
     def at_start() -> Progress:
-        return Progress(0, 0, Ledger(), {})
+        return Progress(0, 0, {})
+
+    @cached_property
+    def assigned(self) -> Mapping[str, tuple[Range, ...]]:
+        """The samples that each member reads in the next round, or still does from an earlier; by its corpus."""
+        return {member: spans for ledger in self.ledgers.values() for member, spans in ledger.assigned.items()}
 
     def after(self, opening: Opening, shape: RunShape) -> Progress:
         """The progress once the round of this opening is committed: data settled, and dealt out for the next round."""
@@ -54,18 +59,15 @@ class Progress:
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
         contributors = opening.contributors().items()
-        used = {m: steps * shape.batch_size for m, steps in contributors if m in self.assigned}  # others had none of it
+        used = {m: steps * shape.batch_size for m, steps in contributors}
         kept = {} if is_complete else self._kept(opening, shape)
-        ledger = self.ledger.settle(self.assigned, used, kept)
         left = shape.total_steps - inner_step
         wanted = {m: min(s, left) * shape.batch_size - count(kept.get(m, ())) for m, s in opening.wanted().items()}
-        dealt, ledger = ledger.allocate(wanted)
         return replace(
             self,
             inner_step=inner_step,
             tokens=self.tokens + sum(w for w, s in zip(opening.weights, opening.steps, strict=True) if s),
-            ledger=ledger,
-            assigned={m: (*kept.get(m, ()), *dealt.get(m, ())) for m in [*dealt, *(m for m in kept if m not in dealt)]},
+            ledgers=allocate(settle(self.ledgers, used, kept), wanted, opening.corpus_of()),
             is_complete=is_complete,
             outer_step=self.outer_step + 1,
             closing=closing,
@@ -88,20 +90,17 @@ class Progress:
         ahead get what they ask for twice, all of them in turn, as they do later on. `after_round`: the round of the
         state; None: it is the initial one.
         """
-        left, ledger = shape.total_steps - self.inner_step, self.ledger.settle(self.assigned, {})
-        assigned = dict[str, tuple[Range, ...]]()
+        left, ledgers = shape.total_steps - self.inner_step, settle(self.ledgers, {}, {})
+        dealt = dict.fromkeys(opening.members, 0)
         for _ in range(2 if shape.reads_ahead else 1):
-            most = left * shape.batch_size
-            wanted = {
-                m: min(s * shape.batch_size, most - count(assigned.get(m, ()))) for m, s in opening.wanted().items()
-            }
-            dealt, ledger = ledger.allocate(wanted)
-            assigned |= {m: (*assigned.get(m, ()), *spans) for m, spans in dealt.items()}
+            wanted = {m: min(s, left - dealt[m]) for m, s in opening.wanted().items()}
+            dealt = {m: dealt[m] + steps for m, steps in wanted.items()}
+            samples = {m: steps * shape.batch_size for m, steps in wanted.items()}
+            ledgers = allocate(ledgers, samples, opening.corpus_of())
         follows = None if after_round is None else (self.founding, after_round)
         return replace(
             self,
-            ledger=ledger,
-            assigned=assigned,
+            ledgers=ledgers,
             is_complete=left <= 0,
             founding=opening.id,
             follows=follows,
@@ -115,4 +114,12 @@ class Progress:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
         """The inverse. Raises ValueError."""
-        return from_record(Progress, record)
+        return from_record(Progress, renewed(record))
+
+
+def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a progress in today's form; checkpoints and events of earlier versions have one ledger in it."""
+    if "ledger" not in record:
+        return record
+    rest = {name: value for name, value in record.items() if name not in ("ledger", "assigned")}
+    return {**rest, "ledgers": {SHARED: {**record["ledger"], "assigned": record["assigned"]}}}

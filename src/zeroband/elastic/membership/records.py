@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
 
@@ -54,6 +55,8 @@ class Ready:
     trained: float = 1.0
     """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
     with the others, and at a run's start."""
+    corpus: str = SHARED
+    """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class Opening:
     """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
     trained: tuple[float, ...] = ()
     """`Ready.trained` of each member; none: equal for all that have weight."""
+    corpora: tuple[str, ...] = ()
+    """`Ready.corpus` of each member; none: all share one."""
+    is_equal: bool = False
+    """Members that have weight count the same, whatever it is."""
 
     @cached_property
     def id(self) -> str:
@@ -122,10 +129,15 @@ class Opening:
         usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
         long with a joiner as without.
         """
-        total: float = self.total_weight
+        counts, total = self.counts, float(sum(self.counts))
         if self.longest:
-            total = sum(w * t for w, t in zip(self.weights, self.trained, strict=True)) / self.longest
-        return tuple(weight / total if total else 0.0 for weight in self.weights)
+            total = sum(c * t for c, t in zip(counts, self.trained, strict=True)) / self.longest
+        return tuple(count / total if total else 0.0 for count in counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What each member counts beside the others: its weight, or 1."""
+        return tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self.weights
 
     @property
     def longest(self) -> float:
@@ -150,6 +162,10 @@ class Opening:
         """Inner steps that the members ask samples for."""
         return dict(zip(self.members, self.steps_requested, strict=True))
 
+    def corpus_of(self) -> dict[str, str]:
+        """Name of the corpus of each member."""
+        return dict(zip(self.members, self.corpora or (SHARED,) * len(self.members), strict=True))
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -159,7 +175,7 @@ class Verdict:
     digest: str
     """Digest of the reduced result."""
     record: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What else the round fixed for everybody: data ledger, progress, norm of the mean gradient."""
+    """What else the round fixed for everybody: progress with the data ledgers, norm of the mean gradient."""
 
     @property
     def round(self) -> int:

@@ -321,7 +321,8 @@ class RoundCoordinator(ABC):
         if passes:
             faults.at("ready", round)
         ready = Ready(round, offer.weight, self.state_digest, offer.steps, offer.steps_requested)
-        self._parts.mesh.announce_ready(replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained))
+        ready = replace(ready, norm=offer.norm, loss=offer.loss, trained=offer.trained, corpus=self._parts.corpus)
+        self._parts.mesh.announce_ready(ready)
         if passes:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 

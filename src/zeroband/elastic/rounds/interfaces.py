@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from zeroband.data.ledger import Range
+from zeroband.data.ledger import SHARED, Range
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import FOUNDING_ROUND
@@ -140,6 +140,8 @@ class OuterParts:
     """Has the journal's entry of a round fetched from the others, into the room that local rank 0 has for its bytes."""
     stage: Callable[[int], StagedState]
     """Has the checkpoint of an inner step read and verified, on local rank 0. Raises RecoveryFailed on all."""
+    corpus: str = SHARED
+    """Name of the corpus that this node's samples are of."""
     flush_every: int | None = None
     """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
     auto_rollback: RollbackRule | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroband.data.ledger import Range, holes
+from zeroband.data.ledger import Ledger, Range, holes, settle
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening
 from zeroband.elastic.rounds.loss_record import RECORD, LossRecord
@@ -40,15 +40,15 @@ class StagedState:
 def describe_return(
     staged: StagedState, opening: Opening, shape: RunShape, current: Progress, before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What the verdict says that goes back: progress and data ledger as of the checkpoint, dealt out anew.
+    """What the verdict says that goes back: progress and data ledgers as of the checkpoint, dealt out anew.
 
     Where the opening skips data, the pool is that of now: nothing is handed out again that was learned from since.
     `current`: the progress that is left. `before`: what the verdict before it adds.
     """
     saved, progress = staged.record, Progress.from_record(staged.record["progress"])
-    skipped = learned_since(progress, current) if opening.skips_data else ()
+    skipped = learned_since(progress, current) if opening.skips_data else {}
     if opening.skips_data:
-        progress = replace(progress, ledger=current.ledger.settle(current.assigned, {}), assigned={})
+        progress = replace(progress, ledgers=settle(current.ledgers, {}, {}))
     progress = progress.begin(opening, shape, after_round=staged.round)
     said = {**saved, "progress": progress.to_record(), "weight": 0, "skipped": skipped, **before}
     said[RECORD] = LossRecord.of(saved).carried().to_record()
@@ -57,12 +57,8 @@ def describe_return(
     return said
 
 
-def learned_since(saved: Progress, current: Progress) -> tuple[Range, ...]:
-    """The samples that were learned from after a checkpoint, or skipped; sorted and disjoint."""
-    before = holes(_owed(saved), saved.ledger.next)
-    return holes([*_owed(current), *before], current.ledger.next)
-
-
-def _owed(progress: Progress) -> list[Range]:
-    """Handed out and not learned from, as far as committed rounds tell."""
-    return [*progress.ledger.returned, *(span for spans in progress.assigned.values() for span in spans)]
+def learned_since(saved: Progress, current: Progress) -> dict[str, tuple[Range, ...]]:
+    """The samples that were learned from after a checkpoint, or skipped, by corpus; sorted and disjoint."""
+    settled = {corpus: saved.ledgers.get(corpus, Ledger()).settled for corpus in current.ledgers}
+    learned = {c: holes([*ledger.owed, *settled[c]], ledger.next) for c, ledger in current.ledgers.items()}
+    return {corpus: spans for corpus, spans in learned.items() if spans}

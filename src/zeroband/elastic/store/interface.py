@@ -14,7 +14,7 @@ from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoi
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.

@@ -85,8 +85,12 @@ class CommittedLine:
 
 def audit_violations(result: Audit) -> list[str]:
     """What is wrong with the data of a run, a line for each violation."""
-    named = {"trained twice": result.repeated, "skipped": result.skipped}
-    wrong = [f"samples {what}: {_listed(spans)}" for what, spans in named.items() if spans]
+    wrong = [
+        f"samples {f'of {corpus} ' if corpus else ''}{what}: {_listed(spans)}"
+        for corpus, account in result.accounts.items()
+        for what, spans in {"trained twice": account.repeated, "skipped": account.skipped}.items()
+        if spans
+    ]
     if result.missing_rounds:
         wrong.append(f"rounds that no node recorded: {_listed(result.missing_rounds)}")
     return wrong

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroband.config import RunConfig, load_config
+from zeroband.data.ledger import count
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -266,7 +267,8 @@ class _Conducted:
 
 
 def _data_line(audit: Audit) -> str:
-    repeated, skipped = (sum(stop - start for start, stop in spans) for spans in (audit.repeated, audit.skipped))
+    accounts = audit.accounts.values()
+    repeated, skipped = sum(count(a.repeated) for a in accounts), sum(count(a.skipped) for a in accounts)
     return f"{audit.trained} samples trained, {repeated} repeated, {skipped} skipped"
 
 

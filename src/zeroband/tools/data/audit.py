@@ -1,7 +1,8 @@
-"""Replays the data ledger of a run from its nodes' events: which samples were trained twice, and which never.
+"""Replays the data ledgers of a run from its nodes' events: which samples were trained twice, and which never.
 
     zeroband data audit RUN_DIR
 
+Where data is private, each node's samples are counted by themselves.
 Exit codes: 0 every sample once; 3 repeated or skipped samples or rounds that nobody recorded; 2 nothing to audit: no
 run there, or one that trained no sample.
 """
@@ -10,17 +11,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.data.ledger import Ledger, Range, holes, take
+from zeroband.data.ledger import SHARED, Ledger, Range, count, holes, take
+from zeroband.elastic.membership.progress import renewed
 from zeroband.elastic.membership.records import from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 
 _EXIT_CONFIG, _EXIT_INEXACT = 2, 3
+
+NOTHING: Mapping[str, tuple[Range, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,8 @@ class AuditedRound:
     round: int
     used: Mapping[str, int]
     """Samples of each member whose update counted."""
-    ledger: Ledger
-    assigned: Mapping[str, tuple[Range, ...]]
-    """Dealt out for the round after this one."""
+    ledgers: Mapping[str, Ledger]
+    """After it, by corpus."""
     founding: str = ""
     """The line of rounds that it belongs to: each founding, and each rollback, begins one."""
     follows: tuple[str, int] | None = None
@@ -41,28 +45,45 @@ class AuditedRound:
 
 
 @dataclass(frozen=True)
+class Account:
+    """What became of the samples of a corpus."""
+
+    trained: int = 0
+    """Samples that contributed to a committed round."""
+    owed: int = 0
+    """Handed out, not trained yet: in the work of the next round, or returned by lost nodes."""
+    repeated: tuple[Range, ...] = ()
+    skipped: tuple[Range, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.repeated or self.skipped)
+
+
+@dataclass(frozen=True)
 class Audit:
     """What became of the samples of a run."""
 
     rounds: int
-    trained: int
-    """Samples that contributed to a committed round."""
-    owed: int
-    """Handed out, not trained yet: in the work of the next round, or returned by lost nodes."""
-    repeated: tuple[Range, ...]
-    skipped: tuple[Range, ...]
+    accounts: Mapping[str, Account]
+    """What became of each corpus, by its name."""
     missing_rounds: tuple[int, ...]
     """Rounds that no node recorded; what they trained is unknown."""
 
     @property
+    def trained(self) -> int:
+        """Samples of all corpora that contributed to a committed round."""
+        return sum(account.trained for account in self.accounts.values())
+
+    @property
     def is_exact(self) -> bool:
-        return not (self.repeated or self.skipped or self.missing_rounds)
+        return not self.missing_rounds and all(account.is_exact for account in self.accounts.values())
 
 
-def audit(rounds: Iterable[AuditedRound], left_out: Iterable[Range] = ()) -> Audit:
+def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]] = NOTHING) -> Audit:
     """Replay committed rounds, in any order; a round may stand in it several times, once for each node.
 
-    `left_out`: what rollbacks recorded that they skip on purpose.
+    `left_out`: what rollbacks recorded that they skip on purpose, by corpus.
     """
     line = _line(rounds)
     trained, missing = _inherited(line), list[int]()
@@ -71,20 +92,28 @@ def audit(rounds: Iterable[AuditedRound], left_out: Iterable[Range] = ()) -> Aud
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                for member, used in after.used.items():
-                    trained += take(before.assigned.get(member, ()), used)[0]
-    last = line[-1].rounds[line[-1].last] if line else None
-    owed = [] if last is None else _owed(last)
-    reached = 0 if last is None else last.ledger.next
-    repeated, missed = _overlaps([*trained, *owed]), holes([*trained, *owed], reached)
-    skipped = holes([*holes(missed, reached), *left_out], reached)
+                for corpus, ledger in before.ledgers.items():
+                    for member, used in after.used.items():
+                        trained[corpus] += take(ledger.assigned.get(member, ()), used)[0]
+    last = line[-1].rounds[line[-1].last].ledgers if line else {}
     return Audit(
         rounds=sum(segment.first <= number <= segment.last for segment in line for number in segment.rounds),
-        trained=_total(trained),
-        owed=_total(owed),
-        repeated=repeated,
-        skipped=skipped,
+        accounts={
+            corpus: _account(trained[corpus], last.get(corpus, Ledger()), left_out.get(corpus, ()))
+            for corpus in sorted({*trained, *last})
+        },
         missing_rounds=tuple(missing),
+    )
+
+
+def _account(trained: Sequence[Range], last: Ledger, left_out: Iterable[Range]) -> Account:
+    """Settle the account of a corpus. `last`: its ledger after the newest round."""
+    missed = holes([*trained, *last.owed], last.next)
+    return Account(
+        trained=count(trained),
+        owed=count(last.owed),
+        repeated=_overlaps([*trained, *last.owed]),
+        skipped=holes([*holes(missed, last.next), *left_out], last.next),
     )
 
 
@@ -115,17 +144,13 @@ def _line(rounds: Iterable[AuditedRound]) -> list[_Segment]:
     return segments
 
 
-def _inherited(line: Sequence[_Segment]) -> list[Range]:
-    """What was trained before the first of these rounds, by a run whose records are not here."""
+def _inherited(line: Sequence[_Segment]) -> defaultdict[str, list[Range]]:
+    """What was trained before the first of these rounds, by a run whose records are not here; by corpus."""
+    inherited = defaultdict[str, list[Range]](list)
     first = line[0].rounds.get(line[0].first) if line else None
-    if first is None or first.follows is None:
-        return []
-    return list(holes(_owed(first), first.ledger.next))
-
-
-def _owed(record: AuditedRound) -> list[Range]:
-    """Handed out after a round and not trained by then."""
-    return [*record.ledger.returned, *(span for spans in record.assigned.values() for span in spans)]
+    if first is not None and first.follows is not None:
+        inherited |= {corpus: list(ledger.settled) for corpus, ledger in first.ledgers.items()}
+    return inherited
 
 
 def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -148,14 +173,19 @@ def read_rounds(run_dir: Path) -> list[AuditedRound]:
     ]
 
 
-def read_left_out(run_dir: Path) -> list[Range]:
-    """What rollbacks of a run skipped on purpose, in the events of all its nodes."""
+def read_left_out(run_dir: Path) -> dict[str, list[Range]]:
+    """What rollbacks of a run skipped on purpose, in the events of all its nodes; by corpus."""
     events = [event for path in sorted(run_dir.glob(f"*/{EVENTS_FILE}")) for event in JsonlTail(path).read()]
-    return [(start, stop) for e in events if e.get("kind") == "rolled_back" for start, stop in e.get("skipped", [])]
+    left_out = defaultdict[str, list[Range]](list)
+    for skipped in (event.get("skipped", {}) for event in events if event.get("kind") == "rolled_back"):
+        by_corpus = skipped if isinstance(skipped, dict) else {SHARED: skipped}  # a list in earlier versions
+        for corpus, spans in by_corpus.items():
+            left_out[corpus] += [(start, stop) for start, stop in spans]
+    return left_out
 
 
 def _round_of(event: Mapping[str, Any]) -> AuditedRound:
-    progress = event["progress"]
+    progress = renewed(event["progress"])
     return AuditedRound(
         round=event["round"],
         used={
@@ -163,8 +193,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True)
             if weight > 0
         },
-        ledger=from_record(Ledger, progress["ledger"]),
-        assigned={m: tuple((a, b) for a, b in ranges) for m, ranges in progress["assigned"].items()},
+        ledgers={corpus: from_record(Ledger, ledger) for corpus, ledger in progress["ledgers"].items()},
         founding=progress.get("founding", ""),  # absent from events of earlier versions, as the next
         follows=None if (follows := progress.get("follows")) is None else (follows[0], follows[1]),
         at_s=event["at_s"],
@@ -184,12 +213,15 @@ def main(argv: Sequence[str]) -> int:
     left_out = read_left_out(run_dir)
     result = audit(rounds, left_out)
     print(f"rounds committed   {result.rounds}")
-    print(f"samples trained    {result.trained}")
-    print(f"samples owed       {result.owed}")
-    print(f"samples repeated   {_total(result.repeated)} {_listed(result.repeated)}")
-    print(f"samples skipped    {_total(result.skipped)} {_listed(result.skipped)}")
-    if left_out:
-        print(f"left out by rollbacks {_listed(sorted(set(left_out)))}")
+    for corpus, account in result.accounts.items():
+        if corpus != SHARED:
+            print(f"documents of {corpus}")
+        print(f"samples trained    {account.trained}")
+        print(f"samples owed       {account.owed}")
+        print(f"samples repeated   {count(account.repeated)} {_listed(account.repeated)}")
+        print(f"samples skipped    {count(account.skipped)} {_listed(account.skipped)}")
+        if left_out.get(corpus):
+            print(f"left out by rollbacks {_listed(sorted(set(left_out[corpus])))}")
     if result.missing_rounds:
         print(f"rounds nobody here recorded: {', '.join(map(str, result.missing_rounds))}")
     if result.is_exact and not result.trained:
@@ -200,10 +232,6 @@ def main(argv: Sequence[str]) -> int:
         )
         return _EXIT_CONFIG
     return 0 if result.is_exact else _EXIT_INEXACT
-
-
-def _total(ranges: Sequence[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def _listed(ranges: Sequence[Range]) -> str:

@@ -527,6 +527,25 @@ def test_shares_are_in_proportion_to_the_weights(weights: list[int]) -> None:
     assert [share == 0 for share in shares] == [weight == 0 for weight in weights]
 
 
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0.01, 1.0)), min_size=1, max_size=20))
+def test_shares_are_those_of_equal_weights_where_members_count_equally(members: list[tuple[int, float]]) -> None:
+    weights, trained = [weight for weight, _ in members], [part for _, part in members]
+    equally = replace(opening_of(weights, trained=trained), is_equal=True)
+    assert equally.shares == opening_of([int(weight > 0) for weight in weights], trained=trained).shares
+    assert equally.total_weight == sum(weights)
+
+
+def test_opening_names_the_documents_of_its_members_where_they_have_their_own() -> None:
+    view = boundary(A, B)
+    plain = next_opening(view, 3, Rules())
+    assert isinstance(plain, Opening) and (plain.corpora, plain.is_equal) == ((), False)
+    assert plain.corpus_of() == {A: "", B: ""}
+    own = replace(view, ready=view.ready | {B: replace(view.ready[B], corpus="b/7")})
+    opening = next_opening(own, 3, Rules(counts_equally=True))
+    assert isinstance(opening, Opening) and (opening.corpora, opening.is_equal) == (("", "b/7"), True)
+    assert opening.corpus_of() == {A: "", B: "b/7"}
+
+
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.01, 1e6)), min_size=3, max_size=9))
 def test_no_contribution_counts_for_more_than_the_median_one(contributions: list[tuple[int, float]]) -> None:
     weights, norms = [w for w, _ in contributions], [n for _, n in contributions]

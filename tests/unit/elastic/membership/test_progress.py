@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroband.data.ledger import Ledger
+from zeroband.data.ledger import SHARED, Ledger, Range
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Opening
 
@@ -22,6 +22,11 @@ def an_opening(late: tuple[str, ...] = (), **words: tuple[int, int, int]) -> Ope
     return Opening(1, 1, 1, members, weights, steps, wants, late)
 
 
+def shared(next: int, *returned: Range, **assigned: Range) -> dict[str, Ledger]:
+    """The ledgers of a run with one corpus; of each node the one range that it holds."""
+    return {SHARED: Ledger(next, returned, {f"{node}#1": (span,) for node, span in assigned.items()})}
+
+
 @pytest.fixture
 def founded() -> Progress:
     return Progress.at_start().begin(an_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE, after_round=None)
@@ -29,7 +34,7 @@ def founded() -> Progress:
 
 def test_founding_hands_out_work_and_counts_no_step(founded: Progress) -> None:
     opening = an_opening(a=(0, 0, 4), b=(0, 0, 4))
-    assert founded == Progress(0, 0, Ledger(40), {A: ((0, 20),), B: ((20, 40),)}, founding=opening.id)
+    assert founded == Progress(0, 0, shared(40, a=(0, 20), b=(20, 40)), founding=opening.id)
 
 
 def test_round_counts_its_steps_once_and_the_tokens_of_all(founded: Progress) -> None:
@@ -54,15 +59,14 @@ def test_samples_that_a_member_did_not_come_to_go_to_the_next_round(founded: Pro
 
 def test_lost_member_gives_its_samples_back_to_the_next_round(founded: Progress) -> None:
     after = founded.after(an_opening(b=(60, 4, 4)), SHAPE)
-    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((0, 20),)})
+    assert after.ledgers == shared(40, b=(0, 20))
 
 
 def test_late_member_keeps_its_samples_until_it_contributes(founded: Progress) -> None:
     while_late = founded.after(an_opening(late=(A,), b=(100, 4, 2)), SHAPE)
     assert while_late.assigned == {A: ((0, 20),), B: ((40, 50),)}
     after = while_late.after(an_opening(a=(100, 4, 1), b=(50, 2, 1)), SHAPE)
-    assert after.assigned == {A: ((50, 55),), B: ((55, 60),)}
-    assert after.ledger == Ledger(60)
+    assert after.ledgers == shared(60, a=(50, 55), b=(55, 60))
 
 
 def test_late_member_that_is_lost_gives_its_samples_back(founded: Progress) -> None:
@@ -77,8 +81,8 @@ def test_member_without_weight_gives_its_samples_back_and_gets_others(founded: P
 
 def test_contribution_of_a_member_without_samples_uses_none_of_the_others(founded: Progress) -> None:
     after = founded.after(an_opening(a=(100, 4, 4), b=(60, 4, 4), c=(25, 1, 2)), SHAPE)
-    assert (after.ledger, after.tokens) == (Ledger(90), 185)
-    assert after.assigned == {A: ((40, 60),), B: ((60, 80),), C: ((80, 90),)}
+    assert after.tokens == 185
+    assert after.ledgers == shared(90, a=(40, 60), b=(60, 80), c=(80, 90))
 
 
 def test_joiner_without_an_assignment_gets_one(founded: Progress) -> None:
@@ -89,7 +93,7 @@ def test_joiner_without_an_assignment_gets_one(founded: Progress) -> None:
 def test_member_that_leaves_contributes_and_gets_nothing(founded: Progress) -> None:
     after = founded.after(an_opening(a=(50, 2, 0), b=(100, 4, 2)), SHAPE)
     assert (after.inner_step, after.tokens) == (4, 150)
-    assert (after.ledger, after.assigned) == (Ledger(40), {B: ((10, 20),)})
+    assert after.ledgers == shared(40, b=(10, 20))
 
 
 def test_last_round_is_as_short_as_what_is_left(founded: Progress) -> None:
@@ -102,7 +106,7 @@ def test_complete_run_hands_out_no_more(founded: Progress) -> None:
     for steps in (4, 4, 2):
         assert not progress.is_complete
         progress = progress.after(an_opening(a=(1, steps, 4), b=(1, steps, 4)), SHAPE)
-    done = replace(founded, inner_step=10, tokens=6, ledger=Ledger(100), assigned={}, is_complete=True, outer_step=3)
+    done = replace(founded, inner_step=10, tokens=6, ledgers=shared(100), is_complete=True, outer_step=3)
     assert progress == done
 
 
@@ -111,14 +115,14 @@ def test_run_that_ends_takes_back_what_a_late_member_holds(founded: Progress) ->
     progress = founded
     for steps in (4, 4, 2):
         progress = progress.after(an_opening(late=(A,), b=(1, steps, 4)), SHAPE)
-    assert progress.is_complete and progress.assigned == {} and progress.ledger == Ledger(70, ((0, 20),))
+    assert progress.is_complete and progress.ledgers == shared(70, (0, 20))
 
 
 def test_line_that_begins_again_deals_out_anew_what_its_nodes_had(founded: Progress) -> None:
     before = founded.after(an_opening(a=(100, 4, 4), b=(60, 2, 4)), SHAPE)
     again = before.begin(an_opening(c=(0, 0, 3)), SHAPE, after_round=7)
     assert (again.inner_step, again.tokens, again.outer_step) == (4, 160, 1)
-    assert again.assigned == {C: ((30, 45),)} and again.ledger == Ledger(70, ((45, 70),))
+    assert again.ledgers == shared(70, (45, 70), c=(30, 45))
     assert again.follows == (founded.founding, 7) and again.founding != founded.founding
 
 
@@ -147,3 +151,74 @@ def test_all_members_come_to_the_same_progress_from_the_record(founded: Progress
     opening = an_opening(a=(3, 2, 4), b=(0, 4, 0), c=(0, 0, 2))
     copied = Progress.from_record(founded.to_record())
     assert copied.after(opening, SHAPE).to_record() == founded.after(opening, SHAPE).to_record()
+
+
+# -- documents of one's own -------------------------------------------------------------------------------------------
+
+OWN = {"a": "a/1", "b": "b/2", "c": "c/3"}
+
+
+def own_opening(corpora: dict[str, str] = OWN, late: tuple[str, ...] = (), **words: tuple[int, int, int]) -> Opening:
+    return replace(an_opening(late, **words), corpora=tuple(corpora[node] for node in words))
+
+
+def own(next: int, *returned: Range, **assigned: Range) -> Ledger:
+    return shared(next, *returned, **assigned)[SHARED]
+
+
+@pytest.fixture
+def apart() -> Progress:
+    return Progress.at_start().begin(own_opening(a=(0, 0, 4), b=(0, 0, 4)), SHAPE, after_round=None)
+
+
+def test_founders_with_documents_of_their_own_all_begin_with_their_first(apart: Progress) -> None:
+    assert apart.ledgers == {"a/1": own(20, a=(0, 20)), "b/2": own(20, b=(0, 20))}
+    assert apart.assigned == {A: ((0, 20),), B: ((0, 20),)}
+
+
+def test_what_a_lost_node_leaves_waits_for_it_whoever_joins(apart: Progress) -> None:
+    after = apart.after(own_opening(a=(60, 4, 4), c=(0, 0, 2)), SHAPE)
+    assert after.ledgers == {"a/1": own(40, a=(20, 40)), "b/2": own(20, (0, 20)), "c/3": own(10, c=(0, 10))}
+    back = after.after(own_opening(a=(60, 4, 1), b=(0, 0, 5), c=(1, 2, 0)), SHAPE)
+    assert back.ledgers == {"a/1": own(45, a=(40, 45)), "b/2": own(20, (10, 20), b=(0, 10)), "c/3": own(10)}
+
+
+def test_late_node_keeps_samples_of_its_own_documents(apart: Progress) -> None:
+    after = apart.after(own_opening(late=(B,), a=(60, 4, 4)), SHAPE)
+    assert after.ledgers["b/2"] == own(20, b=(0, 20))
+    assert after.after(own_opening(a=(60, 4, 4), b=(9, 1, 1)), SHAPE).ledgers["b/2"] == own(20, (10, 20), b=(5, 10))
+
+
+def test_nodes_that_read_ahead_hold_two_phases_of_their_own_documents() -> None:
+    ahead = replace(SHAPE, reads_ahead=True)
+    founded = Progress.at_start().begin(own_opening(a=(0, 0, 2), b=(0, 0, 2)), ahead, after_round=None)
+    assert founded.assigned == {A: ((0, 10), (10, 20)), B: ((0, 10), (10, 20))}
+    after = founded.after(own_opening(a=(20, 2, 4), b=(0, 2, 4)), ahead)
+    assert after.assigned[A] == ((10, 20), (20, 30))
+    assert after.ledgers["b/2"] == Ledger(20, (), {B: ((10, 20), (0, 10))})
+
+
+def test_nodes_that_read_ahead_are_dealt_no_more_than_the_run_has_left() -> None:
+    ahead = replace(SHAPE, reads_ahead=True)
+    founded = Progress.at_start().begin(own_opening(a=(0, 0, 8), b=(0, 0, 4)), ahead, after_round=None)
+    assert founded.assigned == {A: ((0, 40), (40, 50)), B: ((0, 20), (20, 40))}
+
+
+def test_line_that_begins_again_keeps_what_absent_nodes_owe(apart: Progress) -> None:
+    again = apart.begin(own_opening(a=(0, 0, 1), c=(0, 0, 1)), SHAPE, after_round=3)
+    assert again.ledgers == {"a/1": own(20, (5, 20), a=(0, 5)), "b/2": own(20, (0, 20)), "c/3": own(5, c=(0, 5))}
+
+
+@pytest.mark.parametrize(("before", "after"), [(dict.fromkeys(OWN, SHARED), OWN), (OWN, dict.fromkeys(OWN, SHARED))])
+def test_run_that_goes_on_with_other_documents_keeps_the_ledgers_of_before(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    first = Progress.at_start().begin(own_opening(before, a=(0, 0, 4)), SHAPE, after_round=None)
+    again = first.begin(own_opening(after, a=(0, 0, 1)), SHAPE, after_round=0)
+    assert again.ledgers == {before["a"]: own(20, (0, 20)), after["a"]: own(5, a=(0, 5))}
+    assert again.assigned == {A: ((0, 5),)}
+
+
+def test_record_of_documents_of_one_s_own_survives_json(apart: Progress) -> None:
+    progress = apart.after(own_opening(late=(B,), a=(60, 4, 4)), SHAPE)
+    assert Progress.from_record(json.loads(json.dumps(progress.to_record()))) == progress

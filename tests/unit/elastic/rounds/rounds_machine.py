@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, cast
 import redis
 from tests.memberships import a_member
 
-from zeroband.data.ledger import Range, take
+from zeroband.data.ledger import SHARED, Range, take
 from zeroband.elastic.membership.epoch import Rules, Wait
 from zeroband.elastic.membership.orders import go_on
 from zeroband.elastic.membership.progress import Progress, RunShape
@@ -113,6 +114,11 @@ class Node:
     seen: View | None = None
     """An older look at the store, on which it acts next."""
     record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def corpus(self) -> str:
+        """Every other node has documents of its own."""
+        return f"n{self.slot}/own" if self.slot % 2 else SHARED
 
     @property
     def id(self) -> str:
@@ -241,7 +247,8 @@ class Run:
     def announce(self, node: Node) -> None:
         weight = 10 * node.steps if node.is_finite and not node.is_joiner else 0
         wants = 0 if node.is_leaving else up_to(MOST_STEPS, "wants", node.slot, node.next_round)
-        node.member.announce_ready(Ready(node.next_round, weight, node.state_digest, node.steps, wants))
+        ready = Ready(node.next_round, weight, node.state_digest, node.steps, wants, corpus=node.corpus)
+        node.member.announce_ready(ready)
 
     def founding(self, node: Node) -> None:
         decision = self.turn_of(node)
@@ -423,15 +430,16 @@ class Run:
 
     def assert_every_sample_has_one_place(self) -> None:
         """It was contributed once, or is assigned, or was given back."""
-        places: list[int] = []
+        places: dict[str, list[int]] = defaultdict(list)
         before = Progress.at_start()
         for verdict in self.line:
             for member, steps in verdict.opening.contributors().items():
-                places += samples(take(before.assigned[member], steps * SHAPE.batch_size)[0])
+                corpus = verdict.opening.corpus_of()[member]
+                places[corpus] += samples(take(before.assigned[member], steps * SHAPE.batch_size)[0])
             before = Progress.from_record(verdict.record["progress"])
-        for ranges in (*before.assigned.values(), before.ledger.returned):
-            places += samples(ranges)
-        assert sorted(places) == list(range(before.ledger.next))
+        assert set(places) <= set(before.ledgers)
+        for corpus, ledger in before.ledgers.items():
+            assert sorted([*places[corpus], *samples(ledger.owed)]) == list(range(ledger.next)), corpus
 
     def assert_history_is_in_order(self) -> None:
         if not self.has_lost_data:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
 from zeroband.config.schema import RollbackConfig
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import RestartPoint, Verdict
@@ -65,7 +66,7 @@ def recorded(verdict: Verdict) -> AuditedRound:
     progress = Progress.from_record(verdict.record["progress"])
     used = {member: steps * BATCH for member, steps in verdict.opening.contributors().items()}
     line = (progress.founding, progress.follows)
-    return AuditedRound(verdict.round, used, progress.ledger, progress.assigned, *line, at_s=verdict.round)
+    return AuditedRound(verdict.round, used, progress.ledgers, *line, at_s=verdict.round)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -97,7 +98,7 @@ def test_progress_of_a_rollback_says_what_it_follows(start_run: StartRun, noise:
     order(run, 1)
     progress = go_back(run, a=noise(5), b=noise(6))["b"].progress
     assert progress.follows == (before.founding, 1) and progress.founding != before.founding
-    assert (progress.tokens, progress.ledger, progress.assigned) == (before.tokens, before.ledger, before.assigned)
+    assert (progress.tokens, progress.ledgers) == (before.tokens, before.ledgers)
 
 
 def test_run_goes_on_as_it_was_where_a_member_cannot_have_the_checkpoint(start_run: StartRun, noise: Noise) -> None:
@@ -153,7 +154,7 @@ def test_spike_of_the_common_loss_takes_all_members_back_once(
         assert reports["a"].state_digest == reports["b"].state_digest
     assert len(run.said) == 1
     left_out = run.store.verdicts[10].record["skipped"]
-    assert left_out == (((48, 72),) if skip_data else ())
+    assert left_out == ({SHARED: ((48, 72),)} if skip_data else {})
     assert audit(map(recorded, run.store.verdicts), left_out).is_exact
 
 

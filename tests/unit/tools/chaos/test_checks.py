@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.records import Opening, Verdict
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
-from zeroband.tools.data.audit import Audit
+from zeroband.tools.data.audit import Account, Audit
 
-AUDIT = Audit(rounds=3, trained=30, owed=0, repeated=(), skipped=(), missing_rounds=())
+AUDIT = Audit(rounds=3, accounts={SHARED: Account(trained=30)}, missing_rounds=())
 
 
 def committed(round: int, **changes: Any) -> dict[str, Any]:
@@ -114,8 +115,9 @@ def test_audit_without_faults_violates_nothing() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("repeated", ((3, 7),), "samples trained twice: (3, 7)"),
-        ("skipped", ((8, 9),), "samples skipped: (8, 9)"),
+        ("accounts", {SHARED: Account(repeated=((3, 7),))}, "samples trained twice: (3, 7)"),
+        ("accounts", {SHARED: Account(skipped=((8, 9),))}, "samples skipped: (8, 9)"),
+        ("accounts", {"a/1": Account(), "b/2": Account(skipped=((8, 9),))}, "samples of b/2 skipped: (8, 9)"),
         ("missing_rounds", (2,), "rounds that no node recorded: 2"),
     ],
 )

@@ -59,8 +59,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def event(round: int, digest: str, at_s: float) -> dict[str, Any]:
-    ledger = {"ledger": {"next": 0, "returned": []}, "assigned": {}}
-    same = {"epoch": 1, "members": [], "weights": [], "samples": [], "progress": ledger}
+    same = {"epoch": 1, "members": [], "weights": [], "samples": [], "progress": {"ledgers": {}}}
     return {"kind": "round_committed", "at_s": at_s, "round": round, "digest": digest, **same}
 
 

@@ -3,17 +3,21 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.data.ledger import Ledger, Range, holes
+from zeroband.data.ledger import SHARED, Range, allocate, holes, settle
 from zeroband.elastic.membership.records import to_record
 from zeroband.observe.events import EventLog
-from zeroband.tools.data.audit import AuditedRound, audit, main
+from zeroband.tools.data.audit import Account, AuditedRound, audit, main, read_left_out, read_rounds
 
 A, B, C = "a#1", "b#1", "c#1"
+COMMON = {A: SHARED, B: SHARED, C: SHARED}
+OWN = {A: "a/1", B: "b/2", C: "c/3"}
+"""The corpus of each member, where all share one, and where each has its own."""
 
 
 def run_of(
@@ -22,35 +26,42 @@ def run_of(
     each: int = 10,
     late: Mapping[int, str] = MappingProxyType({}),
     unused: Mapping[int, int] = MappingProxyType({}),
+    corpora: Mapping[str, str] = MappingProxyType(COMMON),
 ) -> list[AuditedRound]:
     """Rounds of two members as the rules make them.
 
     `deaths[r]` does not contribute to round r; `late[r]` neither, but keeps its samples; `unused[r]`: samples that each
     member did not come to in round r.
     """
-    assigned, ledger = Ledger().allocate({A: each, B: each})
-    history = [AuditedRound(0, {}, ledger, assigned)]
+    ledgers = allocate({}, {A: each, B: each}, corpora)
+    history = [AuditedRound(0, {}, ledgers)]
     for number in range(1, rounds):
         absent = (deaths.get(number), late.get(number))
         used = {member: each - unused.get(number, 0) for member in (A, B) if member not in absent}
-        kept = {member: spans for member, spans in assigned.items() if member == late.get(number)}
-        ledger = ledger.settle(assigned, used, kept)
-        dealt, ledger = ledger.allocate({member: each for member in (A, B) if member not in kept})
-        assigned = {**dealt, **kept}
-        history.append(AuditedRound(number, used, ledger, assigned))
+        held = history[-1].ledgers.values()
+        kept = {m: spans for ledger in held for m, spans in ledger.assigned.items() if m == late.get(number)}
+        wanted = {member: each for member in (A, B) if member not in kept}
+        ledgers = allocate(settle(ledgers, used, kept), wanted, corpora)
+        history.append(AuditedRound(number, used, ledgers))
     return history
+
+
+def having(record: AuditedRound, corpus: str = SHARED, **changes: object) -> AuditedRound:
+    """The round as if the ledger of a corpus had been another."""
+    changed: Any = replace(record.ledgers[corpus], **changes)
+    return replace(record, ledgers={**record.ledgers, corpus: changed})
 
 
 def test_audit_is_exact_where_nobody_is_lost() -> None:
     result = audit(run_of({}))
     assert result.is_exact
-    assert (result.trained, result.owed) == (100, 20)
+    assert result.accounts == {SHARED: Account(trained=100, owed=20)}
 
 
 def test_audit_is_exact_where_a_lost_node_s_samples_are_trained_by_others() -> None:
     result = audit(run_of({2: A, 4: B}))
     assert result.is_exact
-    assert (result.trained, result.owed) == (80, 20)
+    assert result.accounts == {SHARED: Account(trained=80, owed=20)}
 
 
 def test_audit_is_exact_where_a_member_contributes_that_was_dealt_nothing() -> None:
@@ -62,46 +73,48 @@ def test_audit_is_exact_where_a_member_contributes_that_was_dealt_nothing() -> N
 def test_audit_is_exact_where_members_use_a_part_of_their_samples() -> None:
     result = audit(run_of({3: B}, unused={1: 3, 2: 9, 3: 10}))
     assert result.is_exact
-    assert (result.trained, result.owed) == (14 + 2 + 0 + 20 + 20, 20)
+    assert result.accounts == {SHARED: Account(trained=14 + 2 + 0 + 20 + 20, owed=20)}
 
 
 def test_audit_is_exact_where_a_late_member_contributes_later() -> None:
     history = run_of({}, late={2: B, 3: B})
-    assert history[4].used == {A: 10, B: 10} and history[3].assigned[B] == history[1].assigned[B]
+    assert history[4].used == {A: 10, B: 10}
+    assert history[3].ledgers[SHARED].assigned[B] == history[1].ledgers[SHARED].assigned[B]
     result = audit(history)
     assert result.is_exact
-    assert (result.trained, result.owed) == (80, 20)
+    assert result.accounts == {SHARED: Account(trained=80, owed=20)}
 
 
 def test_audit_is_exact_where_a_late_member_never_came() -> None:
     result = audit(run_of({4: B, 5: B}, late={2: B, 3: B}))
     assert result.is_exact
-    assert (result.trained, result.owed) == (60, 20)
+    assert result.accounts == {SHARED: Account(trained=60, owed=20)}
 
 
 def test_audit_names_samples_that_were_dealt_to_others_while_a_late_member_kept_them() -> None:
     history = run_of({}, late={2: B})
-    history[2] = replace(history[2], assigned={**history[2].assigned, A: history[2].assigned[B]})
-    result = audit(history)
-    assert result.repeated == ((30, 40),)
-    assert result.skipped == ((40, 50),)
+    held = history[2].ledgers[SHARED].assigned
+    history[2] = having(history[2], assigned={**held, A: held[B]})
+    account = audit(history).accounts[SHARED]
+    assert account.repeated == ((30, 40),)
+    assert account.skipped == ((40, 50),)
 
 
 def test_audit_names_samples_that_were_not_used_and_not_returned() -> None:
     history = run_of({})
     history[2] = replace(history[2], used={A: 10, B: 4})
     result = audit(history)
-    assert result.skipped == ((34, 40),)
+    assert result.accounts[SHARED].skipped == ((34, 40),)
     assert not result.is_exact
 
 
 def test_audit_names_samples_that_were_handed_out_twice() -> None:
     history = run_of({})
-    stolen: dict[str, tuple[Range, ...]] = {A: ((0, 10),), B: history[2].assigned[B]}
-    history[2] = replace(history[2], assigned=stolen)
+    stolen: dict[str, tuple[Range, ...]] = {A: ((0, 10),), B: history[2].ledgers[SHARED].assigned[B]}
+    history[2] = having(history[2], assigned=stolen)
     result = audit(history)
-    assert result.repeated == ((0, 10),)
-    assert result.skipped == ((40, 50),)
+    assert result.accounts[SHARED].repeated == ((0, 10),)
+    assert result.accounts[SHARED].skipped == ((40, 50),)
     assert not result.is_exact
 
 
@@ -112,11 +125,8 @@ def test_audit_names_rounds_that_nobody_recorded() -> None:
     assert not result.is_exact
 
 
-def emit(log: EventLog, record: AuditedRound) -> None:
-    progress = {
-        "ledger": to_record(record.ledger),
-        "assigned": {member: [list(span) for span in spans] for member, spans in record.assigned.items()},
-    }
+def emit(log: EventLog, record: AuditedRound, progress: object = None) -> None:
+    progress = progress or {"ledgers": {corpus: to_record(ledger) for corpus, ledger in record.ledgers.items()}}
     log.emit(
         "round_committed",
         round=record.round,
@@ -155,16 +165,21 @@ def test_command_fails_where_no_sample_was_trained(tmp_path: Path, capsys: pytes
 # -- runs that began again --------------------------------------------------------------------------------------------
 
 
-def again(history: list[AuditedRound], after: int, *, gap: int = 0, name: str = "again") -> list[AuditedRound]:
+def again(
+    history: list[AuditedRound],
+    after: int,
+    *,
+    gap: int = 0,
+    name: str = "again",
+    corpora: Mapping[str, str] = MappingProxyType(COMMON),
+) -> list[AuditedRound]:
     """Three rounds of one member, on the state of a round of this history; `gap`: numbers that nobody used."""
     start, begin = history[after], history[-1].round + 1 + gap
-    ledger = start.ledger.settle(start.assigned, {})
-    assigned, ledger = ledger.allocate({C: 20})
-    line = [AuditedRound(begin, {}, ledger, assigned)]
+    ledgers = allocate(settle(start.ledgers, {}, {}), {C: 20}, corpora)
+    line = [AuditedRound(begin, {}, ledgers)]
     for number in range(begin + 1, begin + 3):
-        ledger = ledger.settle(assigned, {C: 15})
-        assigned, ledger = ledger.allocate({C: 20})
-        line.append(AuditedRound(number, {C: 15}, ledger, assigned))
+        ledgers = allocate(settle(ledgers, {C: 15}, {}), {C: 20}, corpora)
+        line.append(AuditedRound(number, {C: 15}, ledgers))
     follows = (start.founding, after)
     return [replace(r, founding=name, follows=follows, at_s=1.0 + r.round) for r in line]
 
@@ -194,7 +209,7 @@ def test_audit_of_a_run_that_began_on_the_state_of_another_trusts_that_one() -> 
 def test_audit_shows_a_line_that_repeats_what_it_inherited() -> None:
     history = run_of({})
     line = again(history, 3)
-    line[0] = replace(line[0], assigned={C: ((0, 20),)}, ledger=Ledger(80, ((60, 80),)))
+    line[0] = having(line[0], next=80, returned=((60, 80),), assigned={C: ((0, 20),)})
     assert not audit([*history, *line]).is_exact
 
 
@@ -216,7 +231,79 @@ def test_holes_are_what_the_ranges_leave(spans: list[tuple[int, int]], end: int)
 
 def test_samples_that_a_rollback_left_out_on_purpose_are_not_skipped() -> None:
     history = run_of({})
-    last = replace(history[-1], ledger=Ledger(200, history[-1].ledger.returned))
-    assert audit([*history[:-1], last]).skipped == ((120, 200),)
-    assert audit([*history[:-1], last], [(120, 200)]).is_exact
-    assert audit([*history[:-1], last], [(130, 180)]).skipped == ((120, 130), (180, 200))
+    rounds = [*history[:-1], having(history[-1], next=200)]
+    assert audit(rounds).accounts[SHARED].skipped == ((120, 200),)
+    assert audit(rounds, {SHARED: [(120, 200)]}).is_exact
+    assert audit(rounds, {SHARED: [(130, 180)]}).accounts[SHARED].skipped == ((120, 130), (180, 200))
+
+
+# -- private data -----------------------------------------------------------------------------------------------------
+
+
+def test_audit_counts_the_documents_of_each_node_by_themselves() -> None:
+    result = audit(run_of({2: A, 4: B}, unused={5: 4}, corpora=OWN))
+    assert result.is_exact and result.trained == 72
+    assert result.accounts == {"a/1": Account(trained=36, owed=10), "b/2": Account(trained=36, owed=10)}
+
+
+def test_audit_shows_what_a_node_owes_that_never_came_back() -> None:
+    history = run_of({}, rounds=3, corpora=OWN)
+    ledgers = settle(history[-1].ledgers, {A: 10}, {})
+    result = audit([*history, AuditedRound(3, {A: 10}, allocate(ledgers, {A: 10}, OWN))])
+    assert result.is_exact and result.accounts["b/2"] == Account(trained=20, owed=10)
+
+
+def test_audit_names_the_node_whose_samples_were_dealt_to_it_twice() -> None:
+    history = run_of({}, corpora=OWN)
+    history[2] = having(history[2], "b/2", assigned={B: ((0, 10),)})
+    result = audit(history)
+    assert result.accounts["b/2"] == Account(50, 10, repeated=((0, 10),), skipped=((20, 30),))
+    assert result.accounts["a/1"].is_exact and not result.is_exact
+
+
+def test_audit_is_exact_where_equal_indices_are_of_other_nodes() -> None:
+    history = run_of({}, corpora=OWN)
+    assert history[3].ledgers["a/1"].assigned[A] == history[3].ledgers["b/2"].assigned[B]
+    assert audit(history).is_exact
+
+
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_audit_keeps_the_accounts_of_nodes_that_are_gone_where_a_run_began_again(after: int) -> None:
+    history = run_of({2: A}, corpora=OWN)
+    result = audit([*history, *again(history, after, corpora=OWN)])
+    assert result.is_exact and result.accounts["c/3"] == Account(trained=30, owed=20)
+    assert result.accounts["b/2"].trained == 10 * after
+    assert audit(again(history, after, corpora=OWN)).accounts == result.accounts
+
+
+def test_audit_of_a_run_that_went_from_common_to_private_data_keeps_both() -> None:
+    history = run_of({})
+    result = audit([*history, *again(history, 5, corpora=OWN)])
+    assert result.is_exact
+    assert result.accounts == {SHARED: Account(trained=100, owed=20), "c/3": Account(trained=30, owed=20)}
+
+
+def test_command_shows_each_node_s_samples_and_fails_where_a_range_is_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = [EventLog(tmp_path / name / "n") for name in ("good", "bad")]
+    history = run_of({3: B}, corpora=OWN)
+    for record in history:
+        emit(logs[0], record)
+        emit(logs[1], having(record, "b/2", assigned={B: ((5, 15),)}) if record.round == 1 else record)
+    assert main(["audit", str(tmp_path / "good")]) == 0
+    out = capsys.readouterr().out
+    assert out.index("documents of a/1") < out.index("samples trained    50") < out.index("documents of b/2")
+    assert "samples trained    40\nsamples owed       10\nsamples repeated   0" in out
+    assert main(["audit", str(tmp_path / "bad")]) == 3
+    assert "samples repeated   5 (5..9)" in capsys.readouterr().out
+
+
+def test_command_reads_the_events_of_earlier_versions(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "a")
+    for record in run_of({}):
+        ledger = to_record(record.ledgers[SHARED])
+        emit(log, record, progress={"assigned": ledger.pop("assigned"), "ledger": ledger})
+    log.emit("rolled_back", round=9, step=1, digest="d", has_inner=True, skipped=[[4, 8]])
+    assert read_left_out(tmp_path) == {SHARED: [(4, 8)]}
+    assert audit(read_rounds(tmp_path)) == audit(run_of({}))

@@ -109,6 +109,7 @@ def test_eval_of_an_export_gives_what_its_checkpoint_gives(
     [
         ({"fingerprint": "other"}, [], "data.source holds another text now than when step 10 of run demo was trained"),
         ({"data": {"hold_out": 0.0}}, [], "data.hold_out=0 keeps no sample back"),
+        ({"data": {"private": True}}, [], "was trained on documents of its nodes' own, of which it records nothing"),
         ({}, ["--data.hold_out=0.2"], "--data.hold_out=0.2 changes a configuration, and none is named"),
         ({}, ["--device", "tpu9"], "--device=tpu9: "),
         ({}, ["@nowhere.toml"], "nowhere.toml"),
