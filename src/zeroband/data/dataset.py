@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroband.config.data import DataConfig
 from zeroband.data.index import SampleIndex, index_of
@@ -18,6 +19,10 @@ from zeroband.data.mixture import Dealt, Mixture, SourceShare
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import OnProgress, prepare
 from zeroband.errors import ConfigError
+
+_AT_ONCE = 1024
+_STRETCHES = 16
+"""Stretches of so many samples whose places are kept."""
 
 
 class Sample(NamedTuple):
@@ -47,6 +52,7 @@ class Dataset:
         self.seq_length = sources[0].index.seq_length
         self.end_of_document = sources[0].store.end_of_document
         self._mixture = mixture
+        self._laid_out = functools.lru_cache(_STRETCHES)(self._lay_out)
 
     @property
     def is_mixed(self) -> bool:
@@ -72,12 +78,16 @@ class Dataset:
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """The training samples at global indices."""
+        return [self._laid_out(index // _AT_ONCE)[index % _AT_ONCE] for index in indices]
+
+    def spans(self, indices: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The source of each training sample, and its tokens. Shapes: (n,) and (n, 2)."""
         sources, own = self._deal(indices)
         spans = np.empty((len(own), 2), dtype=np.int64)
         for number, source in enumerate(self.sources):
             chosen = sources == number
             spans[chosen] = source.index.spans(source.index.positions(own[chosen]))
-        return list(itertools.starmap(Sample, zip(sources.tolist(), *spans.T.tolist(), strict=True)))
+        return sources, spans
 
     def held_out(self, n: int, source: int = 0) -> list[Sample]:
         """The first n samples that are held out of a source, or all when there are fewer."""
@@ -96,6 +106,11 @@ class Dataset:
     def _deal(self, indices: Sequence[int]) -> Dealt:
         own = np.asarray(indices, dtype=np.int64)
         return Dealt(np.zeros_like(own), own) if self._mixture is None else self._mixture.deal(own)
+
+    def _lay_out(self, number: int) -> list[Sample]:
+        """The samples of one stretch of the list, which cost less together than one by one."""
+        sources, spans = self.spans(range(number * _AT_ONCE, (number + 1) * _AT_ONCE))
+        return list(map(Sample, sources.tolist(), *spans.T.tolist()))
 
 
 def open_dataset(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class BlockMap:
 
     def __init__(self, files: TokenFiles) -> None:
         self.files = files
+        self._read_as: np.dtype[np.unsignedinteger] = np.dtype(files.dtype.str.replace("i", "u"))
         self.shards = [file.tokens for file in files.files]
         self.starts: list[int] = [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
         self._first_blocks: list[int] = [
@@ -62,6 +63,16 @@ class BlockMap:
     def shard_of(self, position: int) -> int:
         """The file that an id lies in."""
         return bisect.bisect_right(self.starts, position) - 1
+
+    def in_files(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """The parts of a span in their files: the file, and the first id and the one behind the last in it."""
+        parts: list[tuple[int, int, int]] = []
+        while start < stop or not parts:
+            shard = min(self.shard_of(start), len(self.shards) - 1)
+            begin, end = self.starts[shard], min(stop, self.starts[shard + 1])
+            parts.append((shard, start - begin, end - begin))
+            start = end
+        return parts
 
     def block_of(self, position: int) -> tuple[int, int]:
         """The block of an id, and its place in it."""
@@ -114,16 +125,8 @@ class BlockMap:
 
     def ids_of(self, content: bytes) -> Ids:
         """Bytes of a file as ids, not writable."""
-        ids = np.frombuffer(content, self.files.dtype)
-        match self.files.dtype.str:
-            case "<i2":
-                return ids.view("<u2")
-            case "<i4":
-                return ids.view("<u4")
-            case "<i8":
-                return ids.astype("<u4")
-            case _:
-                return cast(Ids, ids)
+        ids = np.frombuffer(content, self._read_as)
+        return ids.astype("<u4") if self._read_as.itemsize == 8 else ids
 
     def _blocks_of(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         shards = np.searchsorted(self.starts, positions, "right") - 1
@@ -137,8 +140,8 @@ class Blocks(Protocol):
     waited_s: float
     fetched_bytes: int
 
-    def read(self, block: int, start: int, stop: int) -> Ids:
-        """Ids start..stop-1 of a block. Raises StorageLost."""
+    def read(self, start: int, stop: int) -> Ids:
+        """Ids start..stop-1 of the set. Shapes: (stop - start,), not writable. Raises StorageLost."""
         ...
 
     def expect(self, blocks: npt.NDArray[np.int64]) -> None:
@@ -155,17 +158,35 @@ class LocalBlocks(Blocks):
 
     def __init__(self, layout: BlockMap, storage: TokenStorage) -> None:
         self._layout, self._storage = layout, storage
-        self._verified = bytearray(layout.n_blocks)
+        self._block_tokens, self._size = layout.files.block_tokens, layout.files.dtype.itemsize
+        self._files = [(f.path, f.offset, layout.blocks_of_file(n).start) for n, f in enumerate(layout.files.files)]
+        """Path, first byte of the ids and first block of each file."""
+        self._is_verified = bytearray(layout.n_blocks)
         self.waited_s, self.fetched_bytes = 0.0, 0
 
-    def read(self, block: int, start: int, stop: int) -> Ids:
-        path, first, behind = self._layout.bytes_of(block)
-        size = self._layout.files.dtype.itemsize
-        if self._verified[block]:
-            return self._layout.ids_of(self._storage.read(path, first + start * size, first + stop * size))
-        content = self._storage.read(path, first, behind, self._layout.check(block, path))
-        self._verified[block] = True
-        return self._layout.ids_of(content[start * size : stop * size])
+    def read(self, start: int, stop: int) -> Ids:
+        shard = self._layout.shard_of(start)
+        if start < stop <= self._layout.starts[shard + 1]:
+            begin = self._layout.starts[shard]
+            return self._read_file(shard, start - begin, stop - begin)
+        parts = [self._read_file(*part) for part in self._layout.in_files(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read_file(self, shard: int, start: int, stop: int) -> Ids:
+        """Ids start..stop-1 of one file."""
+        path, offset, block = self._files[shard]
+        first, behind = block + start // self._block_tokens, block - (-stop // self._block_tokens)
+        if self._is_verified.find(False, first, behind) >= 0:
+            self._verify(range(first, behind))
+        size = self._size
+        return self._layout.ids_of(self._storage.read(path, offset + start * size, offset + stop * size))
+
+    def _verify(self, blocks: range) -> None:
+        for block in blocks:
+            if not self._is_verified[block]:
+                path, begin, end = self._layout.bytes_of(block)
+                self._storage.read(path, begin, end, self._layout.check(block, path))
+                self._is_verified[block] = True
 
     def expect(self, blocks: npt.NDArray[np.int64]) -> None:
         """The system reads ahead by itself."""
@@ -213,7 +234,16 @@ class RemoteBlocks(Blocks):
         self._failed = dict[int, Exception]()
         """Why a block cannot be had, found while it was fetched ahead; raised when it is read."""
 
-    def read(self, block: int, start: int, stop: int) -> Ids:
+    def read(self, start: int, stop: int) -> Ids:
+        parts: list[Ids] = []
+        while start < stop or not parts:
+            block, place = self._layout.block_of(min(start, self._layout.starts[-1] - 1))
+            end = min(place + stop - start, self._layout.place_of(block)[2])
+            parts.append(self._block(block)[place:end])
+            start += end - place
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _block(self, block: int) -> Ids:
         with self._changed:
             ids = self._memory.get(block)
             if ids is not None:
@@ -228,7 +258,7 @@ class RemoteBlocks(Blocks):
                 self._memory[block] = ids
                 while len(self._memory) > self._most_in_memory:
                     self._memory.popitem(last=False)
-        return ids[start:stop]
+        return ids
 
     def expect(self, blocks: npt.NDArray[np.int64]) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from zeroband.data.dataset import Dataset, Sample
 from zeroband.data.forecast import Forecast
-from zeroband.data.index import Span, rank_share, require_even_shares
+from zeroband.data.index import rank_share, require_even_shares
 from zeroband.data.ledger import Range, count, take
 
 IGNORED = -100
@@ -30,6 +31,9 @@ _NO_SAMPLE = Sample(0, 0, 0)
 
 _EXPECTED = 1 << 16
 """Samples that stores are told of before they are read."""
+
+_STEPS_AHEAD = 2
+"""One that is ready, and one that the thread is about."""
 
 _CLOSE_S = 5.0
 """A step is built in milliseconds, unless the storage of the tokens hangs."""
@@ -109,9 +113,9 @@ class Loader:
         self._targets: tuple[int, ...] = ()
         self._passes: tuple[float, ...] = ()
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: tuple[tuple[Range, ...], Future[_BuiltStep]] | None = None
-        """The samples of the step after the last one, while or after the thread builds it. It is not read before it is
-        asked for, and of no use where the assignment changes."""
+        self._ahead: deque[tuple[tuple[Range, ...], Future[_BuiltStep]]] = deque()
+        """The samples of the next steps, while or after the thread builds them. They are not read before they are asked
+        for, and of no use where the assignment changes."""
 
     @property
     def remaining(self) -> int:
@@ -155,26 +159,28 @@ class Loader:
     def next_step(self) -> list[MicroBatch]:
         """This rank's part of the next inner step; the last micro-batch may be smaller than the others.
 
-        On the CPU. Has the step after it built meanwhile, if that is assigned already.
+        On the CPU. Has the steps after it built meanwhile, if they are assigned already.
         """
         assert self.remaining >= self._batch_size, (self.remaining, self._batch_size)
-        batch, self._ranges = take(self._ranges, self._batch_size)
+        self._build_ahead()
+        step = self._ahead.popleft()[1].result()
+        self._ranges = take(self._ranges, self._batch_size)[1]
         self._forecast.read(self._batch_size)
-        ahead, self._ahead = self._ahead, None
-        step = ahead[1].result() if ahead is not None and ahead[0] == batch else self._build(batch)
-        if self.remaining >= self._batch_size:
-            after, _ = take(self._ranges, self._batch_size)
-            self._ahead = after, self._builder.submit(self._build, after)
+        self._build_ahead()
         self._targets, self._passes = step.targets, step.passes
         self._tell_stores()
         return step.batches
 
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait at most so long for the samples of the next inner step; whether they are there, or why they are not."""
+        self._build_ahead()
+        return bool(concurrent.futures.wait([self._ahead[0][1]], timeout_s).done)
+
     def close(self) -> None:
         """End the thread. Called once, by whoever made this."""
-        if self._ahead is not None:
-            concurrent.futures.wait([self._ahead[1]], timeout=_CLOSE_S)
-        self._builder.shutdown(wait=False, cancel_futures=True)
         self.dataset.close()
+        concurrent.futures.wait([step for _, step in self._ahead], timeout=_CLOSE_S)
+        self._builder.shutdown(wait=False, cancel_futures=True)
 
     def n_held_out(self, source: int = 0) -> int:
         """Samples that are held out of a source."""
@@ -202,16 +208,28 @@ class Loader:
         """Go on exactly where the loader that gave the state was; it may have had other ranks and another micro_bs."""
         self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
 
+    def _build_ahead(self) -> None:
+        """Have the thread build the next steps of the assignment, those that it does not build already."""
+        rest = self._ranges
+        for place in range(_STEPS_AHEAD):
+            batch, rest = take(rest, self._batch_size)
+            if count(batch) < self._batch_size:
+                break
+            if place < len(self._ahead) and self._ahead[place][0] != batch:
+                while len(self._ahead) > place:
+                    self._ahead.pop()[1].cancel()
+            if place == len(self._ahead):
+                self._ahead.append((batch, self._builder.submit(self._build, batch)))
+
     def _tell_stores(self, first: Sequence[Sample] = ()) -> None:
         """Tell stores that fetch what is read next, if it is time for it: some samples, and what is foreseen."""
         if not self.dataset.is_fetched or not (first or self._forecast.is_due):
             return
         expected = self._forecast.tell()
-        spans: list[list[Span]] = [[] for _ in self.dataset.sources]
-        for sample in itertools.chain(first, self.dataset.samples(_indices(expected))):
-            spans[sample.source].append((sample.start, sample.stop))
-        for source, wanted in zip(self.dataset.sources, spans, strict=True):
-            source.store.expect(wanted)
+        sources, spans = self.dataset.spans(_indices(expected))
+        for number, source in enumerate(self.dataset.sources):
+            before = [(start, stop) for one, start, stop in first if one == number]
+            source.store.expect([*before, *map(tuple, spans[sources == number].tolist())])
 
     def _build(self, batch: Sequence[Range]) -> _BuiltStep:
         """Read the samples of an inner step. Any thread."""
@@ -232,24 +250,33 @@ class Loader:
             yield self._micro_batch(samples[start : start + size])
 
     def _micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        shape = (len(samples), self.dataset.seq_length)
-        tokens = np.full(shape, self.dataset.end_of_document, dtype=np.int64)  # (b, t)
-        targets = np.full(shape, IGNORED, dtype=np.int64)  # (b, t)
-        begins = np.zeros(shape, dtype=np.bool_)  # (b, t); padding is one document
+        ids, sizes = self._rows(samples)
+        tokens, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)  # (b, t) each
+        begins = ids[:, :-1] == self.dataset.end_of_document  # (b, t)
         for row, (source, start, stop) in enumerate(samples):
-            if start == stop:
-                continue
-            store, places = self.dataset.sources[source].store, slice(0, stop - start - 1)
-            ids = store.read(start, stop)
-            tokens[row, places] = ids[:-1]
-            np.copyto(targets[row, places], ids[1:], where=store.is_learned(start + 1, stop))
-            begins[row, places] = store.begins(start, ids[:-1])
+            store, size = self.dataset.sources[source].store, sizes[row]
+            if size < self.dataset.seq_length:  # padding is one document, of which nothing is learned
+                tokens[row, size:], targets[row, size:] = self.dataset.end_of_document, IGNORED
+                begins[row, size:] = False
+            if size and not store.is_plain:
+                targets[row, :size][~store.is_learned(start + 1, stop)] = IGNORED
+                begins[row, :size] = store.begins(start, ids[row, :size])
         return MicroBatch(
             torch.as_tensor(tokens),
             torch.as_tensor(targets),
             _cu_seqlens(begins) if self._document_mask else None,
             torch.tensor([sample.source for sample in samples]) if self.dataset.is_mixed else None,
         )
+
+    def _rows(self, samples: Sequence[Sample]) -> tuple[npt.NDArray[np.unsignedinteger], list[int]]:
+        """The ids of samples, filled up with the end of a document, (b, t + 1), and how many inputs each has."""
+        length = self.dataset.seq_length
+        padding = np.full(length + 1, self.dataset.end_of_document, dtype=np.uint32)
+        rows: list[npt.NDArray[np.unsignedinteger]] = []
+        for source, start, stop in samples:
+            row = self.dataset.sources[source].store.read(start, stop) if stop > start else padding
+            rows.append(row if len(row) > length else np.append(row, padding[len(row) :].astype(row.dtype)))
+        return np.stack(rows), [max(0, stop - start - 1) for _, start, stop in samples]
 
 
 def _indices(ranges: Sequence[Range]) -> list[int]:

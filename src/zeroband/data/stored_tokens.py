@@ -33,6 +33,7 @@ class StoredTokens(TokenStore):
         self.shards: Sequence[int] = layout.shards
         self.block_tokens: int | None = files.block_tokens
         self.packed_length = files.packed_length
+        self.is_plain = files.packed_length is None and files.borders is None
         self.documents = files.documents
 
     def __len__(self) -> int:
@@ -41,16 +42,7 @@ class StoredTokens(TokenStore):
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, not writable. Raises StorageLost."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        parts: list[npt.NDArray[np.unsignedinteger]] = []
-        while True:
-            at = min(start, len(self) - 1)
-            block, place = self._layout.block_of(at)
-            _, _, tokens = self._layout.place_of(block)
-            end = min(place + stop - start, tokens)
-            parts.append(self._blocks.read(block, place, max(place, end)))
-            start += end - place
-            if start >= stop:
-                return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._blocks.read(start, stop)
 
     def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each of these tokens begins a document: the end of the one before, or else its first token."""

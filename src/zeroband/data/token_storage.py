@@ -10,8 +10,7 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,8 +107,8 @@ class _LocalFiles(TokenStorage):
     def __init__(self, root: str, retry_s: float, stopped: threading.Event) -> None:
         self.root = root
         self._stopped = stopped
-        self._retries = Retries(retry_s, renew=self._forget, pause=stopped.wait)
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, _OpenFile] = {}
+        self._retries = Retries(retry_s, renew=self._files.clear, pause=stopped.wait)
         self._lock = threading.Lock()
 
     def name(self, path: str) -> str:
@@ -127,12 +126,19 @@ class _LocalFiles(TokenStorage):
         return self._retries.run(lambda: str(Path(path).stat().st_mtime_ns), path)
 
     def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
+        if check is None and (file := self._files.get(path)) is not None:
+            try:
+                content = os.pread(file.descriptor, stop - start, start)
+            except OSError:
+                content = b""  # it is waited out below
+            if len(content) == stop - start:
+                return content
+
         def call() -> bytes:
             try:
-                with self._descriptor(path) as descriptor:
-                    content = _pread(descriptor, start, stop)
+                content = _pread(self._opened(path).descriptor, start, stop)
             except OSError:
-                self._forget()  # of a mount that went and came back
+                self._files.clear()  # of a mount that went and came back
                 raise
             return _checked(content, stop - start, check)
 
@@ -148,26 +154,27 @@ class _LocalFiles(TokenStorage):
 
     def close(self) -> None:
         self._stopped.set()
-        self._forget()
+        self._files.clear()
 
-    @contextmanager
-    def _descriptor(self, path: str) -> Generator[int]:
-        """An open file; one that others close meanwhile is a copy of its own."""
+    def _opened(self, path: str) -> _OpenFile:
         with self._lock:
-            if path not in self._descriptors:
-                if len(self._descriptors) >= _OPEN_FILES:
-                    os.close(self._descriptors.pop(next(iter(self._descriptors))))
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            own = os.dup(self._descriptors[path])
-        try:
-            yield own
-        finally:
-            os.close(own)
+            file = self._files.get(path)
+            if file is None:
+                while len(self._files) >= _OPEN_FILES:
+                    self._files.popitem()
+                file = self._files[path] = _OpenFile(path)
+        return file
 
-    def _forget(self) -> None:
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+
+class _OpenFile:
+    """A file that stays open for as long as somebody reads it."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 def _globbed(pattern: Path) -> Iterator[Path]:

@@ -25,6 +25,8 @@ class TokenStore(Protocol):
     """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
     documents: int | None = None
     """How many there are, where it is known."""
+    is_plain: bool = True
+    """All is learned, and documents begin where the one before ends: `begins` and `is_learned` need not be asked."""
     packed_length: int | None = None
     """seq_length that documents were packed for: an end-of-document id behind another is padding."""
 

@@ -82,6 +82,7 @@ class MappedTokens(TokenStore):
         self.manifest = manifest
         self.end_of_document, self.fingerprint = manifest.end_of_document, manifest.fingerprint
         self.packed_length = manifest.packed_length
+        self.is_plain = manifest.learned is None and manifest.packed_length is None
         self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
             path, dtype=manifest.dtype, mode="r", shape=(manifest.tokens,)
         )

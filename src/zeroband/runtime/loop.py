@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -52,6 +52,9 @@ from zeroband.runtime.late_reports import InnerStep, LateReports, mean_of
 from zeroband.runtime.report import Report, RunProgress, SourceResult, open_report
 from zeroband.runtime.single_node import SingleNode
 from zeroband.runtime.world import World
+
+SHOWN_S = 1.0
+"""Pause between two signs of life while samples are waited for."""
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
@@ -210,7 +213,7 @@ def make_gradients(training: Training) -> PassResult:
     """The passes of one inner step. After them nothing of the state has changed, and a copy of it must be whole."""
     node, began_at_s = training.node, time.monotonic()
     with node.departure.in_step():
-        passed = forward_backward(node)
+        passed = forward_backward(node, training.world.show_progress)
     training.checkpoints.settle()
     with node.departure.in_step():
         node.faults.at("inner", training.world.outer.round + 1)
@@ -291,9 +294,14 @@ class PassResult:
     """Without losses yet; empty with a single source."""
 
 
-def forward_backward(node: TrainerParts) -> PassResult:
-    """Have the device compute the gradients of one inner step on this rank."""
+def forward_backward(node: TrainerParts, while_waiting: Callable[[], None] = lambda: None) -> PassResult:
+    """Have the device compute the gradients of one inner step on this rank.
+
+    `while_waiting`: called again and again while samples do not come, such as from a storage that is away.
+    """
     from_s = time.perf_counter()
+    while not node.loader.is_ready(SHOWN_S):
+        while_waiting()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
     targets, names = node.loader.targets_in_step, node.loader.source_names

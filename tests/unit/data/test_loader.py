@@ -237,13 +237,13 @@ def readers(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return readers
 
 
-def test_the_next_step_is_built_beside_this_one_within_the_assignment(store: TokenStore, readers: list[str]) -> None:
+def test_the_next_steps_are_built_beside_this_one_within_the_assignment(store: TokenStore, readers: list[str]) -> None:
     reader = loader(store)
-    reader.assign([(0, 8)])
+    reader.assign([(0, 12)])
     reader.next_step()
-    reader.next_step()
+    assert reader.is_ready(10) and reader.remaining == 8
     reader.close()
-    assert readers == [""] * 4 + ["batches"] * 4
+    assert readers == ["batches"] * 12
 
 
 def test_what_was_built_ahead_is_not_read_before_it_is_asked_for(store: TokenStore, readers: list[str]) -> None:
@@ -269,20 +269,36 @@ def test_what_was_built_ahead_serves_the_next_assignment_where_it_begins_alike(
     reader.assign([(4, 40)])
     reader.next_step()
     reader.close()
-    assert readers == [""] * 4 + ["batches"] * 8
+    assert readers == ["batches"] * 16
+
+
+def test_step_that_is_not_built_yet_is_not_ready(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, read, may_read = loader(store), type(store).read, threading.Event()
+
+    def wait(store: TokenStore, start: int, stop: int) -> Any:
+        assert may_read.wait(10)
+        return read(store, start, stop)
+
+    monkeypatch.setattr(type(store), "read", wait)
+    reader.assign([(0, 4)])
+    assert not reader.is_ready(0.01)
+    may_read.set()
+    assert reader.is_ready(10) and len(reader.next_step()) == 2
 
 
 def test_error_of_the_thread_is_that_of_the_step_it_built(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, read = loader(store), type(store).read
+    reader, read, reads = loader(store), type(store).read, list[int]()
 
     def fail(store: TokenStore, start: int, stop: int) -> Any:
-        if threading.current_thread() is not threading.main_thread():
+        reads.append(start)
+        if len(reads) > 4:
             raise OSError("the storage is away")
         return read(store, start, stop)
 
     monkeypatch.setattr(type(store), "read", fail)
     reader.assign([(0, 8)])
     assert len(reader.next_step()) == 2
+    assert reader.is_ready(10), "to say why it cannot be had"
     with pytest.raises(OSError, match="the storage is away"):
         reader.next_step()
 

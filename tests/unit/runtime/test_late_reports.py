@@ -316,7 +316,7 @@ def told(build: Callable[..., TrainerParts], monkeypatch: pytest.MonkeyPatch) ->
     """An algorithm whose third step is a boundary, and the report; in the order in which they are called."""
     losses = iter((1.0, 2.0, 3.0))
 
-    def pass_backward(node: TrainerParts) -> loop.PassResult:
+    def pass_backward(node: TrainerParts, while_waiting: object) -> loop.PassResult:
         node.loader.next_step()
         return loop.PassResult(torch.tensor([10 * next(losses)]), 10, 0.0, 0)
 
