@@ -2,11 +2,12 @@
 
     python bench/stream.py [local] [links] [--repeats 5] [--seconds 8] [--rates 4 16]
 
-local: 64 spans of 1,025 ids at a time, in an order that shuffles groups of 256 blocks, through the store and straight
-from a memmap of the same file, which verifies nothing; once with a store that has verified the blocks already.
+local: micro-batches of 64 samples of 1,024 ids from the trainer's loader, with and without borders of documents, and
+from a loop over a memmap of the same file as nanoGPT has it, at random places, which verifies nothing, knows no
+borders and has no thread.
 links: a server in a process of its own, on loopback, that sends so many MB/s over all of its connections together. The
-store fetches what it was told to expect, verifies and caches it, and every id is read; beside it one GET of the same
-bytes that throws them away. In turns, after one of each to warm up.
+loader has all of the set fetched, verified and cached, and makes every batch of it; beside it one GET of the same bytes
+that throws them away. In turns, after one of each to warm up.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import torch
 from evidence import count, require, require_known
 
 from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.dataset import open_dataset
+from zeroband.data.loader import Loader
 from zeroband.data.shard_set import (
     BLOCK_TOKENS,
     HASHES,
@@ -40,10 +44,9 @@ from zeroband.data.shard_set import (
     hashes_digest,
 )
 from zeroband.data.tokenizer import ByteTokenizer
-from zeroband.data.tokens import prepare
 
 MEASUREMENTS = ("local", "links")
-LENGTH, BATCH, GROUP = 1024, 64, 256
+LENGTH, MICRO, BATCH, GROUP = 1024, 64, 512, 256
 LOCAL_TOKENS = 64 << 20
 PIECE = 16 << 10
 BURST_S = 0.05
@@ -78,48 +81,64 @@ def write_set(folder: Path, tokens: int) -> None:
     (folder / MANIFEST).write_bytes(told.to_json())
 
 
-def group_order(tokens: int) -> list[tuple[int, int]]:
-    """Spans of all samples: blocks permuted, and samples permuted within each group of them."""
-    draw = np.random.default_rng(1)
-    per_block = BLOCK_TOKENS // LENGTH
-    blocks = draw.permutation(tokens // BLOCK_TOKENS)
-    spans: list[tuple[int, int]] = []
-    for start in range(0, len(blocks), GROUP):
-        group = blocks[start : start + GROUP]
-        samples = draw.permutation((group[:, None] * per_block + np.arange(per_block)).ravel()) * LENGTH
-        spans += [(int(first), min(int(first) + LENGTH + 1, tokens)) for first in samples]
-    return spans
+def data_of(path: str, cache: Path, *, document_mask: bool = True) -> DataConfig:
+    source = TokensSource(type="tokens", path=path)
+    return DataConfig(
+        source=source, cache_dir=cache, seq_length=LENGTH, hold_out=0, shuffle_blocks=GROUP, document_mask=document_mask
+    )
 
 
-def batches(read: Callable[[int, int], np.ndarray], spans: list[tuple[int, int]]) -> float:
-    """Seconds to read all of them, a batch at a time, as int64."""
+def read_all(data: DataConfig) -> tuple[float, int]:
+    """Seconds in which the loader opens a set and makes all of its batches, and the bytes that it fetched."""
     from_s = time.perf_counter()
-    for start in range(0, len(spans), BATCH):
-        rows = np.zeros((BATCH, LENGTH + 1), dtype=np.int64)
-        for row, (first, stop) in enumerate(spans[start : start + BATCH]):
-            rows[row, : stop - first] = read(first, stop)
+    dataset = open_dataset(data, 0)
+    loader = Loader(
+        dataset, batch_size=BATCH, micro_bs=MICRO, local_rank=0, local_world_size=1, document_mask=data.document_mask
+    )
+    steps = dataset.sources[0].index.n_train // BATCH
+    require(steps > 0, "the set is shorter than a batch")
+    loader.assign([(0, steps * BATCH)])
+    for _ in range(steps):
+        loader.next_step()
+    took_s = time.perf_counter() - from_s
+    fetched = dataset.sources[0].store.fetched_bytes
+    loader.close()
+    return took_s, fetched
+
+
+def read_map(path: Path) -> float:
+    """Seconds in which as many batches are made from a memmap at random places."""
+    from_s = time.perf_counter()
+    ids, draw = np.memmap(path, "<u2", "r", NPY_HEADER_BYTES), np.random.default_rng(1)
+    for _ in range(len(ids) // (LENGTH * MICRO)):
+        places = draw.integers(0, len(ids) - LENGTH - 1, MICRO)
+        torch.stack([torch.from_numpy(ids[start : start + LENGTH].astype(np.int64)) for start in places])
+        torch.stack([torch.from_numpy(ids[start + 1 : start + 1 + LENGTH].astype(np.int64)) for start in places])
     return time.perf_counter() - from_s
 
 
 def local(folder: Path, repeats: int) -> None:
-    write_set(folder / "local", LOCAL_TOKENS)
-    source = TokensSource(type="tokens", path=str(folder / "local"))
-    spans = group_order(LOCAL_TOKENS)
-    ids = np.memmap(folder / "local" / "ids.npy", "<u2", "r", NPY_HEADER_BYTES)
-    taken: dict[str, list[float]] = {"numpy memmap": [], "store, first pass": [], "store, verified before": []}
+    place = folder / "local"
+    write_set(place, LOCAL_TOKENS)
+    plain, masked = (data_of(str(place), folder, document_mask=mask) for mask in (False, True))
+    ways: dict[str, Callable[[], float]] = {
+        "numpy memmap": lambda: read_map(place / "ids.npy"),
+        "loader": lambda: read_all(plain)[0],
+        "loader, with borders of documents": lambda: read_all(masked)[0],
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
-        store = prepare(DataConfig(source=source), 0)
-        for name, read in zip(taken, (lambda a, b: ids[a:b], store.read, store.read), strict=True):
-            took_s = batches(read, spans)
+        for name, way in ways.items():
+            took_s = way()
             if turn:
                 taken[name].append(took_s)
-        store.close()
-    plain_s = statistics.median(taken["numpy memmap"])
-    print(f"\n{LOCAL_TOKENS / 1e6:.0f} M ids, {BATCH} x {LENGTH} a batch\n")
-    print("| local disk, page cache | M tokens/s, median | ratio of medians |\n|---|---|---|")
+    plain_s, best_s = statistics.median(taken["numpy memmap"]), min(taken["numpy memmap"])
+    print(f"\n{LOCAL_TOKENS / 1e6:.0f} M ids, {MICRO} x {LENGTH} a micro-batch\n")
+    print("| local disk, page cache | M tokens/s, median | ratio of medians | of bests |\n|---|---|---|---|")
     for name, times in taken.items():
         middle_s = statistics.median(times)
-        print(f"| {name} | {LOCAL_TOKENS / middle_s / 1e6:,.0f} | {plain_s / middle_s:.3f} |")
+        ratios = f"{plain_s / middle_s:.3f} | {best_s / min(times):.3f}"
+        print(f"| {name} | {LOCAL_TOKENS / middle_s / 1e6:,.0f} | {ratios} |")
 
 
 class Limited(BaseHTTPRequestHandler):
@@ -197,34 +216,26 @@ def download(port: int) -> float:
     return time.perf_counter() - from_s
 
 
-def stream(port: int, spans: list[tuple[int, int]], tokens: int) -> float:
-    """Seconds to open the set, fetch all of it into an empty cache and read it."""
+def stream(port: int, tokens: int) -> float:
+    """Seconds to open the set, fetch all of it into an empty cache and make all of its batches."""
     with tempfile.TemporaryDirectory() as cache:
-        from_s = time.perf_counter()
-        source = TokensSource(type="tokens", path=f"http://127.0.0.1:{port}")
-        store = prepare(DataConfig(source=source, cache_dir=Path(cache)), 0)
-        store.expect(spans)
-        batches(store.read, spans)
-        took_s = time.perf_counter() - from_s
-        require(store.fetched_bytes == 2 * tokens, f"{store.fetched_bytes} bytes came of {2 * tokens}")
-        store.close()
+        took_s, fetched = read_all(data_of(f"http://127.0.0.1:{port}", Path(cache)))
+    require(fetched == 2 * tokens, f"{fetched} bytes came of {2 * tokens}")
     return took_s
 
 
 def links(folder: Path, repeats: int, rates: list[float], seconds: float) -> None:
-    print(
-        "\n| MB/s of the link | MB | plain GET, s | store, s | ratio of medians | tokens/s |\n|---|---|---|---|---|---|"
-    )
+    print("\n| MB/s of the link | MB | plain GET, s | loader, s | ratio of medians | tokens/s |")
+    print("|---|---|---|---|---|---|")
     for rate in rates:
         tokens = round(rate * 1e6 * seconds / 2 / BLOCK_TOKENS) * BLOCK_TOKENS
         require(tokens > 0, f"{seconds} s at {rate} MB/s are not a block")
         place = folder / f"links-{rate:g}"
         write_set(place, tokens)
-        spans = group_order(tokens)
         plain, ours = list[float](), list[float]()
         with serving(place, rate * 1e6) as port:
             for turn in range(repeats + 1):
-                alone_s, took_s = download(port), stream(port, spans, tokens)
+                alone_s, took_s = download(port), stream(port, tokens)
                 if turn:
                     plain.append(alone_s)
                     ours.append(took_s)

@@ -51,6 +51,8 @@ class Dataset:
         self.sources = tuple(sources)
         self.seq_length = sources[0].index.seq_length
         self.end_of_document = sources[0].store.end_of_document
+        self.dtype = np.result_type(*(source.store.dtype for source in sources))
+        """Type that holds the ids of all sources."""
         self._mixture = mixture
         self._laid_out = functools.lru_cache(_STRETCHES)(self._lay_out)
 
@@ -74,7 +76,7 @@ class Dataset:
     @property
     def is_fetched(self) -> bool:
         """Whether tokens have to come from elsewhere before they are read."""
-        return any(source.store.block_tokens is not None for source in self.sources)
+        return any(source.store.is_fetched for source in self.sources)
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         """The training samples at global indices."""

@@ -49,6 +49,8 @@ class BlockMap:
     def __init__(self, files: TokenFiles) -> None:
         self.files = files
         self._read_as: np.dtype[np.unsignedinteger] = np.dtype(files.dtype.str.replace("i", "u"))
+        self.dtype: np.dtype[np.unsignedinteger] = self._read_as if self._read_as.itemsize < 8 else np.dtype("<u4")
+        """Type of ids as they are read."""
         self.shards = [file.tokens for file in files.files]
         self.starts: list[int] = [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
         self._first_blocks: list[int] = [
@@ -126,7 +128,7 @@ class BlockMap:
     def ids_of(self, content: bytes) -> Ids:
         """Bytes of a file as ids, not writable."""
         ids = np.frombuffer(content, self._read_as)
-        return ids.astype("<u4") if self._read_as.itemsize == 8 else ids
+        return ids.astype(self.dtype, copy=False)
 
     def _blocks_of(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         shards = np.searchsorted(self.starts, positions, "right") - 1
@@ -144,6 +146,10 @@ class Blocks(Protocol):
         """Ids start..stop-1 of the set. Shapes: (stop - start,), not writable. Raises StorageLost."""
         ...
 
+    def read_into(self, start: int, stop: int, out: Ids) -> bool:
+        """Write the ids where they are wanted if that is faster than to read them; whether it was done."""
+        return False
+
     def expect(self, blocks: npt.NDArray[np.int64]) -> None:
         """Take note of which blocks are read next, in this order."""
         ...
@@ -158,6 +164,7 @@ class LocalBlocks(Blocks):
 
     def __init__(self, layout: BlockMap, storage: TokenStorage) -> None:
         self._layout, self._storage = layout, storage
+        self._dtype = layout.files.dtype
         self._block_tokens, self._size = layout.files.block_tokens, layout.files.dtype.itemsize
         self._files = [(f.path, f.offset, layout.blocks_of_file(n).start) for n, f in enumerate(layout.files.files)]
         """Path, first byte of the ids and first block of each file."""
@@ -180,6 +187,17 @@ class LocalBlocks(Blocks):
             self._verify(range(first, behind))
         size = self._size
         return self._layout.ids_of(self._storage.read(path, offset + start * size, offset + stop * size))
+
+    def read_into(self, start: int, stop: int, out: Ids) -> bool:
+        shard = self._layout.shard_of(start)
+        begin = self._layout.starts[shard]
+        if out.dtype != self._dtype or not start < stop <= self._layout.starts[shard + 1]:
+            return False
+        path, offset, block = self._files[shard]
+        first, behind = block + (start - begin) // self._block_tokens, block - (begin - stop) // self._block_tokens
+        if self._is_verified.find(False, first, behind) >= 0:
+            self._verify(range(first, behind))
+        return self._storage.read_into(path, offset + (start - begin) * self._size, out)
 
     def _verify(self, blocks: range) -> None:
         for block in blocks:

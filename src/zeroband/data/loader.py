@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +36,12 @@ _EXPECTED = 1 << 16
 
 _STEPS_AHEAD = 2
 """One that is ready, and one that the thread is about."""
+
+_MOST_KEPT = 7
+"""Arrays of tokens and targets: of the step that is trained, the one before it, and those that are built."""
+
+_UNUSED = 3
+"""References to an array that only the list of them has: from there, from the loop, and from the call that counts."""
 
 _CLOSE_S = 5.0
 """A step is built in milliseconds, unless the storage of the tokens hangs."""
@@ -101,6 +109,7 @@ class Loader:
     ) -> None:
         require_even_shares(batch_size, local_world_size)
         self.dataset = dataset
+        self._stores = [source.store for source in dataset.sources]
         self._batch_size = batch_size
         self._micro_bs = micro_bs
         self._local_rank = local_rank
@@ -110,6 +119,7 @@ class Loader:
         self._pins = pins
         self._ranges: tuple[Range, ...] = ()
         self._forecast = Forecast(_EXPECTED)
+        self._arrays = _Arrays()
         self._targets: tuple[int, ...] = ()
         self._passes: tuple[float, ...] = ()
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -198,7 +208,8 @@ class Loader:
         unit = self._local_world_size * (batch if self._even_micro_batches else 1)
         padding = -len(samples) % unit
         share = rank_share([*samples, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
-        return self._micro_batches(share, batch)
+        for first in range(0, len(share), batch):
+            yield from self._micro_batches(share[first : first + batch], batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The samples still to be read: a few integers, the same on all ranks."""
@@ -242,41 +253,60 @@ class Loader:
         batches = [batch.pinned() if self._pins else batch for batch in self._micro_batches(share, size)]
         targets = [0] * len(self.dataset.sources)
         for source, start, stop in samples:
-            targets[source] += self.dataset.sources[source].store.count_learned(start + 1, stop)
+            targets[source] += self._stores[source].count_learned(start + 1, stop)
         return _BuiltStep(batches, tuple(targets), self.dataset.passes(indices[-1]))
 
-    def _micro_batches(self, samples: Sequence[Sample], size: int) -> Iterator[MicroBatch]:
-        for start in range(0, len(samples), size):
-            yield self._micro_batch(samples[start : start + size])
-
-    def _micro_batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        ids, sizes = self._rows(samples)
-        tokens, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)  # (b, t) each
-        begins = ids[:, :-1] == self.dataset.end_of_document  # (b, t)
+    def _micro_batches(self, samples: Sequence[Sample], size: int) -> list[MicroBatch]:
+        """Read samples and cut them into micro-batches, whose rows lie in one array: that spares memory traffic."""
+        length, end, stores = self.dataset.seq_length, self.dataset.end_of_document, self._stores
+        ids = np.full((len(samples), length + 1), end, dtype=self.dataset.dtype)  # (samples, t + 1)
+        special: list[int] = []
         for row, (source, start, stop) in enumerate(samples):
-            store, size = self.dataset.sources[source].store, sizes[row]
-            if size < self.dataset.seq_length:  # padding is one document, of which nothing is learned
-                tokens[row, size:], targets[row, size:] = self.dataset.end_of_document, IGNORED
-                begins[row, size:] = False
-            if size and not store.is_plain:
-                targets[row, :size][~store.is_learned(start + 1, stop)] = IGNORED
-                begins[row, :size] = store.begins(start, ids[row, :size])
-        return MicroBatch(
-            torch.as_tensor(tokens),
-            torch.as_tensor(targets),
-            _cu_seqlens(begins) if self._document_mask else None,
-            torch.tensor([sample.source for sample in samples]) if self.dataset.is_mixed else None,
-        )
+            if stop - start <= length or not stores[source].is_plain:
+                special.append(row)
+            if stop > start:
+                stores[source].read_into(start, stop, ids[row, : stop - start])
+        tokens, targets = self._arrays.take(len(samples), length), self._arrays.take(len(samples), length)
+        tokens[:], targets[:] = ids[:, :-1], ids[:, 1:]  # (samples, t) each
+        begins = ids[:, :-1] == end  # (samples, t)
+        for row in special:
+            source, start, stop = samples[row]
+            n = max(0, stop - start - 1)
+            tokens[row, n:], targets[row, n:], begins[row, n:] = end, IGNORED, False  # padding is one document
+            if n and not stores[source].is_plain:
+                targets[row, :n][~stores[source].is_learned(start + 1, stop)] = IGNORED
+                begins[row, :n] = stores[source].begins(start, ids[row, :n])
+        sources = torch.tensor([sample.source for sample in samples]) if self.dataset.is_mixed else None
+        return [
+            MicroBatch(
+                torch.as_tensor(tokens[part]),
+                torch.as_tensor(targets[part]),
+                _cu_seqlens(begins[part]) if self._document_mask else None,
+                None if sources is None else sources[part],
+            )
+            for part in (slice(first, first + size) for first in range(0, len(samples), size))
+        ]
 
-    def _rows(self, samples: Sequence[Sample]) -> tuple[npt.NDArray[np.unsignedinteger], list[int]]:
-        """The ids of samples, filled up with the end of a document, (b, t + 1), and how many inputs each has."""
-        length = self.dataset.seq_length
-        padding = np.full(length + 1, self.dataset.end_of_document, dtype=np.uint32)
-        rows: list[npt.NDArray[np.unsignedinteger]] = []
-        for source, start, stop in samples:
-            row = self.dataset.sources[source].store.read(start, stop) if stop > start else padding
-            rows.append(row if len(row) > length else np.append(row, padding[len(row) :].astype(row.dtype)))
-        return np.stack(rows), [max(0, stop - start - 1) for _, start, stop in samples]
+
+class _Arrays:
+    """Arrays that nobody uses any more, to be used again: what malloc gives back and gets anew costs more than to fill.
+
+    Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[npt.NDArray[np.int64]] = []
+        self._lock = threading.Lock()
+
+    def take(self, rows: int, length: int) -> npt.NDArray[np.int64]:
+        """Return an array of any content. Shapes: (rows, length)."""
+        with self._lock:
+            for array in self._kept:
+                if array.shape == (rows, length) and sys.getrefcount(array) == _UNUSED:
+                    return array
+            array = np.empty((rows, length), dtype=np.int64)
+            self._kept = [*self._kept[-_MOST_KEPT:], array]
+            return array
 
 
 def _indices(ranges: Sequence[Range]) -> list[int]:

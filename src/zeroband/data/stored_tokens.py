@@ -33,6 +33,8 @@ class StoredTokens(TokenStore):
         self.shards: Sequence[int] = layout.shards
         self.block_tokens: int | None = files.block_tokens
         self.packed_length = files.packed_length
+        self.dtype = layout.dtype
+        self.is_fetched = isinstance(blocks, RemoteBlocks)
         self.is_plain = files.packed_length is None and files.borders is None
         self.documents = files.documents
 
@@ -43,6 +45,11 @@ class StoredTokens(TokenStore):
         """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, not writable. Raises StorageLost."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._blocks.read(start, stop)
+
+    def read_into(self, start: int, stop: int, out: npt.NDArray[np.unsignedinteger]) -> None:
+        """Write tokens start..stop-1 into `out`. Raises StorageLost."""
+        if not self._blocks.read_into(start, stop, out):
+            out[:] = self.read(start, stop)
 
     def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each of these tokens begins a document: the end of the one before, or else its first token."""

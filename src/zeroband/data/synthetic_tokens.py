@@ -31,6 +31,7 @@ class SyntheticTokens(TokenStore):
     def __init__(self, source: SyntheticTokensSource, seed: int, vocab_size: int) -> None:
         assert vocab_size >= 2, vocab_size
         identity = f"synthetic-tokens/{_FORMAT}/{seed}/{vocab_size}/{source.mean_document_length}"
+        self.dtype = np.dtype(np.uint32)
         self._n_tokens = source.tokens
         self.end_of_document = vocab_size - 1
         self.fingerprint = hashlib.blake2b(f"{identity}/{source.tokens}".encode(), digest_size=16).hexdigest()

@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import numpy.typing as npt
 
 from zeroband.data.retries import Damaged, Retries
 from zeroband.errors import ConfigError
@@ -61,6 +63,10 @@ class TokenStorage(Protocol):
     def read(self, path: str, start: int, stop: int, check: Callable[[bytes], None] | None = None) -> bytes:
         """Bytes start..stop-1. `check` raises Damaged where they are not as they should be, and they are read anew."""
         ...
+
+    def read_into(self, path: str, start: int, out: npt.NDArray[Any]) -> bool:
+        """Fill an array with the bytes from `start` on, if that can be done at once; whether it was."""
+        return False
 
     def whole(self, path: str) -> Iterator[bytes]:
         """A file from its start in pieces of any size. Tries the first piece again, and no other."""
@@ -143,6 +149,14 @@ class _LocalFiles(TokenStorage):
             return _checked(content, stop - start, check)
 
         return self._retries.run(call, path)
+
+    def read_into(self, path: str, start: int, out: npt.NDArray[Any]) -> bool:
+        if (file := self._files.get(path)) is None:
+            return False
+        try:
+            return os.preadv(file.descriptor, [memoryview(cast("bytearray", out))], start) == out.nbytes
+        except OSError:
+            return False  # `read` waits it out
 
     def whole(self, path: str) -> Iterator[bytes]:
         size = self.size(path)

@@ -19,12 +19,16 @@ class TokenStore(Protocol):
     end_of_document: int
     fingerprint: str
     """Hash of the content: nodes of one run compare it when they join."""
+    dtype: np.dtype[np.unsignedinteger]
+    """Type of the ids that are read: uint16 or uint32."""
     shards: Sequence[int] = ()
     """How many ids each shard holds; empty where there are none."""
     block_tokens: int | None = None
     """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
     documents: int | None = None
     """How many there are, where it is known."""
+    is_fetched: bool = False
+    """Whether ids come from elsewhere, so that it helps to know before what is read."""
     is_plain: bool = True
     """All is learned, and documents begin where the one before ends: `begins` and `is_learned` need not be asked."""
     packed_length: int | None = None
@@ -35,6 +39,10 @@ class TokenStore(Protocol):
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32; perhaps not writable."""
         ...
+
+    def read_into(self, start: int, stop: int, out: npt.NDArray[np.unsignedinteger]) -> None:
+        """Write tokens start..stop-1 into `out`. Shapes: (stop - start,), contiguous, of a type that holds them."""
+        out[:] = self.read(start, stop)
 
     def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Whether each of these tokens, read from `start` on, begins a document: of text the end of the one before."""

@@ -81,6 +81,7 @@ class MappedTokens(TokenStore):
     def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
         self.end_of_document, self.fingerprint = manifest.end_of_document, manifest.fingerprint
+        self.dtype: Dtype = np.dtype(manifest.dtype)
         self.packed_length = manifest.packed_length
         self.is_plain = manifest.learned is None and manifest.packed_length is None
         self._tokens: npt.NDArray[np.unsignedinteger] = np.memmap(
