@@ -76,7 +76,7 @@ def write_set(folder: Path, tokens: int) -> None:
         padding=0,
         sources=("random ids",),
         hashes=hashes_digest(hashes),
-        shards=(Shard("ids", tokens, 1),),
+        shards=(Shard("ids.npy", tokens, 1),),
     )
     (folder / MANIFEST).write_bytes(told.to_json())
 

@@ -4,7 +4,7 @@ Layout of the folder, at a path or any fsspec URL (docs/data.md):
 
     manifest.json     written last: a folder without one holds no corpus
     hashes.npy        (blocks,) uint64: xxh3-64 of each block, shard after shard
-    <name>.npy        one shard: (tokens,) uint16 or uint32, documents end to end, the end-of-document id behind each
+    *.npy             one shard: (tokens,) uint16 or uint32, documents end to end, the end-of-document id behind each
 
 A block is `block_tokens` ids of one shard, the last one of a shard perhaps fewer: what is fetched, verified and
 shuffled as one. Knows the layout; reads no file.

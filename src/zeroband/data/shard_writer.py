@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-HEADER_BYTES = 128
-"""Bytes of a shard before its first id."""
+from zeroband.data.shard_set import NPY_HEADER_BYTES
 
 _PIECE_IDS = 1 << 22
 
@@ -28,11 +27,11 @@ def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def npy_header(values: int, dtype: np.dtype[Any]) -> bytes:
-    """What stands before the values of a `.npy` file of one dimension. Shapes: HEADER_BYTES bytes."""
+    """What stands before the values of a `.npy` file of one dimension. Shapes: NPY_HEADER_BYTES bytes."""
     header = io.BytesIO()
     described = {"descr": dtype.str, "fortran_order": False, "shape": (values,)}
     np.lib.format.write_array_header_1_0(header, described)
-    assert header.tell() == HEADER_BYTES, header.tell()
+    assert header.tell() == NPY_HEADER_BYTES, header.tell()
     return header.getvalue()
 
 

@@ -183,7 +183,7 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
             kept.unlink(missing_ok=True)
         raise ConfigError(f"{storage.name(path)} is not the one of {MANIFEST} beside it; bring the file back as it was")
     return TokenFiles(
-        tuple(TokenFile(f"{folder}/{shard.name}.npy", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
+        tuple(TokenFile(f"{folder}/{shard.name}", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
         np.dtype(manifest.dtype),
         manifest.block_tokens,
         manifest.end_of_document,

@@ -56,7 +56,7 @@ def write_set(folder: Path, shards: Sequence[Ids], *, block_tokens: int = BLOCK,
         "padding": 0,
         "sources": ("made up",),
         "hashes": hashes_digest(hashes),
-        "shards": tuple(Shard(f"part-{number}", len(ids), 1) for number, ids in enumerate(shards)),
+        "shards": tuple(Shard(f"part-{number}.npy", len(ids), 1) for number, ids in enumerate(shards)),
     }
     made = ShardSet(**told | changed)
     (folder / MANIFEST).write_bytes(made.to_json())

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zeroband.data.shard_writer import HEADER_BYTES, ShardDraft, ids_dtype, npy_pieces
+from zeroband.data.shard_set import NPY_HEADER_BYTES
+from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
 
 
 @pytest.mark.parametrize("count", [1, 65_536, 5_000_000])
@@ -16,7 +17,7 @@ def test_pieces_are_a_file_of_numpy_whose_values_begin_at_byte_128(tmp_path: Pat
     path = tmp_path / "a.npy"
     path.write_bytes(b"".join(npy_pieces(values)))
     loaded = np.load(path, mmap_mode="r")
-    assert loaded.dtype == np.dtype(dtype) and loaded.offset == HEADER_BYTES and np.array_equal(loaded, values)
+    assert loaded.dtype == np.dtype(dtype) and loaded.offset == NPY_HEADER_BYTES and np.array_equal(loaded, values)
     saved = io.BytesIO()
     np.save(saved, values)
     assert path.read_bytes() == saved.getvalue()

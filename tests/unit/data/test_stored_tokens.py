@@ -193,7 +193,7 @@ def write_sparse_set(folder: Path, tokens: int, block: int) -> Path:
     told |= {
         "tokens": tokens,
         "hashes": hashes_digest(hashes),
-        "shards": [{"name": "part-0", "tokens": tokens, "documents": 1}],
+        "shards": [{"name": "part-0.npy", "tokens": tokens, "documents": 1}],
     }
     (folder / MANIFEST).write_text(json.dumps(told))
     with (folder / "part-0.npy").open("r+b") as out:

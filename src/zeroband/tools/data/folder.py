@@ -25,8 +25,17 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.checkpoint.storage import LocalStorage, Storage, open_folder, reason_of
-from zeroband.data.shard_set import BLOCK_TOKENS, FORMAT, HASHES, MANIFEST, Shard, ShardSet, hashes_digest
-from zeroband.data.shard_writer import HEADER_BYTES, ids_dtype, npy_pieces
+from zeroband.data.shard_set import (
+    BLOCK_TOKENS,
+    FORMAT,
+    HASHES,
+    MANIFEST,
+    NPY_HEADER_BYTES,
+    Shard,
+    ShardSet,
+    hashes_digest,
+)
+from zeroband.data.shard_writer import ids_dtype, npy_pieces
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.tools.data.plan import Plan
@@ -174,7 +183,7 @@ class Folder:
     def hashed(self) -> dict[int, int]:
         """How many documents each unit holds whose documents are hashed."""
         sizes = self.storage.sizes(_DOCUMENTS)
-        return {int(Path(name).stem): (size - HEADER_BYTES) // 16 for name, size in sizes.items()}
+        return {int(Path(name).stem): (size - NPY_HEADER_BYTES) // 16 for name, size in sizes.items()}
 
     def write_document_hashes(self, unit: int, hashes: Hashes) -> None:
         """Keep the hashes of the documents of a unit. Shapes: (documents, 2)."""
@@ -201,7 +210,7 @@ class Folder:
 
 def _is_whole(record: UnitRecord, sizes: dict[str, int], name: str) -> bool:
     """Whether the shard of a unit is there with all its ids, of either type."""
-    held = sizes.get(name, 0) - HEADER_BYTES
+    held = sizes.get(name, 0) - NPY_HEADER_BYTES
     return not record.tokens or held in (2 * record.tokens, 4 * record.tokens)
 
 

@@ -16,8 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from zeroband.data.shard_set import HASHES, MANIFEST, Shard, ShardSet, block_hashes, blocks_of, hashes_digest
-from zeroband.data.shard_writer import HEADER_BYTES, npy_header
+from zeroband.data.shard_set import (
+    HASHES,
+    MANIFEST,
+    NPY_HEADER_BYTES,
+    Shard,
+    ShardSet,
+    block_hashes,
+    blocks_of,
+    hashes_digest,
+)
+from zeroband.data.shard_writer import npy_header
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
@@ -77,7 +86,7 @@ class _Files:
     def ids(self, shard: Shard, dtype: str, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         """The ids start..stop-1 of a shard; fewer where its file ends before."""
         size = np.dtype(dtype).itemsize
-        content = self._read(shard.name, HEADER_BYTES + start * size, HEADER_BYTES + stop * size)
+        content = self._read(shard.name, NPY_HEADER_BYTES + start * size, NPY_HEADER_BYTES + stop * size)
         return np.frombuffer(content[: len(content) // size * size], dtype=dtype)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
@@ -104,22 +113,22 @@ class _Files:
     def _hashes(self, found: ShardSet) -> npt.NDArray[np.uint64] | None:
         """The hashes of all blocks; None where their file is not what the manifest says."""
         try:
-            content = self._read(HASHES, 0, HEADER_BYTES + 8 * found.n_blocks + 1)
+            content = self._read(HASHES, 0, NPY_HEADER_BYTES + 8 * found.n_blocks + 1)
         except ConfigError:
             return None
-        if content[:HEADER_BYTES] != npy_header(found.n_blocks, np.dtype("<u8")):
+        if content[:NPY_HEADER_BYTES] != npy_header(found.n_blocks, np.dtype("<u8")):
             return None
-        if len(content) != HEADER_BYTES + 8 * found.n_blocks:
+        if len(content) != NPY_HEADER_BYTES + 8 * found.n_blocks:
             return None
-        hashes = np.frombuffer(content[HEADER_BYTES:], dtype="<u8")
+        hashes = np.frombuffer(content[NPY_HEADER_BYTES:], dtype="<u8")
         return hashes if hashes_digest(hashes) == found.hashes else None
 
     def _is_whole(self, found: ShardSet, shard: Shard, hashes: npt.NDArray[np.uint64] | None) -> bool:
         """Whether a shard is what its hashes say; without them, whether it is there and as long as it should be."""
         dtype = np.dtype(found.dtype)
         try:
-            size = HEADER_BYTES + shard.tokens * dtype.itemsize
-            if self._read(shard.name, 0, HEADER_BYTES) != npy_header(shard.tokens, dtype):
+            size = NPY_HEADER_BYTES + shard.tokens * dtype.itemsize
+            if self._read(shard.name, 0, NPY_HEADER_BYTES) != npy_header(shard.tokens, dtype):
                 return False
             if len(self._read(shard.name, size - 1, size + 1)) != 1:
                 return False
