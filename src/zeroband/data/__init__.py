@@ -1,4 +1,4 @@
-"""Turns documents into micro-batches: sources, tokenizers, the token cache, the sample index, the ledger, the loader.
+"""Turns documents into micro-batches: sources, tokenizers, stores of tokens, mixtures, the order, the ledger, the loader.
 
 Knows no other node and no optimizer; the order is a function of the seed.
 """
