@@ -1,4 +1,4 @@
-"""Turns documents into micro-batches: sources, tokenizers, stores of tokens, mixtures, the order, the ledger, the loader.
+"""Turns documents into micro-batches: sources, tokenizers, token stores, mixtures, the order, the ledger, the loader.
 
 Knows no other node and no optimizer; the order is a function of the seed.
 """
