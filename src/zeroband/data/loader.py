@@ -260,6 +260,7 @@ class Loader:
                 begins[row, size:] = False
             if size and not store.is_plain:
                 targets[row, :size][~store.is_learned(start + 1, stop)] = IGNORED
+            if size and not (store.is_plain and store.end_of_document == self.dataset.end_of_document):
                 begins[row, :size] = store.begins(start, ids[row, :size])
         return MicroBatch(
             torch.as_tensor(tokens),
