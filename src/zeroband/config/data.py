@@ -225,8 +225,10 @@ class DataConfig(Section):
                 raise ValueError("data.phases change the weights of data.sources, and there are none")
             return self
         if self.source != TextSource():
+            paths = " and data.source.paths = []" if isinstance(self.source, TextSource) else ""
             raise ValueError(
-                'data.source and data.sources are both set; drop one of them, a preset\'s by data.source.type = "text"'
+                "data.source and data.sources are both set; drop one of them, a preset's by "
+                f'data.source.type = "text"{paths}'
             )
         names = [source.name for source in self.sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):

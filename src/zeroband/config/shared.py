@@ -36,7 +36,12 @@ def _collect(section: BaseModel, path: Path, items: dict[str, Any]) -> None:
             for key, table in tables.items():
                 _collect(table, (*path, name, key), items)
         else:
-            items[dotted((*path, name))] = plain[name]
+            items[dotted((*path, name))] = _in_order(plain[name])
+
+
+def _in_order(value: Any) -> Any:
+    """A table with its keys in one order, whichever they were written in."""
+    return dict(sorted(cast("dict[str, Any]", value).items())) if isinstance(value, dict) else value
 
 
 def _tables(value: Any) -> Mapping[str, BaseModel]:
@@ -51,5 +56,5 @@ def _tables(value: Any) -> Mapping[str, BaseModel]:
 
 def shared_digest(config: RunConfig) -> str:
     """SHA-256 of the shared values, as hexadecimal."""
-    canonical = json.dumps(shared_items(config), separators=(",", ":"))
+    canonical = json.dumps(shared_items(config), separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

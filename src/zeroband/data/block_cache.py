@@ -212,6 +212,7 @@ def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> Path:
                     os.ftruncate(descriptor, 0)
                     for piece in make():
                         _write(descriptor, piece)
+                    os.fsync(descriptor)
                     part.rename(path)
                     break
             time.sleep(_POLL_S)

@@ -71,7 +71,7 @@ class Dataset:
         if self._mixture is None:
             return self.sources[0].store.fingerprint
         content = [self.fingerprints, self._mixture.weights, [one.max_passes for one in self._mixture.sources]]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def is_fetched(self) -> bool:

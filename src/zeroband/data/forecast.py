@@ -16,7 +16,7 @@ class Forecast:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._dealt: tuple[Range, ...] = ()
-        self._last: Range = (0, 0)
+        self._last: Range | None = None
         self._shift = 0
         self._told: tuple[Range, ...] = ()
 
@@ -30,7 +30,7 @@ class Forecast:
         """Take note of what the node is dealt; what was foreseen need not be told again."""
         before, self._dealt = self._last, tuple(ranges)
         self._last = self._dealt[-1] if self._dealt else before
-        self._shift = max(0, self._last[0] - before[0])
+        self._shift = 0 if before is None or self._last is None else max(0, self._last[0] - before[0])
         if _joined(take(self._told, count(self._dealt))[0]) != _joined(self._dealt):
             self._told = ()
 
@@ -40,7 +40,7 @@ class Forecast:
 
     def tell(self) -> tuple[Range, ...]:
         """Return what is read next, in this order."""
-        ranges, (start, stop) = [*self._dealt], self._last
+        ranges, (start, stop) = [*self._dealt], self._last or (0, 0)
         while self._shift and stop > start and count(ranges) < self._samples:
             start, stop = start + self._shift, stop + self._shift
             ranges.append((start, stop))

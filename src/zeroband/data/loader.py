@@ -260,9 +260,10 @@ class Loader:
         """Read samples and cut them into micro-batches, whose rows lie in one array: that spares memory traffic."""
         length, end, stores = self.dataset.seq_length, self.dataset.end_of_document, self._stores
         ids = np.full((len(samples), length + 1), end, dtype=self.dataset.dtype)  # (samples, t + 1)
+        usual = [store.is_plain and store.end_of_document == end for store in stores]
         special: list[int] = []
         for row, (source, start, stop) in enumerate(samples):
-            if stop - start <= length or not stores[source].is_plain:
+            if stop - start <= length or not usual[source]:
                 special.append(row)
             if stop > start:
                 stores[source].read_into(start, stop, ids[row, : stop - start])
@@ -275,6 +276,7 @@ class Loader:
             tokens[row, n:], targets[row, n:], begins[row, n:] = end, IGNORED, False  # padding is one document
             if n and not stores[source].is_plain:
                 targets[row, :n][~stores[source].is_learned(start + 1, stop)] = IGNORED
+            if n and not usual[source]:
                 begins[row, :n] = stores[source].begins(start, ids[row, :n])
         sources = torch.tensor([sample.source for sample in samples]) if self.dataset.is_mixed else None
         return [

@@ -103,17 +103,17 @@ class _Pattern:
         self._turns = np.array(turns, dtype=np.int64)
         self._period = sum(turns)
         due = np.concatenate([(2 * np.arange(n) + 1) / (2 * n) for n in turns if n] or [np.empty(0)])
-        numbers = np.repeat(np.arange(len(turns)), self._turns)
+        numbers = np.repeat(np.arange(len(turns), dtype=np.int32), self._turns)
         order = np.argsort(due, kind="stable")  # at the same time, the first source
         self._sources = numbers[order]
-        self._places = [np.flatnonzero(self._sources == source) for source in range(len(turns))]
-        self._ranks = np.empty(self._period, dtype=np.int64)
+        self._places = [np.flatnonzero(self._sources == source).astype(np.int32) for source in range(len(turns))]
+        self._ranks = np.empty(self._period, dtype=np.int32)
         for places in self._places:
             self._ranks[places] = np.arange(len(places))
 
     def deal(self, offsets: npt.NDArray[np.int64]) -> Dealt:
         periods, within = np.divmod(offsets, self._period)
-        sources = self._sources[within]
+        sources = self._sources[within].astype(np.int64)
         return Dealt(sources, periods * self._turns[sources] + self._ranks[within])
 
     def count(self, source: int, length: int) -> int:

@@ -172,16 +172,17 @@ def _manifest_of(source: TokensSource, storage: TokenStorage) -> ShardSet:
 
 def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> TokenFiles:
     manifest, folder = _manifest_of(source, storage), storage.root.rstrip("/")
+    if not manifest.shards:
+        raise ConfigError(f"data.source.path={source.path!r} holds no tokens; prepare text that has some")
     path = f"{folder}/{HASHES}"
     kept = keep(f"{manifest.fingerprint}.npy", path)
     try:
-        hashes = cast("npt.NDArray[np.uint64]", np.load(kept, mmap_mode="r"))
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"{storage.name(path)} cannot be read: {error}; bring the file back as it was") from error
-    if len(hashes) != manifest.n_blocks or hashes_digest(hashes) != manifest.hashes:
-        if not storage.is_local:
-            kept.unlink(missing_ok=True)
-        raise ConfigError(f"{storage.name(path)} is not the one of {MANIFEST} beside it; bring the file back as it was")
+        hashes = _hashes_of(manifest, kept, storage.name(path))
+    except ConfigError:
+        if storage.is_local:
+            raise
+        kept.unlink(missing_ok=True)  # what was kept of it may be damaged, and not the file
+        hashes = _hashes_of(manifest, keep(kept.name, path), storage.name(path))
     return TokenFiles(
         tuple(TokenFile(f"{folder}/{shard.name}", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
         np.dtype(manifest.dtype),
@@ -195,6 +196,16 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
         packed_length=manifest.packed_length,
         hashes=hashes,
     )
+
+
+def _hashes_of(manifest: ShardSet, kept: Path, name: str) -> npt.NDArray[np.uint64]:
+    try:
+        hashes = cast("npt.NDArray[np.uint64]", np.load(kept, mmap_mode="r"))
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{name} cannot be read: {error}; bring the file back as it was") from error
+    if len(hashes) != manifest.n_blocks or hashes_digest(hashes) != manifest.hashes:
+        raise ConfigError(f"{name} is not the one of {MANIFEST} beside it; bring the file back as it was")
+    return hashes
 
 
 def read_small(storage: TokenStorage, path: str) -> bytes:
@@ -274,7 +285,7 @@ def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]
 
 def _megatron(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_size: int) -> _Layout:
     found = _found(source, storage, _megatron_pattern(storage))
-    indices = [_MegatronIndex(path, keep(_key_of(storage, path), path), storage) for path in found]
+    indices = [_MegatronIndex(path, _whole_index(storage, keep, path), storage) for path in found]
     starts = np.cumsum([0, *(index.tokens for index in indices)]).tolist()
     files = tuple(TokenFile(f"{index.path.removesuffix('.idx')}.bin", 0, index.tokens) for index in indices)
     for file, index in zip(files, indices, strict=True):
@@ -290,6 +301,14 @@ def _megatron(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_s
 def _megatron_pattern(storage: TokenStorage) -> str:
     """The indices, whether they, what they index, or the name of both was given."""
     return f"{storage.root.removesuffix('.bin').removesuffix('.idx')}.idx"
+
+
+def _whole_index(storage: TokenStorage, keep: Keeper, path: str) -> Path:
+    kept = keep(_key_of(storage, path), path)
+    if not storage.is_local and kept.stat().st_size != storage.size(path):
+        kept.unlink(missing_ok=True)  # what was kept of it is damaged
+        kept = keep(kept.name, path)
+    return kept
 
 
 def _key_of(storage: TokenStorage, path: str) -> str:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -69,7 +70,7 @@ class TokenStorage(Protocol):
         return False
 
     def whole(self, path: str) -> Iterator[bytes]:
-        """A file from its start in pieces of any size. Tries the first piece again, and no other."""
+        """A file from its start in pieces of any size."""
         ...
 
     def retry(self, call: Callable[[], None], path: str) -> None:
@@ -142,7 +143,8 @@ class _LocalFiles(TokenStorage):
 
         def call() -> bytes:
             try:
-                content = _pread(self._opened(path).descriptor, start, stop)
+                file = self._opened(path)  # held while it is read: other threads drop it from those that are open
+                content = _pread(file.descriptor, start, stop)
             except OSError:
                 self._files.clear()  # of a mount that went and came back
                 raise
@@ -228,7 +230,8 @@ class _RemoteFiles(TokenStorage):
         self._is_http = bool({"http", "https"} & set(_protocols(system)))
         self.sends_ranges = not self._is_http
         self._is_probed = not self._is_http
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Who asks a server what it can do may be refused, and renews the client meanwhile."""
         self._renewed_s = float("-inf")
 
     def name(self, path: str) -> str:
@@ -276,8 +279,24 @@ class _RemoteFiles(TokenStorage):
             for start in range(0, size, _PIECE_BYTES):
                 yield self.read(path, start, min(start + _PIECE_BYTES, size))
             return
-        with self._stream(path) as stream:
-            while piece := stream.read(_PIECE_BYTES):
+        given = 0
+        with ExitStack() as opened:
+            stream: Any = None
+
+            def call() -> bytes:
+                nonlocal stream
+                try:
+                    if stream is None:
+                        stream = opened.enter_context(self._stream(path))
+                        _skip(stream, given)
+                    return stream.read(_PIECE_BYTES)
+                except Exception:
+                    stream = None  # the file is sent from its beginning again, and gone on with where it broke off
+                    opened.close()
+                    raise
+
+            while piece := self._run(call, path):
+                given += len(piece)
                 yield piece
 
     def retry(self, call: Callable[[], None], path: str) -> None:
@@ -300,9 +319,7 @@ class _RemoteFiles(TokenStorage):
         """A part of a file that comes from its beginning only."""
         taken = bytearray()
         with self._stream(path) as stream:
-            left = start
-            while left and (piece := stream.read(min(left, _PIECE_BYTES))):
-                left -= len(piece)
+            _skip(stream, start)
             while len(taken) < stop - start and (piece := stream.read(stop - start - len(taken))):
                 taken += piece
         return bytes(taken)
@@ -335,3 +352,9 @@ class _RemoteFiles(TokenStorage):
             if time.monotonic() - self._renewed_s >= _RENEW_S:
                 self._system, _ = self._reopen()
                 self._renewed_s = time.monotonic()
+
+
+def _skip(stream: Any, size: int) -> None:
+    """Read past the first bytes."""
+    while size and (piece := stream.read(min(size, _PIECE_BYTES))):
+        size -= len(piece)

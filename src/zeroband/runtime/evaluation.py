@@ -241,16 +241,19 @@ def _set_of(
     node: TrainerParts, wanted: EvalConfig, source: str | None, loader: Loader, number: int = 0
 ) -> EvaluationSet:
     size, there = node.config.train.batch_size, loader.n_held_out(number)
+    is_own = loader is node.loader
     if not there:
+        named = "data.source" if source is None else f"{source} of data.sources"
         raise ConfigError(
             f"[eval]: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; name more "
-            "text in data.source"
+            f"text in {named}"
         )
     if wanted.batches is None:
         return EvaluationSet(source, loader, min(USUAL_BATCHES * size, there), number)
     samples = wanted.batches * size
     if there < samples:
-        what = "data.hold_out keeps back" if source is None else f"{source} of eval.sources has"
+        of_source = f" of {source}" if source else ""
+        what = f"data.hold_out keeps back{of_source}" if is_own else f"{source} of eval.sources has"
         raise ConfigError(
             f"eval.batches={wanted.batches} asks for {samples} samples (train.batch_size={size}) and {what} {there}; "
             "lower it, leave it out to take what there is, or give more text"

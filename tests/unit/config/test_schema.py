@@ -319,6 +319,7 @@ LIMITED = '{"name": "c", "weight": 1, "max_passes": 2, "source": {"type": "text"
         ('[{"name": "a", "weight": 0, "source": {"type": "text"}}]', (), "data.sources[0].weight=0"),
         (f"[{A}, {A}]", (), "data.sources names 'a' twice"),
         (f"[{A}]", ("--data.source.type", "synthetic"), "data.source and data.sources are both set"),
+        (f"[{A}]", ("--data.source.paths", "x"), 'by data.source.type = "text" and data.source.paths = []'),
         (f"[{LIMITED}]", (), "data.sources all have max_passes, so data may end"),
         (f"[{A}, {B}]", ("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1}}]'), "must name all of a, b"),
         (

@@ -56,6 +56,19 @@ def test_digest_and_items_differ_where_a_shared_value_does(
     assert {name for name, item in shared_items(theirs).items() if item != shared_items(ours)[name]} == {key}
 
 
+def test_mixture_is_the_same_in_whichever_order_it_is_written(load: Callable[..., RunConfig]) -> None:
+    def mixed(names: str) -> RunConfig:
+        sources = [{"name": name, "weight": 1, "source": {"type": "text", "paths": [name]}} for name in names]
+        phases = [{"from_tokens": 9, "weights": {name: ord(name) for name in names}}]
+        return load("--data.sources", json.dumps(sources), "--data.phases", json.dumps(phases))
+
+    ours, theirs = mixed("ab"), mixed("ba")
+    assert {key: str(item) for key, item in shared_items(ours).items()} == {
+        key: str(item) for key, item in shared_items(theirs).items()
+    }, "nodes compare what is written"
+    assert shared_digest(ours) == shared_digest(theirs)
+
+
 PRIVATE = ("--data.private", "true")
 
 

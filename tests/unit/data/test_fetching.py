@@ -33,6 +33,7 @@ from tests.unit.data.prepared import (
 
 from zeroband.data.fetching import BlockMap, SupplyLog
 from zeroband.data.token_files import TokenFile, TokenFiles
+from zeroband.data.token_storage import open_storage
 from zeroband.errors import ConfigError, StorageLost
 
 TOKENS = 1333
@@ -173,6 +174,50 @@ def test_server_that_sends_whole_files_is_recognised_and_each_file_fetched_once(
     assert [record.message for record in caplog.records] == ["this server sends whole files, so each is kept whole"]
     with pytest.raises(ConfigError, match="has no room for two of them"):
         opened(config_of(server.url, tmp_path / "other", cache_gb=3000 / 1e9))
+
+
+@pytest.mark.slow
+def test_server_that_sends_whole_files_may_fail_and_hang_up(server: FileServer, tmp_path: Path) -> None:
+    server.knows_ranges = False
+    asked = Counter[str]()
+
+    def fail(request: FilesHandler) -> bool:
+        with server.lock:
+            asked[request.path] += not request.asked_range()
+            number = 0 if request.asked_range() else asked[request.path]
+        match number:
+            case 1:
+                return request.refuse(503)
+            case 2:
+                return request.send(request.content()[0], 200, cut=True)
+            case _:
+                return False
+
+    server.fault = fail
+    with stored(config_of(server.url, tmp_path / "cache")) as store:
+        read_everything(store)
+    assert {path: n for path, n in asked.items() if n < 3} == {}, "each failed twice: manifest, hashes and shards"
+
+
+@pytest.mark.slow
+def test_server_that_refuses_to_send_what_it_told_the_size_of_is_no_deadlock(
+    server: FileServer, tmp_path: Path
+) -> None:
+    storage = open_storage(f"{server.url}/part-0.npy", 0.2)
+    assert storage.size(storage.root) > 8
+    server.fault = once({"": 403})  # type: ignore[assignment]
+    raised: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            storage.read(storage.root, 0, 8)
+        except StorageLost as lost:
+            raised.append(lost)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert "refuses this node's credentials" in str(raised[0])
 
 
 def once(statuses: dict[str, int]) -> object:

@@ -13,6 +13,12 @@ def test_first_assignment_is_all_that_is_known() -> None:
     assert not forecast.is_due and forecast.tell() == ((4, 10),)
 
 
+def test_assignment_of_a_node_that_joins_tells_nothing_of_its_next() -> None:
+    forecast = Forecast(100)
+    forecast.assign([(5000, 5010)])
+    assert forecast.tell() == ((5000, 5010),)
+
+
 def test_next_assignments_are_expected_as_far_away_as_the_last_one() -> None:
     forecast = Forecast(35)
     forecast.assign([(0, 10)])

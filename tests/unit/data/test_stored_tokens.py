@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.data.prepared import BLOCK, END, config_of, drawn_ids, opened, spans_of, stored, write_set
+from tests.unit.data.prepared import BLOCK, END, config_of, drawn_ids, opened, served, spans_of, stored, write_set
 
 from zeroband.config.data import DataConfig
-from zeroband.data.shard_set import HASHES, MANIFEST
+from zeroband.data.shard_set import HASHES, MANIFEST, hashes_digest
 from zeroband.data.tokens import is_prepared, prepare
 from zeroband.errors import ConfigError, StorageLost
 
@@ -129,6 +130,28 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
     refused("no manifest of a prepared set: .*format 9, this version reads 1")
     (folder / MANIFEST).unlink()
     refused("holds no prepared set: .*manifest.json is not there")
+
+
+def test_set_without_a_token_is_refused(tmp_path: Path) -> None:
+    made = write_set(tmp_path / "set", [drawn_ids(10)])
+    np.save(tmp_path / "set" / HASHES, np.empty(0, dtype="<u8"))
+    empty = replace(made, tokens=0, documents=0, shards=(), hashes=hashes_digest([]))
+    (tmp_path / "set" / MANIFEST).write_bytes(empty.to_json())
+    with pytest.raises(ConfigError, match="/set' holds no tokens; prepare text that has some"):
+        opened(config_of(tmp_path / "set", tmp_path / "cache"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"", bytes(128 + 8 * 22)])
+def test_hashes_that_were_kept_and_are_damaged_are_fetched_again(folder: Path, tmp_path: Path, content: bytes) -> None:
+    with served(folder) as server:
+        config = config_of(server.url, tmp_path / "cache")
+        opened(config).close()
+        (kept,) = (tmp_path / "cache" / "blocks" / "kept").iterdir()
+        kept.write_bytes(content)
+        with stored(config) as store:
+            assert store.read(0, 1) == drawn_ids(1)
+    np.testing.assert_array_equal(np.load(kept), np.load(folder / HASHES))
 
 
 def test_protocol_that_nothing_opens_is_refused(tmp_path: Path) -> None:

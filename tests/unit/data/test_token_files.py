@@ -217,6 +217,19 @@ def test_megatron_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None
     refused(path, cache, "ids of type 7; 8", format="megatron")
 
 
+@pytest.mark.slow
+def test_index_that_was_kept_and_is_damaged_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    write_megatron(tmp_path / "files" / "text", [A])
+    with served(tmp_path / "files") as server:
+        config = config_of(f"{server.url}/text", tmp_path / "cache", format="megatron")
+        with stored(config):
+            (kept,) = (tmp_path / "cache" / "blocks" / "kept").iterdir()
+        kept.write_bytes(b"")
+        with stored(config) as store:
+            np.testing.assert_array_equal(store.read(0, 700), A)
+
+
 def test_litdata_folders_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     cache, item = tmp_path / "cache", [[as_type(A, "<i4")]]
     refused(tmp_path, cache, "is no folder of litdata", format="litdata")

@@ -179,6 +179,15 @@ def test_evaluation_is_due_with_the_last_round() -> None:
     assert due(10, 13, is_complete=True)
 
 
+def mixed(name: str, **source: Any) -> dict[str, Any]:
+    return {
+        "data.source": '{"type": "text"}',
+        "data.sources": json.dumps([{"name": name, "weight": 1, "source": source}]),
+    }
+
+
+MIXED, TINY = mixed("long", type="synthetic", documents=30), mixed("tiny", type="text", paths=["{folder}/tiny.txt"])
+
 # -- of what --------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +279,8 @@ def test_number_of_batches_is_of_the_batch_size_or_what_there_is(
     ("settings", "message"),
     [
         ({"eval.batches": 1000}, r"eval.batches=1000 asks for 4000 samples .* and data.hold_out keeps back \d+; lower"),
+        ({**MIXED, "eval.batches": 1000}, r"and data.hold_out keeps back of long \d+; lower"),
+        ({**TINY, "data.seq_length": 2}, "keeps no sample back of .* more text in tiny of data.sources"),
         ({"eval.sources": "gone=/nowhere/*.txt"}, r"eval.sources, gone: .*no file matches '/nowhere/\*.txt'"),
         ({"eval.sources": "tiny={folder}/tiny.txt"}, "eval.sources, tiny: the corpus has 3 tokens"),
     ],
@@ -278,7 +289,7 @@ def test_text_that_is_not_there_is_an_error_before_the_first_step(
     build: Callable[..., TrainerParts], tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "tiny.txt").write_text("ab")
-    node = build(**{key: str(value).format(folder=tmp_path) for key, value in settings.items()})
+    node = build(**{key: str(value).replace("{folder}", str(tmp_path)) for key, value in settings.items()})
     with pytest.raises(ConfigError, match=message):
         open_evaluation_sets(node)
 
