@@ -123,7 +123,7 @@ def open_tokens(
         return StoredTokens(files, layout, LocalBlocks(layout, storage))
     room_bytes = data.cache_gb * 1e9
     _require_room(data, storage, files, room_bytes)
-    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0)
+    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
     blocks = RemoteBlocks(layout, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
     return StoredTokens(files, layout, blocks)
 
