@@ -161,7 +161,7 @@ def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) 
     if files.packed_length is None and is_packed:
         raise ConfigError(
             f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
-            f'--packing best-fit and --data.seq_length {data.seq_length}, or set data.packing = "concatenate"'
+            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
         )
     if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
         raise ConfigError(
