@@ -58,15 +58,15 @@ class BlockCache:
     """The fetched blocks of one set.
 
     `room_bytes`: what they may take together with the blocks of sets that nobody has open. `makes_room`: whether this
-    one sees to that; one process of a node is enough.
+    one sees to that; one process of a node is enough, of so many `ranks` that fill it alike.
     Raises: ConfigError where the folder cannot be written.
     """
 
-    def __init__(self, root: Path, fingerprint: str, room_bytes: float, *, makes_room: bool) -> None:
+    def __init__(self, root: Path, fingerprint: str, room_bytes: float, *, makes_room: bool, ranks: int = 1) -> None:
         self._root = root
         self._folder = root / fingerprint
         self._room_bytes = room_bytes
-        self._makes_room = makes_room
+        self._makes_room, self._ranks = makes_room, ranks
         self._lock = threading.Lock()
         self._added_bytes = float("inf")
         """Since the cache was looked through; as much as that may hold is looked through at the first block."""
@@ -138,7 +138,7 @@ class BlockCache:
         Looks only where a part of the room was filled since. `expected`: numbers of blocks.
         """
         with self._lock:
-            if not self._makes_room or self._added_bytes < (1 - _ROOM) * self._room_bytes:
+            if not self._makes_room or self._added_bytes < (1 - _ROOM) * self._room_bytes / self._ranks:
                 return
             self._added_bytes = 0
         found = [*self._blocks(self._folder), *(one for other in self._abandoned() for one in self._blocks(other))]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,8 @@ Ids = npt.NDArray[np.unsignedinteger]
 _AT_ONCE = 32
 """Requests under way of a node: at 128 KiB each they fill 10 Gbit/s at 3 ms, or 300 Mbit/s at 100 ms."""
 _LEAST_AT_ONCE = 4
-_AHEAD = 0.8
-"""Share of the cache that may hold what is not read yet."""
+_KEPT = 0.8
+"""Share of the cache for blocks that are read again, and then for those that are not read yet."""
 _MEMORY_BYTES = 64 << 20
 """Blocks that were read last."""
 _POLL_S = 0.02
@@ -41,6 +41,22 @@ _WINDOW_READS = 20
 _SLOW_SHARE = 0.05
 
 _log = get_logger(__name__)
+
+
+class BlockOrder(NamedTuple):
+    """Blocks in the order in which they are needed first: their turns. Shapes: both (n,) int64."""
+
+    blocks: npt.NDArray[np.int64]
+    until: npt.NDArray[np.int64]
+    """The turn of the block that was new last when each of them is needed for the last time."""
+
+    def in_use(self) -> npt.NDArray[np.int64]:
+        """How many are needed, or will be again, when it is the turn of each. Shapes: (n,) int64."""
+        done = np.cumsum(np.bincount(self.until, minlength=len(self.blocks)))
+        return np.arange(1, len(self.blocks) + 1) - np.concatenate([[0], done[:-1]])
+
+
+NOTHING_EXPECTED = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class BlockMap:
@@ -98,17 +114,22 @@ class BlockMap:
         file, size = self.files.files[shard], self.files.dtype.itemsize
         return file.path, file.offset + start * size, file.offset + (start + tokens) * size
 
-    def in_order(self, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-        """The blocks of spans of ids, each once, in the order in which they are needed first. Shapes: (n,)."""
+    def in_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
+        """The blocks of spans of ids, each once, in the order in which they are needed first."""
         if not len(spans):
-            return np.empty(0, np.int64)
+            return NOTHING_EXPECTED
         edges = np.asarray(spans, dtype=np.int64)
         first, last = (self._blocks_of(edges[:, 0]), self._blocks_of(edges[:, 1] - 1))
         counts = last - first + 1
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         needed = np.repeat(first, counts) + within
-        _, at = np.unique(needed, return_index=True)
-        return needed[np.sort(at)]
+        blocks, at = np.unique(needed, return_index=True)
+        _, from_end = np.unique(needed[::-1], return_index=True)
+        is_new = np.zeros(len(needed), dtype=np.int64)
+        is_new[at] = 1
+        turns = np.cumsum(is_new) - 1
+        in_turn = np.argsort(at)
+        return BlockOrder(blocks[in_turn], turns[len(needed) - 1 - from_end][in_turn])
 
     def check(self, block: int, name: str) -> Callable[[bytes], None]:
         """What to verify a block's bytes with. It raises Damaged, or StorageLost for ids without room in the model."""
@@ -150,7 +171,7 @@ class Blocks(Protocol):
         """Write the ids where they are wanted if that is faster than to read them; whether it was done."""
         return False
 
-    def expect(self, blocks: npt.NDArray[np.int64]) -> None:
+    def expect(self, order: BlockOrder) -> None:
         """Take note of which blocks are read next, in this order."""
         ...
 
@@ -206,7 +227,7 @@ class LocalBlocks(Blocks):
                 self._storage.read(path, begin, end, self._layout.check(block, path))
                 self._is_verified[block] = True
 
-    def expect(self, blocks: npt.NDArray[np.int64]) -> None:
+    def expect(self, order: BlockOrder) -> None:
         """The system reads ahead by itself."""
 
     def close(self) -> None:
@@ -229,7 +250,8 @@ class RemoteBlocks(Blocks):
         self._layout, self._storage, self._cache = layout, storage, cache
         self._local_rank, self._local_world_size = local_rank, local_world_size
         block_bytes = layout.files.block_tokens * layout.files.dtype.itemsize
-        self._most_ahead = max(_LEAST_AT_ONCE, int(_AHEAD * room_bytes) // block_bytes)
+        self._most_kept = max(2 * _LEAST_AT_ONCE, int(_KEPT * room_bytes) // block_bytes)
+        self._is_said_small = False
         self._most_in_memory = max(_LEAST_AT_ONCE, _MEMORY_BYTES // block_bytes)
         self._memory: OrderedDict[int, Ids] = OrderedDict()
         self._threads: list[threading.Thread] = []
@@ -238,7 +260,8 @@ class RemoteBlocks(Blocks):
         self._supply = SupplyLog(local_world_size)
         self._changed = threading.Condition()
         """Guards all below."""
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._order = NOTHING_EXPECTED
+        self._in_use = NOTHING_EXPECTED.in_use()
         self._turn_of = dict[int, int]()
         """Where a block stands in the order."""
         self._next = self._reached = 0
@@ -278,10 +301,13 @@ class RemoteBlocks(Blocks):
                     self._memory.popitem(last=False)
         return ids
 
-    def expect(self, blocks: npt.NDArray[np.int64]) -> None:
+    def expect(self, order: BlockOrder) -> None:
+        in_use = order.in_use()
+        if len(in_use) and (most := int(in_use.max())) > self._most_kept:
+            self._say_small(most)
         with self._changed:
-            self._order = blocks
-            self._turn_of = {block: turn for turn, block in enumerate(blocks.tolist())}
+            self._order, self._in_use = order, in_use
+            self._turn_of = {block: turn for turn, block in enumerate(order.blocks.tolist())}
             self._next = self._reached = 0
             self._start_threads()
             self._changed.notify_all()
@@ -385,18 +411,35 @@ class RemoteBlocks(Blocks):
             return None
 
     def _take_ahead(self) -> int | None:
-        while self._next < min(len(self._order), self._reached + self._most_ahead):
-            block = int(self._order[self._next])
+        while self._next < self._furthest():
+            block = int(self._order.blocks[self._next])
             self._next += 1
             is_ours = block % self._local_world_size == self._local_rank
             if is_ours and block not in self._under_way and block not in self._wanted and block not in self._memory:
                 return block
         return None
 
+    def _furthest(self) -> int:
+        """The turn up to which blocks may be fetched: what is read again has the room first."""
+        count = len(self._order.blocks)
+        in_use = int(self._in_use[self._reached]) if self._reached < count else 0
+        return min(count, self._reached + 1 + max(_LEAST_AT_ONCE, self._most_kept - in_use))
+
     def _needed(self) -> Collection[int]:
-        """Blocks that are read next, and must stay."""
+        """Blocks that are read next or again, and must stay."""
         with self._changed:
-            return self._order[self._reached : self._reached + self._most_ahead].tolist()
+            blocks, until = (turns[: self._furthest()] for turns in self._order)
+            return blocks[until >= self._reached][-self._most_kept :].tolist()
+
+    def _say_small(self, blocks: int) -> None:
+        if not self._is_said_small:
+            self._is_said_small = True
+            fields = {"blocks": blocks, "room_for": self._most_kept}
+            _log.warning(
+                "the cache holds fewer blocks than are read in turns, so each comes again and again; raise "
+                "data.cache_gb, or lower data.shuffle_blocks",
+                extra={"fields": fields},
+            )
 
     def _bring(self, block: int) -> bytes | None:
         """Fetch a block into the cache; None where it is there, or another process has fetched it."""

@@ -130,7 +130,7 @@ def open_tokens(
         return StoredTokens(files, layout, LocalBlocks(layout, storage))
     room_bytes = data.cache_gb * 1e9
     _require_room(data, storage, files, room_bytes)
-    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0)
+    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
     blocks = RemoteBlocks(layout, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
     return StoredTokens(files, layout, blocks)
 
@@ -168,7 +168,7 @@ def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) 
     if files.packed_length is None and is_packed:
         raise ConfigError(
             f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
-            f'--packing best-fit and --data.seq_length {data.seq_length}, or set data.packing = "concatenate"'
+            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
         )
     if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
         raise ConfigError(

@@ -64,8 +64,11 @@ def test_order_of_first_use_names_each_block_once() -> None:
     layout = BlockMap(files)
     assert layout.n_blocks == 4 + 3
     spans = [(100, 132), (31, 33), (140, 141), (96, 100), (0, 97), (0, 1)]
-    assert layout.in_order(spans).tolist() == [4, 0, 1, 5, 3, 2]
-    assert layout.in_order([]).tolist() == []
+    order = layout.in_order(spans)
+    assert order.blocks.tolist() == [4, 0, 1, 5, 3, 2]
+    assert order.until.tolist() == [0, 5, 4, 3, 5, 5], "block 1 is needed for the last time before block 2 is"
+    assert order.in_use().tolist() == [1, 1, 2, 3, 3, 3]
+    assert layout.in_order([]).blocks.tolist() == []
     assert [layout.block_of(position) for position in (0, 31, 32, 99, 100, 169)] == [
         *[(0, 0), (0, 31), (1, 0), (3, 3), (4, 0), (6, 5)],
     ]
@@ -306,6 +309,23 @@ def test_cache_keeps_its_room_and_what_is_expected(server: FileServer, tmp_path:
                 assert len(fetched_blocks(tmp_path / "cache")) * BLOCK_BYTES <= room + 32 * BLOCK_BYTES
     requests = block_requests(server)
     assert sum(requests.values()) <= 2 * 16, "what was fetched ahead was still there when it was read"
+
+
+@pytest.mark.slow
+def test_cache_keeps_what_is_read_again(server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    room = 10 * (BLOCK_BYTES + 8)
+    each = [(start, start + 1) for start in range(0, TOKENS, BLOCK)]
+    with stored(config_of(server.url, tmp_path / "cache", cache_gb=room / 1e9)) as store:
+        store.expect([*each, each[1]])
+        for start, stop in each:
+            store.read(start, stop)
+        names = {path.name for path in fetched_blocks(tmp_path / "cache")}
+        assert "1" in names and len(names) < len(each), "it was read long before all others that are there"
+        assert not caplog.records
+        store.expect([*each, *each])
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "the cache holds fewer blocks than are read in turns"
+    ]
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_padding_of_packed_samples_is_not_learned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("packed_length", "packing", "seq_length", "said"),
     [
-        (None, "best-fit", 16, "were not packed; prepare them with --packing best-fit and --data.seq_length 16"),
+        (None, "best-fit", 16, "were not packed; prepare them with --pack best-fit --seq-length 16"),
         (16, "concatenate", 16, "were packed for samples of 16 tokens"),
         (16, "best-fit", 32, 'set data.packing = "best-fit" and data.seq_length = 16'),
     ],
