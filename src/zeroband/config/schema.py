@@ -36,7 +36,7 @@ class RunSection(Section):
     """Move metrics and events that another run left in that folder aside, into `before-<n>/` in it. False: refuse to
     start there, since files of two runs never mix; those of the same run are continued in any case."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights, of the order of the data, and of what models draw, such as dropout, on each rank."""
 
     @model_validator(mode="after")
     def _has_one_token(self) -> RunSection:

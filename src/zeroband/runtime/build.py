@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroband.checkpoint.random_states import seed_random_state
 from zeroband.checks.plain_paths import plain_paths
 from zeroband.config.load import shared_items
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
@@ -151,6 +152,7 @@ class _BuiltModel:
 
 def _build_model(config: RunConfig, tokenizer: Tokenizer, local: LocalMesh) -> _BuiltModel:
     """The model, sharded over the local ranks and with its first values. Called by all of them."""
+    seed_random_state(config.run.seed, node_id_of(config), local.rank)
     blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
     model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
     require_answers(config, model)
