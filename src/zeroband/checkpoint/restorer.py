@@ -17,6 +17,7 @@ from zeroband.checkpoint.own_state import OWN_FILE, OwnState
 from zeroband.checkpoint.random_states import set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
+from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.model.blueprint import FIRST
 from zeroband.node.faults import FaultPoints
@@ -84,7 +85,8 @@ class Restorer:
     """Reads checkpoints into this node.
 
     `targets`: the sections of the outer state, (n,) float32 each, on CPU. `on_piece`: called after every few megabytes
-    that were read, in any thread. `shared`: what nodes agree on, of which a checkpoint may hold the hash, too.
+    that were read, in any thread. `shared`: what nodes agree on, of which a checkpoint may hold the hash, too. `data`:
+    the record of the data of this run.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Restorer:
         faults: FaultPoints,
         on_piece: Callable[[], object] = lambda: None,
         shared: Mapping[str, str] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self._source = source
+        self._data = data
         self._shared = shared or {}
         self._node_id = node_id
         self._layout = layout
@@ -153,6 +157,7 @@ class Restorer:
         found = restore(self._storage, self._layout.slots, targets, step=step, on_piece=self._on_piece, trust=trust)
         if found is not None:
             self._require_same_base(found.checkpoint)
+            self._warn_of_other_samples(found.checkpoint)
         return found
 
     def _require_same_base(self, checkpoint: Checkpoint) -> None:
@@ -164,6 +169,22 @@ class Restorer:
                     f"{key} differ from those of the checkpoint in {checkpoint.folder}: the base of its adapters is "
                     "another one now; set model.name to that which it was trained with"
                 )
+
+    def _warn_of_other_samples(self, checkpoint: Checkpoint) -> None:
+        """Say where the samples that the checkpoint counts are others than those of this run."""
+        saved, ours = checkpoint.manifest.stamp.data, self._data
+        if not (saved and ours):
+            return
+        try:
+            before, now = Corpus.of_record(saved).order, Corpus.of_record(ours).order
+        except ValueError:  # of another version, whose keys are not known here
+            return
+        if changed := {key: f"{before[key]} -> {now[key]}" for key in now if before[key] != now[key]}:
+            _log.warning(
+                "samples are others than when the checkpoint was taken: some may come again, some never, and what was "
+                "held out may be trained",
+                extra={"fields": changed},
+            )
 
     def _warn_of_newer(self) -> None:
         """Say what a command line that names a step leaves behind, at every start with it."""

@@ -448,6 +448,19 @@ class Corpus:
     """Fingerprint of the tokens."""
     tokenizer_fingerprint: str
 
+    @property
+    def order(self) -> Mapping[str, Any]:
+        """What the list of samples follows from, by the key that sets it."""
+        data = self.data
+        return {
+            "run.seed": self.seed,
+            "data.seq_length": data.seq_length,
+            "data.hold_out": data.hold_out,
+            "data.packing": data.packing,
+            "data.shuffle_blocks": data.shuffle_blocks,
+            "data (tokens and their mixture)": self.fingerprint,
+        }
+
     def to_record(self) -> dict[str, Any]:
         """Plain JSON values; the section as the node that writes has it, with its paths."""
         return TypeAdapter(Corpus).dump_python(self, mode="json")

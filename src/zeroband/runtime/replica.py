@@ -305,7 +305,8 @@ class Replica:
             return None
         source = source_for(config, node.node_id)
         targets = {name: self.buffers[name] for name in self.outer.sections}
-        return Restorer(source, node.node_id, layout, targets, node.faults, self._flags.advance, node.shared)
+        data = node.trained_on().data
+        return Restorer(source, node.node_id, layout, targets, node.faults, self._flags.advance, node.shared, data)
 
     @property
     def restorer(self) -> Restorer:

@@ -117,7 +117,8 @@ class SingleNode:
         layout = FlatLayout.of(node.parameters)
         source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
-        restorer = Restorer(source, node.node_id, layout, targets, node.faults, shared=node.shared)
+        data = node.trained_on().data
+        restorer = Restorer(source, node.node_id, layout, targets, node.faults, shared=node.shared, data=data)
 
         def read() -> dict[str, Any] | None:
             saved = restorer.restore()

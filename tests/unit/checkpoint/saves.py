@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +42,9 @@ def buffers_of(seed: int, names: Sequence[str] = SECTIONS) -> dict[str, Tensor]:
     return {name: torch.randn(layout().numel, generator=generator) for name in names}
 
 
-def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1") -> Stamp:
+def stamp_of(
+    step: int, *, members: Sequence[str] = ("a",), session: str = "s1", data: Mapping[str, Any] | None = None
+) -> Stamp:
     return Stamp(
         run_id="run",
         session=session,
@@ -55,7 +57,7 @@ def stamp_of(step: int, *, members: Sequence[str] = ("a",), session: str = "s1")
         layout=layout().digest(),
         model={"d_model": 4, "vocab_size": 7},
         tokenizer="byte",
-        data={"seed": 0},
+        data={"seed": 0} if data is None else data,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import LocalStorage
+from zeroband.config.data import DataConfig
+from zeroband.data.tokens import Corpus
 from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.node.faults import FaultPoints
 
@@ -46,6 +49,18 @@ def test_newest_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:
     restore, buffers = restorer(tmp_path)
     state = restore.restore()
     assert state is not None and (state.step, state.round) == (20, 2) and holds(buffers, 20)
+
+
+def test_other_samples_than_the_checkpoint_counts_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = Corpus(DataConfig(seq_length=8), 0, fingerprint="f", tokenizer_fingerprint="t")
+    saved(storage(tmp_path, "run"), 10, data=corpus.to_record())
+    for ours, changed in ((corpus, None), (replace(corpus, data=DataConfig(seq_length=16)), "8 -> 16")):
+        caplog.clear()
+        source = source_of(str(tmp_path), "run", "a", other=None, step=None)
+        buffers = {name: torch.zeros(layout().numel) for name in SECTIONS}
+        Restorer(source, "a", layout(), buffers, FaultPoints(()), data=ours.to_record()).restore()
+        said = [vars(record)["fields"] for record in caplog.records if "samples are others" in record.message]
+        assert said == ([] if changed is None else [{"data.seq_length": changed}])
 
 
 def test_step_that_is_asked_for_is_taken(tmp_path: Path) -> None:
