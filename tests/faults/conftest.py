@@ -22,6 +22,7 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
+from zeroband.tools.cluster.local import TRAINER
 
 DEADLINE_S = 180.0
 
@@ -71,6 +72,9 @@ class Setup:
     detect_s: float = 3.0
     token: str = "sesame"
     model: tuple[str, ...] = TINY_MODEL
+    data: tuple[str, ...] = ("--data.source.type", "synthetic", "--data.source.documents", "200")
+    script: Path = TRAINER
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def tokens_per_round(self) -> int:
@@ -91,7 +95,7 @@ class Setup:
         return (
             *self.model,
             *("--data.seq-length", str(self.seq_length), "--data.hold-out", "0", "--data.cache-dir", str(cache)),
-            *("--data.source.type", "synthetic", "--data.source.documents", "200"),
+            *self.data,
             *("--train.total-steps", "1000000", "--train.dtype", "float32", "--train.threads", "1"),
             *("--train.batch-size", str(self.batch_size), "--train.micro-bs", str(self.batch_size)),
             *("--fault.detect-s", str(self.detect_s), "--fault.inject", PACE, "--outer.type", *self.outer),
@@ -238,8 +242,9 @@ class Recorded:
 def record(folder: Path, setup: Setup, tell: Callable[[Story], None]) -> Recorded:
     """Found the run, let the story happen to it, end it."""
     arguments = setup.arguments(folder / "cache")
-    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_RUN__TOKEN": setup.token}
-    with LocalCluster(folder / "runs", arguments, nodes=len(setup.ranks), env=env) as cluster:
+    env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_RUN__TOKEN": setup.token, **setup.env}
+    nodes, script = len(setup.ranks), setup.script
+    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env, script=script) as cluster:
         assert cluster.store_url is not None
         for number, ranks in enumerate(setup.ranks):
             cluster.start(ranks=ranks, arguments=setup.faults.get(f"node{number}", []))

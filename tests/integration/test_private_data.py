@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from zeroband.data.ledger import take
 from zeroband.elastic.membership.progress import Progress
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member
-from zeroband.tools import audit as command
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.data import audit as command
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -131,8 +131,12 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         assert {node.exit_code for node in cluster.nodes.values()} == {0}, cluster.describe()
         events = {name: node.events() for name, node in cluster.nodes.items()}
     lines = {node: JsonlTail(read / f"{node}.jsonl").read() for node in LETTERS}
-    samples = {node: [(line["index"], line["text"]) for line in of_node] for node, of_node in lines.items()}
+    samples = {node: [(line["index"], text_of(line["ids"])) for line in of_node] for node, of_node in lines.items()}
     return Recorded(folder, cluster.run_dir, events, samples, in_store)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(chr(i) if i < 256 else "|" for i in ids)
 
 
 def dump(client: Any) -> Iterator[object]:
