@@ -558,7 +558,7 @@ def what_is_wrong(cluster: LocalCluster) -> list[str]:
     wrong += [f"round {round} has {len(found)} digests" for round, found in digests.items() if len(found) != 1]
     result = audit(read_rounds(cluster.run_dir))
     if not digests or not result.is_exact:
-        wrong.append(f"rounds {len(digests)}, repeated {result.repeated}, skipped {result.skipped}")
+        wrong.append(f"rounds {len(digests)}, accounts {result.accounts}")
     return wrong
 
 
