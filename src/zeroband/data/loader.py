@@ -40,9 +40,6 @@ _STEPS_AHEAD = 2
 _MOST_KEPT = 7
 """Arrays of tokens and targets: of the step that is trained, the one before it, and those that are built."""
 
-_UNUSED = 3
-"""References to an array that only the list of them has: from there, from the loop, and from the call that counts."""
-
 _CLOSE_S = 5.0
 """A step is built in milliseconds, unless the storage of the tokens hangs."""
 
@@ -297,18 +294,23 @@ class _Arrays:
     """
 
     def __init__(self) -> None:
-        self._kept: list[npt.NDArray[np.int64]] = []
+        self._kept: list[npt.NDArray[np.int64]] = [np.empty((0, 0), dtype=np.int64)]
         self._lock = threading.Lock()
+        (self._unused,) = self._references()
+        """References to an array that only the list of them has; how many that are, Python's version says."""
 
     def take(self, rows: int, length: int) -> npt.NDArray[np.int64]:
         """Return an array of any content. Shapes: (rows, length)."""
         with self._lock:
-            for array in self._kept:
-                if array.shape == (rows, length) and sys.getrefcount(array) == _UNUSED:
-                    return array
+            for place, references in enumerate(self._references()):
+                if references == self._unused and self._kept[place].shape == (rows, length):
+                    return self._kept[place]
             array = np.empty((rows, length), dtype=np.int64)
             self._kept = [*self._kept[-_MOST_KEPT:], array]
             return array
+
+    def _references(self) -> list[int]:
+        return [sys.getrefcount(array) for array in self._kept]
 
 
 def _indices(ranges: Sequence[Range]) -> list[int]:

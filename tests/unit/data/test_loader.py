@@ -352,3 +352,17 @@ def test_training_never_reads_a_held_out_sample(store: TokenStore) -> None:
     held_out = {tuple(row) for row in rows(list(reader.held_out_batches(100, 4)), "targets")}
     assert len(trained) == n_train
     assert not trained & held_out
+
+
+def test_arrays_of_a_batch_are_used_again_only_when_nobody_has_them(store: TokenStore) -> None:
+    reader = loader(store, batch_size=2)
+    reader.assign([(0, 20)])
+    kept = [reader.next_step() for _ in range(4)]
+    seen = [rows(batches, "tokens") for batches in kept]
+    places = {batch.tokens.data_ptr() for batches in kept for batch in batches}
+    assert len(places) == 4
+    reader.next_step()
+    assert [rows(batches, "tokens") for batches in kept] == seen, "nobody wrote over them"
+    del kept
+    again = [reader.next_step()[0].tokens.data_ptr() for _ in range(4)]
+    assert places & set(again)
