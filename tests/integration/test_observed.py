@@ -38,7 +38,9 @@ SETTINGS = {
     "model.d_model": 32,
     "model.n_layers": 2,
     "data.seq_length": 32,
-    "data.source.type": "synthetic",
+    "data.source.type": "text",
+    "data.sources": '[{"name": "long", "weight": 2, "source": {"type": "synthetic"}},'
+    ' {"name": "short", "weight": 1, "source": {"type": "synthetic", "mean_length": 100}}]',
     "train.total_steps": STEPS,
     "train.batch_size": 8,
     "train.micro_bs": 2,  # two or four micro-batches on each rank

@@ -395,12 +395,14 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     return report
 
 
+_OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
+
+
 def _source_values(sources: Mapping[str, SourceResult]) -> dict[str, MetricValue | None]:
     values: dict[str, MetricValue | None] = {}
     for name, one in sources.items():
-        values[f"train/loss/{name}"] = one.loss
-        values[f"data/tokens/{name}"] = one.tokens or None
-        values[f"data/pass/{name}"] = one.data_pass
+        measured = (one.loss, one.tokens or None, one.data_pass)
+        values.update(zip((metric.replace("<source>", name) for metric in _OF_SOURCE), measured, strict=True))
     return values
 
 
