@@ -116,7 +116,7 @@ def kill_at_random(cluster: LocalCluster, chance: random.Random) -> None:
 @pytest.mark.parametrize(
     ("outer", "kills", "steps"),
     [
-        pytest.param(ALONE, 1, 80, id="alone-1"),
+        pytest.param(ALONE, 1, 80, id="alone-1", marks=pytest.mark.soak),
         pytest.param(ALONE, 50, 1400, id="alone-50", marks=pytest.mark.soak),
         pytest.param(DILOCO, 50, 1400, id="diloco-50", marks=pytest.mark.soak),
     ],
