@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.buckets import reach_s3, s3_server
 from tests.unit.tools.data.preparations import bytes_of, manifest_of, prepare
 
 from zeroband.node.processes import pids_with
@@ -163,21 +164,9 @@ def test_full_disk_and_a_killed_worker_are_told(corpus: Path, tmp_path: Path) ->
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An empty bucket of a server that speaks S3, and what a user has in the environment to reach it."""
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    boto3 = pytest.importorskip("boto3", reason="needs moto's server")
-    server = pytest.importorskip("moto.server", reason="needs moto's server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket=BUCKET)
-    yield f"s3://{BUCKET}/a/set"
-    server.stop()
+    with s3_server() as endpoint:
+        reach_s3(endpoint, BUCKET, monkeypatch)
+        yield f"s3://{BUCKET}/a/set"
 
 
 @pytest.mark.slow

@@ -35,6 +35,9 @@ _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/ro
 _AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
 """How the metrics begin whose last values are told at the end of the run."""
 
+_OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
+"""Names of what is measured of each source."""
+
 _log = get_logger(__name__)
 
 
@@ -393,9 +396,6 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
     departure.on_cut_off = report.cut_off
     return report
-
-
-_OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
 
 
 def _source_values(sources: Mapping[str, SourceResult]) -> dict[str, MetricValue | None]:

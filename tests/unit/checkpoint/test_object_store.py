@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
-import fsspec.config
 import pytest
 import torch
+from tests.buckets import gcs_server, reach_s3, s3_server
 from tests.unit.checkpoint.saves import SECTIONS, Around, SaveRules, buffers_of, layout, own, save_of, saved
 
 from zeroband.checkpoint.inner_state import views_of
@@ -20,48 +19,19 @@ BUCKET = "checkpoints"
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    pytest.importorskip("boto3", reason="needs moto's server")
-    server = pytest.importorskip("moto.server", reason="needs moto's server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty bucket, and what a user has in the environment to reach it."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import boto3
-
-    client = boto3.client("s3")
-    existing = [found["Name"] for found in client.list_buckets()["Buckets"]]
-    if BUCKET not in existing:
-        client.create_bucket(Bucket=BUCKET)
-    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
-        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    reach_s3(s3_endpoint, BUCKET, monkeypatch)
     return f"s3://{BUCKET}/of/us"
 
 
 @pytest.fixture
 def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The same at Google's, whose server here knows no credentials."""
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
-    pytest.importorskip("gcsfs", reason="needs the extra gcs")
-    servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    with servers.create_server("localhost", port, in_memory=True, default_bucket=BUCKET):
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    with gcs_server(BUCKET, monkeypatch):
         yield f"gs://{BUCKET}/of/us"
 
 

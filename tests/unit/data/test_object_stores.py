@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import fsspec
 import fsspec.config
 import numpy as np
 import pytest
+from tests.buckets import gcs_server, reach_s3, s3_server
 from tests.unit.data.prepared import config_of, drawn_ids, fetched_blocks, opened, spans_of, stored, write_set
 
 from zeroband.errors import ConfigError, StorageLost
@@ -20,40 +20,19 @@ WHOLE = drawn_ids(1000)
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
-    server = pytest.importorskip("moto.server", reason="needs moto's server").ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with s3_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
 def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import boto3
-
-    boto3.client("s3").create_bucket(Bucket=BUCKET)
+    reach_s3(s3_endpoint, BUCKET, monkeypatch)
     return f"s3://{BUCKET}"
 
 
 @pytest.fixture
 def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
-    pytest.importorskip("gcsfs", reason="needs the extra gcs")
-    servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    with servers.create_server("localhost", port, in_memory=True, default_bucket=BUCKET):
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://localhost:{port}")
-        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    with gcs_server(BUCKET, monkeypatch):
         yield f"gs://{BUCKET}"
 
 
