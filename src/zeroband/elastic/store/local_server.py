@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -81,12 +82,26 @@ def answers(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what this user's servers left in `folder` whose owners were killed; a young one may be about to start."""
+    """Remove what this user's servers left in `folder` whose owners were killed; a young one may be about to start.
+
+    The owner's lock decides: a server that is stopped, paused or lets nobody in answers nothing, and is in use.
+    """
     for left_over in filter(is_ours, folder.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
-            is_young = time.time() - left_over.stat().st_mtime < _YOUNG_S
-            if not is_young and not answers(left_over / _SOCKET):
+            if time.time() - left_over.stat().st_mtime > _YOUNG_S:
+                os.close(_hold(left_over))
                 shutil.rmtree(left_over)
+
+
+def _hold(folder: Path) -> int:
+    """Lock a server's folder while the descriptor is open. Raises BlockingIOError while somebody else holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class RedisServer:
@@ -114,6 +129,7 @@ class RedisServer:
         if len(os.fsencode(self._folder / _SOCKET)) > _SOCKET_PATH_BYTES:
             self._folder.rmdir()
             self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+        self._lock = _hold(self._folder)
         self._socket = self._folder / _SOCKET
         self._is_persistent, self._prefix = persistent, tuple(prefix)
         self._host, self._port, self._password = host, port, password
@@ -191,7 +207,10 @@ class RedisServer:
     def close(self) -> None:
         """Stop it and remove its folder."""
         self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RedisServer:
         return self.start()

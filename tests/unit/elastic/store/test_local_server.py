@@ -216,6 +216,25 @@ def test_redis_server_finds_a_shorter_folder_when_the_socket_path_is_too_long(
     assert _folders(deep) == []
 
 
+@pytest.mark.parametrize("why", ["paused", "stopped", "lets nobody in"])
+def test_sweep_spares_a_server_in_use_that_answers_nothing(tmp: Path, why: str) -> None:
+    with RedisServer(persistent=True) as server:
+        with redis.Redis.from_url(server.url) as client:
+            client.set("key", "value")
+            if why == "lets nobody in":
+                client.execute_command("ACL", "SETUSER", "default", "-@all")
+        if why == "paused":
+            server.pause()
+        elif why == "stopped":
+            server.stop()
+        (folder,) = _folders(tmp)
+        files = sorted(folder.rglob("*"))
+        os.utime(folder, (0.0, 0.0))
+        sweep(tmp)
+        assert sorted(folder.rglob("*")) == files
+    assert _folders(tmp) == []
+
+
 def test_redis_server_sweeps_what_killed_ones_left_but_no_young_or_running_one(tmp: Path) -> None:
     for name, age_s in (("dead", 100), ("young", 0)):
         folder = tmp / f"zeroband-redis-{name}"
