@@ -54,8 +54,9 @@ class Pool(Workers):
         for number in range(self._workers):
             if (task := next(waiting, None)) is None:
                 break
-            pipe = list(self._processes)[number] if number < len(self._processes) else self._start()
-            pipe.send_bytes(json.dumps(task).encode())
+            is_new = number >= len(self._processes)
+            pipe = self._start() if is_new else list(self._processes)[number]
+            self._give(pipe, task, begins=is_new)
             busy[pipe] = task
         while busy:
             for pipe in wait(list(busy)):
@@ -69,7 +70,7 @@ class Pool(Workers):
                 on_done(said["done"], None if said["record"] is None else UnitRecord.of_json(said["record"].encode()))
                 del busy[pipe]
                 if (task := next(waiting, None)) is not None:
-                    pipe.send_bytes(json.dumps(task).encode())
+                    self._give(pipe, task)
                     busy[pipe] = task
 
     def _start(self) -> Pipe:
@@ -83,18 +84,28 @@ class Pool(Workers):
         )
         theirs.close()
         self._processes[ours] = process
-        ours.send_bytes(self._begin)
         return ours
+
+    def _give(self, pipe: Pipe, task: dict[str, Any], *, begins: bool = False) -> None:
+        try:
+            if begins:
+                pipe.send_bytes(self._begin)
+            pipe.send_bytes(json.dumps(task).encode())
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._lost(pipe, task) from error
 
     def _received(self, pipe: Pipe, task: dict[str, Any]) -> dict[str, Any]:
         try:
             return json.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError) as error:
-            code = self._processes[pipe].wait()
-            raise ConfigError(
-                f"a worker ended with {code} while it made unit {next(iter(task.values()))}; -9 is most often the "
-                "memory: give fewer --workers; what is finished stays, and the same command goes on from there"
-            ) from error
+            raise self._lost(pipe, task) from error
+
+    def _lost(self, pipe: Pipe, task: dict[str, Any]) -> ConfigError:
+        code = self._processes[pipe].wait()
+        return ConfigError(
+            f"a worker ended with {code} while it made unit {next(iter(task.values()))}; -9 is most often the "
+            "memory: give fewer --workers; what is finished stays, and the same command goes on from there"
+        )
 
     def __enter__(self) -> Pool:
         return self
