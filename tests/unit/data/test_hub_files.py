@@ -11,16 +11,18 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.unit.data.prepared import config_of, drawn_ids, fetched_blocks, opened, spans_of, stored, write_set
 
 from zeroband.config import load_config
 from zeroband.config.data import DataConfig
 from zeroband.data.sources import documents, source_identity
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="needs the extra hf")
 
@@ -39,16 +41,18 @@ def _jsonl(text: str) -> bytes:
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Says which repositories and files there are, and gives ranges of the files."""
+    """Says which repositories and files there are, and gives ranges of the files, if it does not refuse."""
 
     files: Files
+    refusals: list[int]
+    """Status codes that the next requests for parts of files are answered with."""
 
     def log_message(self, format: str, *args: object) -> None: ...
 
     def do_GET(self) -> None:
         path = unquote(self.path.partition("?")[0])
         if asked := re.fullmatch(rf"/datasets/{REPOSITORY}/resolve/main/(.+)", path):
-            self._send_range(self.files[f"{asked[1]}/{asked[2]}"])
+            self._send_range(self.files.get(f"{asked[1]}/{asked[2]}"))
         elif asked := re.fullmatch(rf"/api/datasets/{REPOSITORY}/tree/main/?(.*)", path):
             self._send(json.dumps(self._listing("/".join(filter(None, asked.groups())) + "/")).encode())
         elif asked := re.fullmatch(rf"/api/datasets/{REPOSITORY}(/revision/main)?", path):
@@ -56,17 +60,34 @@ class _Hub(BaseHTTPRequestHandler):
         else:
             self._send(b"{}", 404)
 
+    def do_POST(self) -> None:
+        """Which of some paths there are."""
+        asked = re.fullmatch(rf"/api/datasets/{REPOSITORY}/paths-info/main", unquote(self.path))
+        sent = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        if asked:
+            files = {f"{asked[1]}/{path.strip('/')}" for path in sent["paths"]}
+            found = [self._entry(path) for path in files & self.files.keys()]
+            self._send(json.dumps(found).encode())
+        else:
+            self._send(b"{}", 404)
+
     def _listing(self, folder: str) -> list[dict[str, object]]:
         found: dict[str, dict[str, object]] = {}
-        repository = len("/".join(folder.split("/")[:2])) + 1
-        for path, content in self.files.items():
+        for path in self.files:
             name, slash, _ = path.removeprefix(folder).partition("/")
-            here = {"path": (folder + name)[repository:], "oid": hashlib.sha1(content).hexdigest()}
             if path.startswith(folder):
-                found[name] = here | ({"type": "directory"} if slash else {"type": "file", "size": len(content)})
+                found[name] = self._entry(folder + name) | ({"type": "directory"} if slash else {})
         return list(found.values())
 
-    def _send_range(self, content: bytes) -> None:
+    def _entry(self, path: str) -> dict[str, object]:
+        content = self.files.get(path, b"")
+        of_file = {"type": "file", "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+        return {"path": path.split("/", 2)[2], **of_file}
+
+    def _send_range(self, content: bytes | None) -> None:
+        if content is None or self.refusals:
+            self._send(b"{}", 404 if content is None else self.refusals.pop())
+            return
         first, last = re.findall(r"\d+", self.headers["Range"])
         self._send(content[int(first) : int(last) + 1], 206)
 
@@ -78,14 +99,19 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+def refusals() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def hub(refusals: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     """The files of a hub, by repository and path."""
     c4, edu = "allenai/c4/en/c4-train.{}-of-01024.json.gz", "HuggingFaceFW/fineweb-edu/sample/10BT/{}.parquet"
     files = {c4.format(f"{number:05}"): _jsonl(f"c4 {number}") for number in range(6)}
     files |= {edu.format(f"00{number}_00000"): _parquet(f"edu {number}", "end") for number in range(2)}
-    handler = type("Hub", (_Hub,), {"files": files})
+    handler = type("Hub", (_Hub,), {"files": files, "refusals": refusals})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -123,3 +149,24 @@ def test_hub_out_of_reach_is_an_error_of_the_source(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"data\.source\.paths: cannot list 'hf://datasets/allenai/c4/"):
         next(documents(data_of("150M", tmp_path).source, seed=0))
+
+
+@pytest.mark.slow
+def test_set_on_the_hub_is_read_through_refusals_and_what_is_not_there_is_named(
+    hub: Files, refusals: list[int], tmp_path: Path
+) -> None:
+    whole = drawn_ids(1000)
+    write_set(tmp_path / "set", [whole[:600], whole[600:]])
+    hub |= {f"ours/sets/a/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir()}
+    refusals.append(503)
+    with stored(config_of("hf://datasets/ours/sets/a", tmp_path / "cache")) as store:
+        assert not refusals
+        refusals.append(429)
+        for start, stop in spans_of(600):
+            np.testing.assert_array_equal(store.read(start, stop), whole[start:stop])
+        assert not refusals and len(fetched_blocks(tmp_path / "cache")) == 10
+        del hub["ours/sets/a/part-1.npy"]
+        with pytest.raises(StorageLost, match=r"^hf://datasets/ours/sets/a/part-1\.npy is not there"):
+            store.read(600, 601)
+    with pytest.raises(ConfigError, match=r"hf://datasets/ours/sets/b/manifest\.json is not there"):
+        opened(config_of("hf://datasets/ours/sets/b", tmp_path / "cache"))
