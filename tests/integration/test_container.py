@@ -22,6 +22,7 @@ import pytest
 from tests.containers import Settings, Stage, Walk, context, copies, lineage, read_stages, sent_of, settings_of
 
 from zeroband.config import load_config
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader
 from zeroband.tools.cluster.launch import parse
 
@@ -291,7 +292,7 @@ def test_two_containers_and_a_third_with_their_store_train_one_model(container: 
         codes = [started.result().returncode for started in nodes]
         (container.volumes / "app/runs/over").touch()
         assert (codes, server.result().returncode) == ([0, 0], 0)
-    view = RunReader(container.volumes / "app/runs/two").read()
+    view = RunReader(FolderFacts(container.volumes / "app/runs/two")).read()
     assert [(seen.node_id, seen.state) for seen in view.nodes] == [("n0", "finished"), ("n1", "finished")]
     assert set(view.members) == {"n0", "n1"} and view.round and not view.disagreements
 

@@ -27,6 +27,7 @@ import zeroband.train
 from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, StoreLost
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -438,5 +439,5 @@ def test_node_that_comes_to_a_complete_run_is_told_so_and_is_no_failure(rank: Ra
     code, line = rank.outer(redis_url)
     assert code == 0
     assert re.fullmatch(r"zeroband: the run is complete since round 1; start another with a new run\.id", line)
-    (node,) = RunReader(rank.node_dir.parent).read().nodes
+    (node,) = RunReader(FolderFacts(rank.node_dir.parent)).read().nodes
     assert node.state == "left"

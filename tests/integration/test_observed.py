@@ -20,6 +20,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.config import load_config
 from zeroband.kernels.codec import CODECS
 from zeroband.observe.events import EVENTS
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS, metric_of
 from zeroband.observe.status import RunReader
 from zeroband.tools.cluster import LocalCluster, RedisServer
@@ -287,5 +288,5 @@ def test_status_tells_of_a_divergence_by_its_exit_code(run: Observed, tmp_path: 
         (tmp_path / node_id).mkdir()
         lines = [json.dumps(e | ({"digest": node_id} if e.get("round") == ROUNDS else {})) for e in events]
         (tmp_path / node_id / "events.jsonl").write_text("\n".join(lines) + "\n")
-    assert RunReader(tmp_path).read().disagreements == (ROUNDS,)
+    assert RunReader(FolderFacts(tmp_path)).read().disagreements == (ROUNDS,)
     assert zeroband.cli.main(["status", str(tmp_path)]) == 3

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zeroband.errors import ConfigError
-from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.jsonl import JsonlTail
+from zeroband.observe.facts import FactSource, FolderFacts, is_node_folder
 from zeroband.observe.log import format_fields
-from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, SourceView, run_view
 
 __all__ = [
@@ -37,55 +35,27 @@ _UNITS = ("", "k", "M", "G", "T", "P")
 
 
 class RunReader:
-    """Follows the files of all nodes of a run; nodes may appear at any time.
+    """Folds what a run's nodes recorded into its view."""
 
-    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._nodes: dict[str, _NodeReader] = {}
+    def __init__(self, facts: FactSource) -> None:
+        self._facts = facts
+        self._nodes: dict[str, NodeHistory] = {}
+        self._odd_lines: Counter[str] = Counter()
 
     def read(self) -> RunView:
-        """The run as it is now. Reads only what was written since the last call."""
-        if self._run_dir.is_dir():
-            for node_dir in self._run_dir.iterdir():
-                if node_dir.name not in self._nodes and _is_node_dir(node_dir):
-                    self._nodes[node_dir.name] = _NodeReader(node_dir)
-        views = [node.read() for node in self._nodes.values()]
-        lost = {member for node in self._nodes.values() for member in node.history.lost_member_ids}
-        return run_view(self._run_dir.name, views, lost)
-
-
-class _NodeReader:
-    """One node's two files, merged by the clock of the process that wrote both."""
-
-    def __init__(self, node_dir: Path) -> None:
-        self.history = NodeHistory(node_dir.name)
-        self._metrics = JsonlTail(node_dir / METRICS_FILE)
-        self._events = JsonlTail(node_dir / EVENTS_FILE)
-        self._odd_lines = 0
-
-    def read(self) -> NodeView:
-        for record in sorted(self._events.read() + self._metrics.read(), key=_at_s):
+        """The run as it is now. Reads only what was written since the last call. Raises as its source does."""
+        for node_id in self._facts.node_ids():
+            self._nodes.setdefault(node_id, NodeHistory(node_id))
+        for node_id, record in self._facts.read():
+            node = self._nodes.setdefault(node_id, NodeHistory(node_id))
             try:
-                if "kind" in record:
-                    self.history.add_event(record)
-                else:
-                    self.history.add_metrics(record)
+                node.add(record)
             except (KeyError, TypeError, ValueError):
-                self._odd_lines += 1
-        skipped_lines = self._odd_lines + self._metrics.skipped_lines + self._events.skipped_lines
-        return replace(self.history.view(), skipped_lines=skipped_lines)
-
-
-def _at_s(record: dict[str, Any]) -> float:
-    at_s = record.get("at_s")
-    return at_s if isinstance(at_s, (int, float)) else 0.0
-
-
-def _is_node_dir(path: Path) -> bool:
-    return (path / METRICS_FILE).exists() or (path / EVENTS_FILE).exists()
+                self._odd_lines[node_id] += 1
+        skipped = self._odd_lines + Counter(self._facts.skipped_lines())
+        views = [replace(node.view(), skipped_lines=skipped[node_id]) for node_id, node in self._nodes.items()]
+        lost = {member for node in self._nodes.values() for member in node.lost_member_ids}
+        return run_view(self._facts.run_id, views, lost)
 
 
 def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
@@ -205,7 +175,7 @@ def find_run_dir(path: Path) -> Path:
 
 
 def _has_nodes(path: Path) -> bool:
-    return any(_is_node_dir(child) for child in path.iterdir())
+    return any(is_node_folder(child) for child in path.iterdir())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -216,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every-s", type=float, default=2.0, help="pause between two looks (default: 2)")
     arguments = parser.parse_args(argv)
     try:
-        reader = RunReader(find_run_dir(arguments.run_dir))
+        reader = RunReader(FolderFacts(find_run_dir(arguments.run_dir)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

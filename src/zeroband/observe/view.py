@@ -222,6 +222,13 @@ class NodeHistory:
             events=tuple(self._events),
         )
 
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Fold a line of either file. Raises KeyError, TypeError or ValueError where it is none."""
+        if "kind" in record:
+            self.add_event(record)
+        else:
+            self.add_metrics(record)
+
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Fold a line of metrics.jsonl. Raises KeyError, TypeError or ValueError where it is no such line."""
         old = self._view

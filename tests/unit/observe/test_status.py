@@ -14,6 +14,7 @@ import pytest
 import zeroband
 from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE, EventLog
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
 from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, main, render
 from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of_member
@@ -70,12 +71,12 @@ def founded(run_dir: Path, *node_ids: str) -> list[Node]:
 
 
 def test_reader_of_a_folder_that_is_not_there_sees_no_nodes(run_dir: Path) -> None:
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert (view.run_id, view.nodes, view.members, view.round) == ("demo", (), (), None)
 
 
 def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
-    reader = RunReader(run_dir)
+    reader = RunReader(FolderFacts(run_dir))
     node = Node(run_dir, "n0")
     states: list[str] = []
     for act in (
@@ -91,7 +92,7 @@ def test_reader_sees_a_node_from_start_to_end(run_dir: Path) -> None:
 
 
 def test_status_shows_where_a_node_stands_on_its_way_in(run_dir: Path) -> None:
-    reader, node, shown = RunReader(run_dir), Node(run_dir, "n0"), list[str]()
+    reader, node, shown = RunReader(FolderFacts(run_dir)), Node(run_dir, "n0"), list[str]()
     node.start()
     for state in ("looking", "fetching"):
         node.events.emit("join_state", state=state, why="join", since="12:00:00Z")
@@ -111,7 +112,7 @@ def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
     node.step(1, 5.5)
     node.step(2, 4.5, round=1, epoch=3, digest="ab", sent_bytes=10, received_bytes=20, ddp_bytes=300)
     node.step(3, 4.0, sent_bytes=1, received_bytes=2, ddp_bytes=3)
-    [view] = RunReader(run_dir).read().nodes
+    [view] = RunReader(FolderFacts(run_dir)).read().nodes
     assert (view.step, view.total_steps, view.parameters) == (3, 100, 1000)
     assert (view.first_loss, view.loss, view.loss_curve) == (5.5, 4.0, (5.5, 4.5, 4.0))
     assert (view.tokens, view.tokens_per_s) == (192, 640.0)
@@ -120,7 +121,7 @@ def test_reader_shows_the_numbers_of_the_newest_line(run_dir: Path) -> None:
 
 
 def test_reader_that_follows_sees_the_same_as_one_that_comes_late(run_dir: Path) -> None:
-    reader = RunReader(run_dir)
+    reader = RunReader(FolderFacts(run_dir))
     first, second = founded(run_dir, "n0", "n1")
     for step in range(1, 30):
         first.step(step, sent_bytes=5)
@@ -130,13 +131,13 @@ def test_reader_that_follows_sees_the_same_as_one_that_comes_late(run_dir: Path)
             first.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
             reader.read()
             second.commit(step // 10, [first.member_id, second.member_id], digest=f"d{step}")
-    assert reader.read() == RunReader(run_dir).read()
+    assert reader.read() == RunReader(FolderFacts(run_dir)).read()
 
 
 def test_reader_waits_for_the_rest_of_a_half_line(run_dir: Path) -> None:
     [node] = founded(run_dir, "n0")
     node.step(1)
-    reader = RunReader(run_dir)
+    reader = RunReader(FolderFacts(run_dir))
     path = run_dir / "n0" / METRICS_FILE
     line = json.dumps({"step": 2, "at_s": 2_000_000, "train/loss": 2.0}).encode() + b"\n"
     with path.open("ab", buffering=0) as file:
@@ -153,18 +154,18 @@ def test_reader_counts_lines_that_are_no_records(run_dir: Path) -> None:
     with (run_dir / "n0" / METRICS_FILE).open("ab") as file:
         file.write(b'{"step": "seven", "at_s": 1}\nrubbish\n{}\n')
     node.step(2)
-    [view] = RunReader(run_dir).read().nodes
+    [view] = RunReader(FolderFacts(run_dir)).read().nodes
     assert (view.step, view.skipped_lines) == (2, 3)
 
 
 def test_reader_shows_a_loss_that_is_no_number(run_dir: Path) -> None:
     [node] = founded(run_dir, "n0")
     node.step(1, float("nan"))
-    assert str(RunReader(run_dir).read().nodes[0].loss) == "nan"
+    assert str(RunReader(FolderFacts(run_dir)).read().nodes[0].loss) == "nan"
 
 
 def test_reader_shows_a_killed_node_as_lost_until_it_is_back(run_dir: Path) -> None:
-    reader = RunReader(run_dir)
+    reader = RunReader(FolderFacts(run_dir))
     first, second = founded(run_dir, "n0", "n1")
     second.step(7, 2.0, sent_bytes=10)
     first.events.emit("peer_lost", round=1, member_ids=[second.member_id])
@@ -190,7 +191,7 @@ def test_reader_keeps_first_loss_and_bytes_of_a_node_that_comes_back(run_dir: Pa
     node.start()
     node.join(4)
     node.step(40, 3.0, sent_bytes=5)
-    [view] = RunReader(run_dir).read().nodes
+    [view] = RunReader(FolderFacts(run_dir)).read().nodes
     assert (view.first_loss, view.sent_bytes, view.step) == (5.0, 15, 40)
 
 
@@ -203,7 +204,7 @@ def test_reader_forgets_an_earlier_run_of_the_same_name(run_dir: Path, has_outer
             node.join()
             node.commit(0, [node.member_id], digest)
         node.step(1, loss, sent_bytes=10)
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert (view.nodes[0].first_loss, view.nodes[0].sent_bytes, view.nodes[0].loss_curve) == (4.0, 10, (4.0,))
     assert view.nodes[0].digests == ({0: "new"} if has_outer else {})
 
@@ -217,7 +218,7 @@ def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier
     for node in new:
         node.commit(0, members, "near", epoch=1, line="another line")
         node.step(1, sent_bytes=1, ddp_bytes=2)
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert (view.round, view.epoch, view.members) == (0, 1, ("new0", "new1"))
     assert (view.sent_bytes, view.ddp_bytes, len(view.nodes)) == (2, 4, 3)
 
@@ -227,7 +228,7 @@ def test_reader_puts_events_and_metrics_of_a_node_in_the_order_of_time(run_dir: 
     node.start()
     node.step(9)
     node.start()
-    assert RunReader(run_dir).read().nodes[0].state == "starting"
+    assert RunReader(FolderFacts(run_dir)).read().nodes[0].state == "starting"
 
 
 def test_run_view_names_the_rounds_after_which_nodes_differ(run_dir: Path) -> None:
@@ -236,33 +237,33 @@ def test_run_view_names_the_rounds_after_which_nodes_differ(run_dir: Path) -> No
     for round, digests in enumerate((("a", "a"), ("b", "c"), ("d", "d"))):
         for node, digest in zip(nodes, digests, strict=True):
             node.commit(round, members, digest)
-    assert RunReader(run_dir).read().disagreements == (1,)
+    assert RunReader(FolderFacts(run_dir)).read().disagreements == (1,)
 
 
 def test_run_view_compares_only_rounds_that_both_hold(run_dir: Path) -> None:
     first, second = founded(run_dir, "n0", "n1")
     first.commit(1, [first.member_id], "a")
     second.commit(2, [second.member_id], "b")
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert (view.disagreements, view.round) == ((), 2)
 
 
 def test_run_view_takes_digests_of_metrics_too(run_dir: Path) -> None:
     for node, digest in zip(founded(run_dir, "n0", "n1"), ("a", "b"), strict=True):
         node.step(1, round=4, digest=digest)
-    assert RunReader(run_dir).read().disagreements == (4,)
+    assert RunReader(FolderFacts(run_dir)).read().disagreements == (4,)
 
 
 def test_run_view_without_outer_counts_the_nodes_that_train(run_dir: Path) -> None:
     node = Node(run_dir, "alone")
     node.start()
     node.step(1)
-    assert RunReader(run_dir).read().members == ("alone",)
+    assert RunReader(FolderFacts(run_dir)).read().members == ("alone",)
 
 
 def test_run_view_orders_the_events_of_all_nodes_by_time(run_dir: Path) -> None:
     founded(run_dir, "n1", "n0")
-    events = RunReader(run_dir).read().events
+    events = RunReader(FolderFacts(run_dir)).read().events
     assert [(event.node_id, event.kind) for event in events] == [
         ("n1", "node_started"),
         ("n1", "joined"),
@@ -327,7 +328,7 @@ def test_render_shows_nodes_bytes_and_events(run_dir: Path) -> None:
         node.step(50, 5.0)
         node.step(60, 2.5, sent_bytes=2_000, ddp_bytes=500_000)
         node.commit(3, [first.member_id, second.member_id], "0123456789abcdef", epoch=2)
-    lines = render(RunReader(run_dir).read(), now=lambda: next(Node.clock)).splitlines()
+    lines = render(RunReader(FolderFacts(run_dir)).read(), now=lambda: next(Node.clock)).splitlines()
     assert lines[1].split() == (
         ["n0", "training", "60/100", "5.000", "->", "2.500", "640", "3", "2", "0123456789ab", "2", "kB", "500", "kB"]
     )
@@ -344,7 +345,7 @@ def test_render_shows_a_node_that_writes_no_more_as_silent(run_dir: Path) -> Non
     later_s = next(Node.clock) + 1000
     with (run_dir / "alive" / METRICS_FILE).open("a") as file:
         file.write(json.dumps({"step": 2, "at_s": later_s, "train/tokens_per_s": 640.0}) + "\n")
-    rows = render(RunReader(run_dir).read(), now=lambda: later_s + 1).splitlines()[1:4]
+    rows = render(RunReader(FolderFacts(run_dir)).read(), now=lambda: later_s + 1).splitlines()[1:4]
     assert [("silent since 1970-" in row, "640" in row) for row in rows] == [
         (False, True),
         (True, False),
@@ -420,7 +421,7 @@ def test_sources_of_a_mixture_are_summed_up_over_all_nodes(run_dir: Path) -> Non
     first.mix(1, web=(30, 0.5, 2.0), code=(0, 0.0, None))
     first.mix(2, web=(0, 0.5, None), code=(10, 0.25, 1.0))
     second.mix(1, web=(300, 0.75, 4.0), code=(0, 0.125, None))
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert {name: (one.tokens, one.data_pass, one.loss) for name, one in view.nodes[0].sources.items()} == {
         "web": (30, 0.5, 2.0),
         "code": (10, 0.25, 1.0),
@@ -437,5 +438,5 @@ def test_run_of_a_single_source_shows_none(run_dir: Path) -> None:
     (node,) = founded(run_dir, "n0")
     node.step(1)
     node.mix(2)
-    view = RunReader(run_dir).read()
+    view = RunReader(FolderFacts(run_dir)).read()
     assert view.nodes[0].step == 2 and not view.sources and "trained, by" not in render(view)

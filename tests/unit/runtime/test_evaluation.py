@@ -21,6 +21,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.errors import ConfigError
 from zeroband.export.evaluation import evaluate
 from zeroband.node.mesh import LocalMesh
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS, metric_of
 from zeroband.observe.status import RunReader, render
 from zeroband.runtime import loop
@@ -150,7 +151,7 @@ def test_what_was_evaluated_is_shown_in_metrics_events_and_status(
     assert told[-1]["by_source"] == {"odd": pytest.approx(newest["eval/loss/odd"], abs=1e-6)}
     (finished,) = (event for event in seen.events if event["kind"] == "run_finished")
     assert finished["eval_loss"] == newest["eval/loss"]
-    shown = render(RunReader(seen.run_dir).read())
+    shown = render(RunReader(FolderFacts(seen.run_dir)).read())
     assert f"held out, by a at step 12: loss {newest['eval/loss']:.4f} (" in shown
     assert f"odd {newest['eval/loss/odd']:.4f} (" in shown
 

@@ -15,6 +15,7 @@ from types import TracebackType
 import zeroband
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.shm import NodeFolder
+from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader, RunView, render
 from zeroband.tools.cluster.asked import without_secrets
 from zeroband.tools.cluster.gpus import share_of, visible_gpus
@@ -77,7 +78,7 @@ class LocalCluster:
         self._script = script
         self._env = {**os.environ, **(env or {})}
         self._gpus = visible_gpus(self._env)
-        self._reader = RunReader(self.run_dir)
+        self._reader = RunReader(FolderFacts(self.run_dir))
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalCluster:
