@@ -29,10 +29,10 @@ SLACK_S = 15.0
 STEADY = {"diloco": "node0", "ddp": "node0", "uneven": "node1", "eager": "node0", "private": "node0"}
 """Each run, and a node of it to which nothing happens."""
 
-BY_HAND = {"eager": [pytest.mark.soak], "ddp": [pytest.mark.soak], "private": [pytest.mark.soak]}
+BY_HAND = {run: [pytest.mark.soak] for run in ("ddp", "uneven", "eager", "private")}
 """Runs that not every day has the time for. Daily, tests/unit/outer/test_overlap.py loses nodes of overlapped rounds,
-tests/integration/test_payloads.py those of rounds of one step, and tests/integration/test_private_data.py one that has
-documents of its own."""
+tests/integration/test_payloads.py those of rounds of one step and of nodes of two sizes, and
+tests/integration/test_private_data.py one that has documents of its own."""
 
 
 OWN = ["--data.source.documents", "150"]
@@ -224,7 +224,7 @@ LOSSES = [
     pytest.param("diloco", "node2", 0, id="frozen"),
     pytest.param("ddp", "node2", 0, id="before its vote", marks=BY_HAND["ddp"]),
     pytest.param("ddp", "node2", 1, id="after it applied", marks=BY_HAND["ddp"]),
-    pytest.param("uneven", "node0", 0, id="before it applied"),
+    pytest.param("uneven", "node0", 0, id="before it applied", marks=BY_HAND["uneven"]),
     pytest.param("eager", "node1", 0, id="beside training", marks=BY_HAND["eager"]),
     pytest.param("eager", "node1", 1, id="between two rounds beside training", marks=BY_HAND["eager"]),
 ]
@@ -335,6 +335,7 @@ def test_joiner_of_fast_steps_is_admitted_soon(ddp: Recorded) -> None:
     assert joined.first - recovered["round"] < 100
 
 
+@pytest.mark.soak
 def test_node_lost_between_verdict_and_apply_has_contributed(uneven: Recorded) -> None:
     first = uneven.lives("node0")[0]
     assert (first.first, first.last) == (0, 3)

@@ -24,6 +24,7 @@ LIBRARY = {
     "hf_trainer": "transformers",
     "lightning_loop": "lightning",
 }
+BY_HAND = ("accelerate_loop", "lightning_loop")
 MICRO_BATCHES = {"nano_gpt": 2, "accelerate_loop": 2, "hf_trainer": 2, "lightning_loop": 1}
 
 
@@ -38,7 +39,7 @@ class Story:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=pytest.mark.soak) if n == "accelerate_loop" else n for n in LIBRARY],
+    params=[pytest.param(name, marks=pytest.mark.soak) if name in BY_HAND else name for name in LIBRARY],
 )
 def story(
     request: pytest.FixtureRequest, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory

@@ -110,7 +110,7 @@ def test_simulate_diloco_trains_two_nodes_of_two_ranks_to_one_state(launch: Call
     assert {line.split()[0] for line in done.output.splitlines()} == {"zeroband:", "[node0]", "[node1]"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_simulate_trains_two_nodes_with_ddp(launch: Callable[..., Ended]) -> None:
     script = "./scripts/simulate_multi_node.sh"
     done = launch(script, "2", "1", TRAINER, "@configs/debug/ddp.toml", "--train.total_steps", "3")

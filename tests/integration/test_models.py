@@ -36,7 +36,7 @@ def agree(recorded: Recorded) -> None:
     assert recorded.left_behind == []
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.soak), "mixtral"])
+@pytest.fixture(scope="module", params=["qwen3", "mixtral"])
 def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Recorded]:
     """One of two nodes, the first of which has two ranks for a mixture, is killed before a transfer, and comes back."""
     family = request.param
@@ -54,12 +54,14 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return family, record(tmp_path_factory.mktemp(family), setup, tell)
 
 
+@pytest.mark.soak
 def test_nodes_hold_one_model_through_a_kill_and_a_join(struck: tuple[str, Recorded]) -> None:
     _, recorded = struck
     agree(recorded)
     assert [life.first == 0 for life in recorded.lives("node1")] == [True, False]
 
 
+@pytest.mark.soak
 def test_node_with_another_model_is_refused_with_what_differs(struck: tuple[str, Recorded]) -> None:
     _, recorded = struck
     code, said = recorded.refusals["model.config"]

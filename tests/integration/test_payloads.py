@@ -68,7 +68,10 @@ def train_alone(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFact
     return run
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak) if name in ("demo", "custom") else name for name in ALGORITHMS],
+)
 def test_run_that_goes_on_from_a_checkpoint_makes_the_same_steps(train_alone: Callable[..., Any], name: str) -> None:
     """It would not with another momentum, error buffer or outer state."""
     steps, every = "--train.total_steps=8", 2 if "--outer.inner_steps=2" in ALGORITHMS[name] else 4

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <thread>
+#include <vector>
 
 #include "support.h"
 
@@ -31,8 +32,8 @@ void require_equal(const Members& members) {
     REQUIRE(missing < 1e-5);  // the errors say what became of it
 }
 
-void reductions_agree() {
-    for (const uint32_t world : {2u, 3u, 5u})
+void reductions_agree(const std::vector<uint32_t>& worlds) {
+    for (const uint32_t world : worlds)
         for (int codec = 0; codec < CODEC_COUNT; ++codec)
             for (const bool is_ring : {false, true})
                 for (const bool is_sealed : {false, true}) {
@@ -89,15 +90,15 @@ void late_member_is_waited_for() {
     require_equal(members);
 }
 
-void aborted_reduction_leaves_the_links_as_they_were() {
+void aborted_reduction_leaves_the_links_as_they_were(const int rounds) {
     Members members({4, 400009, INT8, false, true});
     uint64_t opening = 1;
-    for (int round = 0; round < 20; ++round, opening += 2) {
+    for (int round = 0; round < rounds; ++round, opening += 2) {
         const auto aborted = members.start_all(opening);
         std::vector<std::thread> threads;
         for (uint32_t member = 0; member < 4; ++member)
             threads.emplace_back([&, member] {
-                aborted[member]->transfer->wait(0.0005 * round);
+                aborted[member]->transfer->wait(0.01 * round / rounds);
                 members.engines[member]->finish(aborted[member]);
             });
         for (auto& thread : threads) thread.join();
@@ -110,8 +111,8 @@ void aborted_reduction_leaves_the_links_as_they_were() {
     }
 }
 
-void lost_link_ends_the_reduction_of_both() {
-    for (int round = 0; round < 10; ++round) {
+void lost_link_ends_the_reduction_of_both(const int rounds) {
+    for (int round = 0; round < rounds; ++round) {
         Members members({3, 4000037, INT8, false, false});
         const auto running = members.start_all(1);
         members.engines[0]->drop_link(1);
@@ -151,12 +152,14 @@ void held_member_sends_what_it_may() {
 
 }  // namespace
 
-int main() {
-    reductions_agree();
+// An argument takes more rounds, and more members.
+int main(int argc, char**) {
+    const bool is_long = argc > 1;
+    reductions_agree(is_long ? std::vector<uint32_t>{2, 3, 5} : std::vector<uint32_t>{3});
     encoded_contribution_is_sent_as_it_is();
     late_member_is_waited_for();
-    aborted_reduction_leaves_the_links_as_they_were();
-    lost_link_ends_the_reduction_of_both();
+    aborted_reduction_leaves_the_links_as_they_were(is_long ? 20 : 6);
+    lost_link_ends_the_reduction_of_both(is_long ? 10 : 3);
     value_that_is_not_finite_is_named();
     held_member_sends_what_it_may();
     std::puts("ok");

@@ -72,5 +72,11 @@ def test_many_more_losses_are_clean(build: Build, sanitizer: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_reductions_of_more_members_are_clean(build: Build, sanitizer: str) -> None:
+    succeeds(build("reduce_test", sanitizer), "long")
+
+
+@pytest.mark.soak
 def test_frames_of_a_stranger_do_no_harm_for_minutes(build: Build) -> None:
     succeeds(build("fuzz_frames", "address,undefined"), "5000000")

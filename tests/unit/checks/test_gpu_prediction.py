@@ -48,7 +48,9 @@ def test_10b_takes_at_most_64_gb_of_each_of_eight_gpus() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "gpu_bytes", "setting"),
     [
-        ("1B", ("--train.micro-bs=4",), 24 * GB, "--train.activation_checkpointing full"),
+        pytest.param(
+            *("1B", ("--train.micro-bs=4",), 24 * GB, "--train.activation_checkpointing full"), marks=pytest.mark.soak
+        ),
         ("150M", (), 16 * GB, "--train.micro_bs 8"),
     ],
 )
