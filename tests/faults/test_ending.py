@@ -24,11 +24,13 @@ DEADLINE_S = 180.0
 ENDLESS = ("--fault.inject", "inner@+2=TAKES3600", "--fault.grace-s", "1")
 IN_C = """
 import ctypes, sys, time
+from zeroband.node import launched
 from zeroband.runtime import signals
 from zeroband.elastic.membership.departure import Departure
 from zeroband.runtime.signals import Ending
 
 signals._REACT_S = signals._UNWIND_S = 0.3
+launched.TOGETHER_S = float(sys.argv[1])
 departure = Departure(grace_s=0.3)
 departure.holds_work = True
 departure.on_cut_off = lambda: print("cut off", flush=True)
@@ -80,15 +82,20 @@ def test_node_leaves_in_the_middle_of_an_inner_step_that_does_not_end(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("numbers", "code", "said"),
+    ("numbers", "together_s", "code", "said"),
     [
-        ([signal.SIGTERM], 0, "cut off"),
-        ([signal.SIGINT], 130, ""),
-        ([signal.SIGUSR1, signal.SIGTERM], 143, ""),
+        ([signal.SIGTERM], 0, 0, "cut off"),
+        ([signal.SIGINT], 0, 130, ""),
+        ([signal.SIGUSR1, signal.SIGTERM], 0, 143, ""),
+        ([signal.SIGTERM, signal.SIGTERM], 3600, 0, "cut off"),
     ],
 )
-def test_process_that_hangs_in_c_ends_all_the_same(numbers: Sequence[signal.Signals], code: int, said: str) -> None:
-    hanging = subprocess.Popen([sys.executable, "-c", IN_C], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_process_that_hangs_in_c_ends_all_the_same(
+    numbers: Sequence[signal.Signals], together_s: float, code: int, said: str
+) -> None:
+    hanging = subprocess.Popen(
+        [sys.executable, "-c", IN_C, str(together_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert hanging.stdout is not None and hanging.stdout.readline() == "locked\n"
         for number in numbers:

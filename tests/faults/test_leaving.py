@@ -36,7 +36,13 @@ while True:
 """
 """Stands for the trainer: leaves at the first signal with 0, or, deaf, ends at the second one with 143."""
 
-LAUNCHER = "import sys; from zeroband.cli import main; sys.exit(main(['launch', *sys.argv[1:]]))"
+LAUNCHER = """
+import os, sys
+from zeroband.cli import main
+from zeroband.node import launched
+launched.TOGETHER_S = float(os.environ["TOGETHER_S"])
+sys.exit(main(["launch", *sys.argv[1:]]))
+"""
 
 CRASHING = """
 import os, signal, sys, time
@@ -66,9 +72,12 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     script, started = tmp_path / "stand_in.py", []
     script.write_text(STAND_IN)
 
-    def start(*arguments: str, ranks: int = 1, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def start(
+        *arguments: str, ranks: int = 1, options: tuple[str, ...] = (), together_s: float = 0.0
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCHER, f"--nproc_per_node={ranks}", *options, str(script), str(tmp_path)]
-        started.append(subprocess.Popen([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TOGETHER_S": str(together_s)}
+        started.append(subprocess.Popen([*command, *arguments], env=env))
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(ranks)))
         return started[-1]
 
@@ -92,6 +101,12 @@ def test_first_signal_asks_all_ranks_to_leave_and_gives_0(launch: Launch, number
     assert launcher.wait(DEADLINE_S) == 0
 
 
+def test_node_that_left_ends_with_the_code_that_schedulers_were_promised(launch: Launch) -> None:
+    launcher = launch(options=("--exit-code-left", "75"))
+    launcher.terminate()
+    assert launcher.wait(DEADLINE_S) == 75
+
+
 def test_second_signal_ends_at_once_with_143(launch: Launch) -> None:
     launcher = launch("--deaf")
     (rank,) = ranks_of(launcher.pid)
@@ -101,6 +116,14 @@ def test_second_signal_ends_at_once_with_143(launch: Launch) -> None:
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(DEADLINE_S) == 143
     assert not Path(f"/proc/{rank}").exists()
+
+
+def test_signals_that_come_together_ask_once(launch: Launch) -> None:
+    """Slurm signals launcher and ranks; so does systemd; a batch script passes its own on besides."""
+    launcher = launch(together_s=3600.0)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(DEADLINE_S) == 0
 
 
 def test_ctrl_c_gives_130(launch: Launch) -> None:
@@ -123,7 +146,8 @@ def crash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script.write_text(CRASHING)
     options = ("--nproc-per-node", "2", "--max-restarts", "2", str(script), str(folder))
     command = [sys.executable, "-c", LAUNCHER, *options, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    env = {**os.environ, "TOGETHER_S": "0"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def starts_of(folder: Path) -> list[str]:

@@ -73,6 +73,7 @@ def test_preset_loads_and_opens_with_what_it_is(preset: str) -> None:
 def documents(root: Path) -> dict[str, str]:
     """What people read, by its path."""
     paths = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "wheelhouse").glob("*.md")]
+    paths += (root / "deploy").rglob("*.md")
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 

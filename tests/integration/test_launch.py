@@ -362,19 +362,25 @@ def test_torchrun_over_several_nodes_is_refused(rank: Rank, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("numbers", "holds_work", "code"),
+    ("numbers", "holds_work", "together_s", "code"),
     [
-        ([signal.SIGINT], True, 130),
-        ([signal.SIGTERM], False, 0),
-        ([signal.SIGUSR1], False, 0),
-        ([signal.SIGTERM, signal.SIGTERM], True, 143),
-        ([signal.SIGUSR1, signal.SIGTERM], True, 143),
-        ([signal.SIGTERM, signal.SIGINT], True, 130),
+        ([signal.SIGINT], True, 0.0, 130),
+        ([signal.SIGTERM], False, 0.0, 0),
+        ([signal.SIGUSR1], False, 0.0, 0),
+        ([signal.SIGTERM, signal.SIGTERM], True, 0.0, 143),
+        ([signal.SIGUSR1, signal.SIGTERM], True, 0.0, 143),
+        ([signal.SIGTERM, signal.SIGINT], True, 3600.0, 130),
     ],
 )
 def test_signal_ends_the_run_through_its_clean_up(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[signal.Signals], holds_work: bool, code: int
+    rank: Rank,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: Sequence[signal.Signals],
+    holds_work: bool,
+    together_s: float,
+    code: int,
 ) -> None:
+    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", together_s)
     given_back: list[str] = []
 
     def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack) -> None:
@@ -389,15 +395,20 @@ def test_signal_ends_the_run_through_its_clean_up(
     assert (ended.value.code, given_back) == (code, ["all"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM], [signal.SIGUSR1, signal.SIGTERM]]
+)
 def test_first_signal_only_asks_a_node_with_work_to_leave(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[signal.Signals]
 ) -> None:
+    """One that comes twice, from who signals every process of a job, and from the launcher, asks once."""
+    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", 3600.0)
     asked: list[bool] = []
 
     def asked_to_leave(_config: object, _local: object, departure: Departure, _stack: ExitStack) -> None:
         departure.holds_work = True
-        signal.raise_signal(number)
+        for number in numbers:
+            signal.raise_signal(number)
         asked.append(departure.is_asked)
         raise Leaving("left as asked")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -20,8 +21,27 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 RANKS_FILE = "ZEROBAND_RANKS_FILE"
 """Where the ranks of a node find one another: a file without a name that `zeroband launch` gives them."""
 
+TOGETHER_S = 2.0
+"""Signals so close are one request: Slurm and systemd signal every process, and the launcher passes its own on."""
+
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch reads its allocator's settings; all releases from 2.11 know the first, and some warn of the others."""
+
+
+class LeaveRequests:
+    """Requests to leave that a process got, each of which may have come as several signals. One thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._over_at_s = -math.inf
+
+    def add(self, now_s: float) -> bool:
+        """Take a signal at `now_s` of a steady clock; False where it belongs to the request before it."""
+        if now_s < self._over_at_s:
+            return False
+        self.count += 1
+        self._over_at_s = now_s + TOGETHER_S
+        return True
 
 
 def local_rank(environ: Mapping[str, str]) -> int:

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving
+from zeroband.node.launched import LeaveRequests
 
 _LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _UNWIND_S = 10.0
@@ -32,8 +33,9 @@ _EXIT_INTERRUPTED, _EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 class Ending:
     """Takes SIGINT, SIGTERM and SIGUSR1 while the context lasts. Main thread.
 
-    The first SIGTERM or SIGUSR1 asks for the departure; without work to hand over, and at the second one, the process
-    ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143, with 130 after Ctrl-C.
+    The first SIGTERM or SIGUSR1 asks for the departure; without work to hand over, and at the second one (those within
+    2 s count as one), the process ends at once, through the main thread's `finally` blocks: SystemExit with 0 and 143,
+    with 130 after Ctrl-C.
     `end`: ends this process without them.
     """
 
@@ -42,12 +44,13 @@ class Ending:
         self._ranks = ranks
         self._end = end
         self._main = threading.get_ident()
-        self._asked = 0
-        """How often the main thread was asked to leave."""
+        self._asked = LeaveRequests()
+        """Taken by the main thread."""
         self._code: int | None = None
         """With which it ends at once."""
-        self._heard: list[int] = []
-        """Hear the signals in the thread beside it."""
+        self._heard = LeaveRequests()
+        """Heard by the thread beside it."""
+        self._is_interrupted = False
         self._end_at_s = self._stuck_at_s = math.inf
 
     def __enter__(self) -> Ending:
@@ -79,13 +82,14 @@ class Ending:
         """A signal handler."""
         if number == signal.SIGINT:
             self._code = _EXIT_INTERRUPTED
-        else:
-            self._asked += 1
+        elif self._asked.add(time.monotonic()):
             self._departure.ask(time.monotonic())
-            if self._asked > 1:
+            if self._asked.count > 1:
                 self._code = _EXIT_TERMINATED
             elif not self._departure.holds_work:
                 self._code = 0
+        else:  # it may be unwinding, which the same request must not disturb
+            return
         if self._code is not None:
             raise SystemExit(self._code)
 
@@ -102,7 +106,7 @@ class Ending:
         poll = select.poll()
         poll.register(self._hears, select.POLLIN)
         while True:
-            if poll.poll(1e3 * _LOOK_S if self._heard else None):
+            if poll.poll(1e3 * _LOOK_S if self._heard.count or self._is_interrupted else None):
                 signals = os.read(self._hears, 64)
                 if not signals:
                     return
@@ -111,11 +115,11 @@ class Ending:
 
     def _hear(self, signals: bytes, now_s: float) -> None:
         """The main thread takes them, too, if it can."""
-        self._heard += [number for number in signals if number == signal.SIGINT or number in _LEAVING_SIGNALS]
-        asked = len(self._heard) - self._heard.count(signal.SIGINT)
-        if asked:
+        self._is_interrupted |= signal.SIGINT in signals
+        if any(number in _LEAVING_SIGNALS for number in signals) and self._heard.add(now_s):
             self._departure.ask(now_s)
-        if signal.SIGINT in self._heard or asked > 1 or (asked and not self._departure.holds_work):
+        asked = self._heard.count
+        if self._is_interrupted or asked > 1 or (asked and not self._departure.holds_work):
             self._end_at_s = min(self._end_at_s, now_s + _UNWIND_S)
 
     def _look(self, now_s: float) -> None:
@@ -134,6 +138,6 @@ class Ending:
             self._end(self._code_heard())
 
     def _code_heard(self) -> int:
-        if signal.SIGINT in self._heard:
+        if self._is_interrupted:
             return _EXIT_INTERRUPTED
-        return _EXIT_TERMINATED if len(self._heard) > 1 else 0
+        return _EXIT_TERMINATED if self._heard.count > 1 else 0

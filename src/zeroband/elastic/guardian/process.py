@@ -343,8 +343,8 @@ def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> 
 
 def main() -> None:
     """The guardian process: takes its order from standard input and stands guard."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(ignored, signal.SIG_IGN)  # the trainer's end of the pipe decides, not the terminal, nor Slurm
     trainer = os.fdopen(sys.stdin.fileno(), "rb", buffering=0)
     order = TypeAdapter(GuardianOrder).validate_json(trainer.readline())
     setup_logging("WARNING", order.node_id, 0)

@@ -3,8 +3,8 @@
 Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's arguments for one
 machine. Opens no port: the ranks meet in a file without a name, where torchrun opens its store, and with `--standalone`
 a rendezvous too, to everybody who reaches the machine. Ends as Docker, Slurm and systemd expect: the first SIGTERM or
-SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did); a second one ends them at once (143). No
-rank outlives its launcher.
+SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did, or `--exit-code-left`); a second one ends
+them at once (143). No rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from zeroband.errors import ConfigError
-from zeroband.node.launched import RANKS_FILE
+from zeroband.node.launched import RANKS_FILE, LeaveRequests
 from zeroband.node.processes import start_leashed
 from zeroband.tools.cluster.gpus import visible_gpus
 
@@ -39,6 +39,8 @@ class Launch:
     ranks: int
     max_restarts: int
     command: tuple[str, ...]
+    exit_code_left: int = 0
+    """Where a signal asked the node to leave, and it did."""
 
     def environment(self, rank: int, restarts: int, meeting: int) -> dict[str, str]:
         """The environment of a rank: torchrun's variables, but for those that name a port.
@@ -83,11 +85,16 @@ def parse(argv: Sequence[str]) -> Launch:
         )
     if asked.max_restarts < 0:
         raise ConfigError(f"--max-restarts {asked.max_restarts} is negative; 0 starts the ranks once")
+    if not 0 <= asked.exit_code_left <= 255:
+        raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
     if asked.script.startswith("@"):
-        trainer = (sys.executable, "-u", "-m", "zeroband.train")
-        return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*trainer, asked.script, *asked.arguments))
-    python = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
-    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*python, asked.script, *asked.arguments))
+        runs: tuple[str, ...] = (sys.executable, "-u", "-m", "zeroband.train")
+    elif asked.no_python:
+        runs = ()
+    else:
+        runs = (sys.executable, "-u", *(("-m",) if asked.module else ()))
+    command = (*runs, asked.script, *asked.arguments)
+    return Launch(count_of(asked.nproc_per_node), asked.max_restarts, command, asked.exit_code_left)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     ranks, restarts = env.get("PET_NPROC_PER_NODE", "1"), env.get("PET_MAX_RESTARTS", "0")
     add("--nproc-per-node", "--nproc_per_node", default=ranks, metavar="N", help="ranks: a number, gpu, cpu or auto")
     add("--max-restarts", "--max_restarts", type=int, default=restarts, metavar="N", help="starts after one has failed")
+    left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
+    add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program of its own")
     add("--nnodes", default=env.get("PET_NNODES", "1"), metavar="1", help="each machine has a launcher of its own")
@@ -136,7 +145,7 @@ class Launcher:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._signals: list[int] = []
         """Taken, and not obeyed yet."""
-        self._is_asked = False
+        self._asked = LeaveRequests()
         self._ended_by = 0
         """The signal that ended the ranks at once; 0 while they may end by themselves."""
         self._kill_at_s = math.inf
@@ -154,16 +163,17 @@ class Launcher:
         if self._ended_by:
             return 128 + self._ended_by
         if failed is None:
-            return 0
+            return self._launch.exit_code_left if self._asked.count else 0
         code = self._code(failed)
-        if self._is_asked and code == -signal.SIGTERM:  # before it could take that signal
+        if self._asked.count and code == -signal.SIGTERM:  # before it could take that signal
             return 128 + signal.SIGTERM
         if code < 0:  # it could not say so itself
             _say(self._fate(failed))
         return _EXIT_CONFIG if code == _EXIT_CONFIG else _EXIT_FAILED
 
     def _starts_again(self, restarts: int, code: int) -> bool:
-        is_over = self._is_asked or self._ended_by != 0 or code == _EXIT_CONFIG  # which another start would meet, too
+        is_over = self._asked.count > 0 or self._ended_by != 0
+        is_over |= code == _EXIT_CONFIG  # which another start would meet, too
         return not is_over and restarts < self._launch.max_restarts
 
     def _run_once(self, restarts: int) -> int | None:
@@ -208,12 +218,13 @@ class Launcher:
             number = self._signals.pop(0)
             if self._ended_by:
                 self._kill_at_s = 0.0
-            elif number in _LEAVING_SIGNALS and not self._is_asked:
-                self._is_asked = True
+            elif number in _LEAVING_SIGNALS and not self._asked.add(time.monotonic()):
+                continue
+            elif number in _LEAVING_SIGNALS and self._asked.count == 1:
                 self._signal(signal.SIGTERM)
             else:
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-                self._end(self._ended_by)
+                self._end(signal.SIGINT)  # another SIGTERM could be taken for the first one
 
     def _end(self, number: int) -> None:
         """Have all ranks end at once, by SIGKILL where they do not."""

@@ -52,6 +52,7 @@ def test_ranks_are_counted_by_gpus_and_cores(monkeypatch: pytest.MonkeyPatch) ->
         (["--nproc-per-node=two", "s"], "--nproc-per-node two is no number of ranks"),
         (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is no number of ranks"),
         (["--max-restarts=-1", "s"], "--max-restarts -1 is negative"),
+        (["--exit-code-left=256", "s"], "--exit-code-left 256 is no exit code"),
         (["--nnodes=2", "s"], "does not take --nnodes 2: .* start it on every machine"),
         (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .* meet without a port"),
         (["--master_port=29500", "s"], "does not take --master_port=29500"),
