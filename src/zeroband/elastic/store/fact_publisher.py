@@ -114,7 +114,8 @@ class FactPublisher:
         self._batch: FactBatch | None = None
         """What is to be added next; it may have been, if the answer was lost."""
         self._standing: dict[str, FactLine] = {}
-        self._is_listed = False
+        self._is_listed: bool | None = None
+        """Whether the store lists this node; None: not known."""
         self._said, self._pause_s = "", self._every_s
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="facts", daemon=True)
@@ -173,7 +174,8 @@ class FactPublisher:
         """Whether it was added; else the stream holds other entries, and this node goes on behind those."""
         standing = {line.record["kind"]: line for line in batch.lines if _stands(line) and line.record is not None}
         told = FactBatch(tuple({**self._standing, **standing}.values())) if standing or not self._is_listed else None
-        answer = store.append_facts(self._node_id, self._newest, batch, told, is_new=bool(standing))
+        is_new = bool(standing) or self._is_listed is False
+        answer = store.append_facts(self._node_id, self._newest, batch, told, is_new=is_new)
         if isinstance(answer, Appended):
             self._newest, self._is_listed = answer.id, answer.is_known
             self._standing |= standing
@@ -186,7 +188,7 @@ class FactPublisher:
         self._newest = entries[0].id if entries else ""
         told = next((batch.places for _, batch in entries if batch is not None), {})
         self._files.go_to(told)
-        self._batch, self._is_listed = None, False
+        self._batch, self._is_listed = None, None
 
     def close(self) -> None:
         """Tell what was recorded last, if the store answers soon."""

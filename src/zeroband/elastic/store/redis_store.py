@@ -157,6 +157,8 @@ class RedisStore(Store):
         self._judge = Judge(Seals(key, run_id, self.keys.prefix))
         self._known_run = ""
         """Digest of the run's record that was looked at last and counts."""
+        self._known_word = ""
+        """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
         self._patience_s = patience_s
         self._before_retry = before_retry
         self._has_answered = False
@@ -178,7 +180,7 @@ class RedisStore(Store):
             self._script(scripts.READ_HISTORY, list),
         )
         self._add_once = self._script(scripts.ADD_ONCE, int)
-        self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, _FLAG))
+        self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts, self._read_nodes = (
             self._script(scripts.READ_FACTS, list),
             self._script(scripts.READ_NODES, list),
@@ -407,7 +409,7 @@ class RedisStore(Store):
         if isinstance(said, int):
             return True
         is_known = self._judge.run(self.keys.run, said) is not None
-        self._known_run = hashlib.sha1(said, usedforsecurity=False).hexdigest() if said and is_known else ""
+        self._known_run = _sha1(said) if said and is_known else ""
         return is_known
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
@@ -496,12 +498,19 @@ class RedisStore(Store):
         keys, seal = [self.keys.facts(node_id), self.keys.recorders], self._judge.seal_facts
         word = "" if standing is None else seal(self.keys.recorders, node_id, standing)
         args = [newest, seal(keys[0], node_id, batch), node_id, word, int(bool(word) and is_new)]
-        is_added, said, is_known = self._run(
-            self._append_facts, keys, [*args, FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED]
-        )
+        args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
+        is_added, said, listed = self._run(self._append_facts, keys, args)
         if is_added:
-            return Appended(_text(said), bool(is_known))
+            return Appended(_text(said), self._knows_word(node_id, listed))
         return self._entries(node_id, said)
+
+    def _knows_word(self, node_id: str, said: bytes | int | None) -> bool:
+        """Whether a node is listed; the word is told in full only where it is not the one that was seen last."""
+        if isinstance(said, int):
+            return True
+        is_known = self._judge.facts(self.keys.recorders, node_id, said) is not None
+        self._known_word = _sha1(said) if said and is_known else ""
+        return is_known
 
     def read_facts(self, node_id: str, behind: str) -> Sequence[FactEntry]:
         """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
@@ -537,6 +546,11 @@ class RedisStore(Store):
 
     def close(self) -> None:
         self._redis.close()
+
+
+def _sha1(said: bytes) -> str:
+    """As a script computes it, to tell the same again."""
+    return hashlib.sha1(said, usedforsecurity=False).hexdigest()
 
 
 def _text(value: bytes | str) -> str:

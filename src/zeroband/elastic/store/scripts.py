@@ -376,10 +376,11 @@ return redis.call('HGETALL', KEYS[1])
 APPEND_FACTS = _script(
     "stream hash",
     """
--- KEYS: facts nodes   ARGV: newest facts node word is_new ttl most_entries most_bytes looked
+-- KEYS: facts nodes   ARGV: newest facts node word is_new ttl most_entries most_bytes looked known
 -- Adds an entry behind the newest one that the caller knows; where it is another, returns the newest ones instead. An
 -- entry says how many bytes of facts came before it, so that the oldest ones can be dropped by size. `is_new`: the
--- word is another one than before; else it is written where there is none.
+-- word is another one than before; else it is written where there is none. `known`: digest of the word that the caller
+-- has seen, which is told where it is another.
 local function size_of(entry) return #(entry[2][4] or '') end
 local function before_of(entry)
   local before = tonumber(entry[2][2])
@@ -411,7 +412,9 @@ elseif ARGV[4] ~= '' then
 end
 redis.call('EXPIRE', KEYS[1], ARGV[6])
 redis.call('EXPIRE', KEYS[2], ARGV[6])
-return {1, id, redis.call('HGET', KEYS[2], ARGV[3]) and 1 or 0}
+local word = redis.call('HGET', KEYS[2], ARGV[3])
+if word and redis.sha1hex(word) == ARGV[10] then word = 1 end
+return {1, id, word}
 """,
 )
 

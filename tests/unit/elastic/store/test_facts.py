@@ -448,6 +448,27 @@ def test_keys_of_a_wrong_kind_are_mended_by_the_node_and_skipped_by_a_reader(
     assert shown.read() == [] and client.get(STREAM) == b"x"
 
 
+@pytest.mark.parametrize("damage", ["forged", "deleted", "of a wrong kind"])
+def test_node_is_listed_again_while_it_goes_on(
+    node: Node, run_dir: Path, client: redis.Redis, opened: Open, damage: str
+) -> None:
+    shown, publisher = opened(), node.publish()
+    until(lambda: shown.node_ids() == ["n0"], "the node")
+    match damage:
+        case "forged":
+            client.hset(KEYS.recorders, "n0", "word")
+        case "deleted":
+            client.delete(KEYS.recorders)
+        case _:
+            client.set(KEYS.recorders, "word")
+    assert opened().node_ids() == []
+    for entries in (2, 3):
+        node.train(1)
+        until(lambda entries=entries: client.xlen(STREAM) == entries, "another entry")
+    publisher.close()
+    assert opened().read() == in_files(run_dir)
+
+
 def test_stream_whose_ids_were_used_up_is_begun_anew(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open
 ) -> None:
