@@ -201,6 +201,7 @@ def test_line_that_is_far_too_long_is_counted_and_passed(
 # -- the store away, and back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stream_catches_up_after_the_store_was_away(
     node: Node, run_dir: Path, server: RedisServer, opened: Open
 ) -> None:
@@ -311,6 +312,7 @@ def test_other_files_of_the_same_name_are_told_from_their_beginning(
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stream_keeps_the_newest_of_so_many_bytes(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +334,7 @@ def test_stream_keeps_the_newest_of_so_many_bytes(
     assert late[2:] == given[-len(late[2:]) :] and 50 < len(late) < 400
 
 
+@pytest.mark.slow
 def test_stream_keeps_the_newest_of_so_many_entries(
     node: Node, client: redis.Redis, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,6 +570,7 @@ def test_status_shows_a_run_without_its_files(
     assert shown == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_status_follows_a_store_that_goes_away_and_comes_back(
     node: Node, server: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
