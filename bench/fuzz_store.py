@@ -46,7 +46,7 @@ TINY = (
     *("--fault.inject", "inner@+0=TAKES0.03"),
 )
 FORGED = b"00112233445566778899aabbccddeeff 999999999 999999999 forged - {}"
-NAMES = (*(name for name in vars(Keys("")) if name != "prefix"), "ready", "votes", "failed")
+NAMES = (*(name for name in vars(Keys("")) if name != "prefix"), "ready", "votes", "failed", "facts")
 _LIFE_MS = 3_600_000
 
 
@@ -91,6 +91,8 @@ class Damager:
             whole += f":{id_of(raw)}"
         elif name == "ready" and len(words := (raw or b"").split()) > 1 and words[1].isdigit():  # not damaged just now
             whole += f":{words[1].decode()}"
+        elif name == "facts":
+            whole += ":node0"
         return whole.encode()
 
     def strike(self, key: bytes, kind: str) -> str:
