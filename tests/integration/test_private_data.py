@@ -22,7 +22,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
-from zeroband.tools.data import audit as command
+from zeroband.tools.data import command
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 

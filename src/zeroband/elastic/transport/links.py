@@ -11,6 +11,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from zeroband.elastic.membership.run_key import RunKey
@@ -108,7 +109,13 @@ class Links:
         Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
         """
         self._forget_all_but(others)
-        return asyncio.run(self._connect(own, others, is_aborted))
+        connecting = self._connect(own, others, is_aborted)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(connecting)
+        with ThreadPoolExecutor(1, "zeroband-links") as beside:  # this thread has a loop at work, as a notebook's has
+            return beside.submit(asyncio.run, connecting).result()
 
     def drop(self, member: str) -> None:
         """Hang up on a member; whoever of the two dials begins anew when both want a link again."""

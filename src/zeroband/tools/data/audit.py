@@ -202,8 +202,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
 
 def main(argv: Sequence[str]) -> int:
     """`zeroband data audit RUN_DIR`. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="zeroband data", description=__doc__)
-    parser.add_argument("action", choices=["audit"])
+    parser = argparse.ArgumentParser(prog="zeroband data audit", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="<run.dir>/<run.id>, with the folders of all nodes")
     run_dir: Path = parser.parse_args(argv).run_dir
     rounds = read_rounds(run_dir)

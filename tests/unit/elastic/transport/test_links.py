@@ -231,6 +231,18 @@ def test_abort_keeps_the_streams_that_were_there_already(make_node: MakeNode, mo
     assert a.links.number("b") == number
 
 
+def test_links_are_made_in_a_thread_that_has_a_loop_at_work_as_a_notebook_has(make_node: MakeNode) -> None:
+    a, b = make_node("a").open(), make_node("b").open()
+    end_s = time.monotonic() + DEADLINE_S
+
+    async def cell() -> tuple[str, ...]:
+        return a.links.connect("a", {"b": Wanted(b.address, 1)}, lambda: time.monotonic() > end_s)
+
+    of_b = b.connect(a)
+    assert asyncio.run(cell()) == of_b.result(DEADLINE_S) == ()
+    until(lambda: a.is_linked(b) and b.is_linked(a))
+
+
 def test_link_that_is_lost_while_others_are_awaited_is_dialled_again(make_node: MakeNode) -> None:
     a, b, late = make_node("a").open(), make_node("b").open(), make_node("late")
     connecting = a.connect(b, late)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from zeroband.data.ledger import SHARED, Range, allocate, holes, settle
 from zeroband.elastic.membership.records import to_record
 from zeroband.observe.events import EventLog
+from zeroband.tools.data import command
 from zeroband.tools.data.audit import Account, AuditedRound, audit, main, read_left_out, read_rounds
 
 A, B, C = "a#1", "b#1", "c#1"
@@ -147,18 +148,18 @@ def test_command_reads_what_several_nodes_recorded(tmp_path: Path, capsys: pytes
             emit(first, record)
         if record.round > 1:
             emit(second, record)
-    assert main(["audit", str(tmp_path / "run")]) == 0
+    assert command.main(["audit", str(tmp_path / "run")]) == 0
     assert "samples repeated   0" in capsys.readouterr().out
 
 
 def test_command_refuses_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(tmp_path)]) == 2
+    assert main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_command_fails_where_no_sample_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emit(EventLog(tmp_path / "run" / "a"), run_of({})[0])
-    assert main(["audit", str(tmp_path / "run")]) == 2
+    assert main([str(tmp_path / "run")]) == 2
     assert "trained no samples, so there is nothing to audit" in capsys.readouterr().err
 
 
@@ -291,11 +292,11 @@ def test_command_shows_each_node_s_samples_and_fails_where_a_range_is_repeated(
     for record in history:
         emit(logs[0], record)
         emit(logs[1], having(record, "b/2", assigned={B: ((5, 15),)}) if record.round == 1 else record)
-    assert main(["audit", str(tmp_path / "good")]) == 0
+    assert main([str(tmp_path / "good")]) == 0
     out = capsys.readouterr().out
     assert out.index("documents of a/1") < out.index("samples trained    50") < out.index("documents of b/2")
     assert "samples trained    40\nsamples owed       10\nsamples repeated   0" in out
-    assert main(["audit", str(tmp_path / "bad")]) == 3
+    assert main([str(tmp_path / "bad")]) == 3
     assert "samples repeated   5 (5..9)" in capsys.readouterr().out
 
 
