@@ -137,6 +137,8 @@ LACKS = {
         {"uninstalled": ["gcsfs"]},
     ),
     "wandb": Lack(("--observe.wandb",), "zeroband-elastic[wandb]", {"uninstalled": ["wandb"]}),
+    "tensorboard": Lack(("--observe.tensorboard",), "zeroband-elastic[tensorboard]", {"uninstalled": ["tensorboard"]}),
+    "trackio": Lack(("--observe.trackio",), "zeroband-elastic[trackio]", {"uninstalled": ["trackio"]}),
     "protocol": Lack(
         (
             "--data.source.type=text",

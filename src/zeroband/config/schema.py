@@ -168,6 +168,19 @@ class WandbConfig(Section):
     """offline writes to disk only; `wandb sync` uploads later."""
 
 
+class TensorboardConfig(Section):
+    """TensorBoard's event files, in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
+
+
+class TrackioConfig(Section):
+    """trackio, a tracker that keeps its records on this machine: `trackio show`."""
+
+    project: str = Field(default="zeroband", min_length=1, json_schema_extra=NODE_LOCAL)
+    """Project to log to."""
+    space_id: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    """Space of Hugging Face's to log to, `user/space`. None: in trackio's folder on this machine, nothing is sent."""
+
+
 class ObserveConfig(Section):
     """What is shown and kept of the training."""
 
@@ -175,6 +188,10 @@ class ObserveConfig(Section):
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
+    tensorboard: TensorboardConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """TensorBoard sink. None: off."""
+    trackio: TrackioConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """trackio sink. None: off."""
     sample_prompt: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)

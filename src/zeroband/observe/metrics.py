@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zeroband.observe.events import EVENTS, EVENTS_FILE
 from zeroband.observe.hardware import peak_flops
-from zeroband.observe.sinks import JsonlSink, MetricValue, Sink, WandbSink
+from zeroband.observe.sinks import JsonlSink, MetricValue, Sink
 
 __all__ = [
     "METRICS",
@@ -21,7 +21,6 @@ __all__ = [
     "MetricValue",
     "MetricsLog",
     "Sink",
-    "WandbSink",
     "ddp_bytes",
     "metric_of",
     "peak_flops",

@@ -22,6 +22,7 @@ NODE_LOCAL_FLAGS = [
     ("--data.source.paths", "/other/mount/*.txt"),
     ("--elastic.start_nodes", "4"),
     ("--observe.wandb.project", "mine"),
+    ("--observe.trackio.project", "mine"),
     ("--log_level", "DEBUG"),
     ("--fault.inject", "opened@3=SIGKILL"),
     ("--fault.grace_s", "5"),
