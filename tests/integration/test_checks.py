@@ -138,6 +138,7 @@ LACKS = {
     ),
     "wandb": Lack(("--observe.wandb",), "zeroband-elastic[wandb]", {"uninstalled": ["wandb"]}),
     "tensorboard": Lack(("--observe.tensorboard",), "zeroband-elastic[tensorboard]", {"uninstalled": ["tensorboard"]}),
+    "prometheus": Lack(("--observe.prometheus",), "uv sync --extra prometheus", {"uninstalled": ["prometheus_client"]}),
     "trackio": Lack(("--observe.trackio",), "zeroband-elastic[trackio]", {"uninstalled": ["trackio"]}),
     "protocol": Lack(
         (

@@ -168,6 +168,16 @@ class WandbConfig(Section):
     """offline writes to disk only; `wandb sync` uploads later."""
 
 
+class PrometheusConfig(Section):
+    """What a Prometheus, or the probes of an orchestrator, may ask this node: /metrics, /healthz, /readyz."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, json_schema_extra=NODE_LOCAL)
+    """Address to listen on. Whoever reaches it may read the figures, so leave it or keep it inside a network of yours;
+    0.0.0.0 in a container."""
+    port: int = Field(default=9400, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
+    """Port to listen on. 0: any that is free, which the log names, and a file in `<run.dir>/.prometheus`."""
+
+
 class TensorboardConfig(Section):
     """TensorBoard's event files, in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
 
@@ -186,6 +196,8 @@ class ObserveConfig(Section):
 
     log_every_steps: PositiveInt = Field(default=10, json_schema_extra=NODE_LOCAL)
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
+    prometheus: PrometheusConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """/metrics, /healthz and /readyz over HTTP. None: off."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
     tensorboard: TensorboardConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)

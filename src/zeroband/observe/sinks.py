@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
@@ -21,11 +21,15 @@ _log = get_logger(__name__)
 
 
 class Sink(Protocol):
-    """Takes every record once, in order, from one thread; neither raises nor blocks."""
+    """Takes every record once, in order, from one thread at a time; neither raises nor blocks."""
 
-    def write(self, record: Mapping[str, MetricValue]) -> None: ...
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl or of events.jsonl."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take no more; closing again does nothing."""
+        ...
 
 
 class JsonlSink:
@@ -34,7 +38,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         self._writer.append(record)
 
     def close(self) -> None:
@@ -44,7 +48,7 @@ class JsonlSink:
 class Service(Protocol):
     """Where a BackgroundSink brings its records. One thread calls it; it may raise, and take its time."""
 
-    def write(self, record: Mapping[str, MetricValue]) -> None: ...
+    def write(self, record: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Finish what was written; not called where something was raised."""
@@ -60,12 +64,12 @@ class BackgroundSink:
     def __init__(self, name: str, open_service: Callable[[], Service]) -> None:
         self._name = name
         self._open_service = open_service
-        self._records: queue.Queue[dict[str, MetricValue] | None] = queue.Queue(_BACKLOG_RECORDS)
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(_BACKLOG_RECORDS)
         self._is_dropped = threading.Event()
         self._thread = threading.Thread(target=self._forward, name=f"{name}-sink", daemon=True)
         self._thread.start()
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         if self._is_dropped.is_set():
             return
         try:

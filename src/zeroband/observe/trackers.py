@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroband.observe.sinks import MetricValue
-
 TENSORBOARD_FOLDER = "tensorboard"
 """Name inside a node's folder of the run directory."""
 
@@ -42,7 +40,7 @@ class Wandb:
         )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         self._run.log(record)
 
     def close(self) -> None:
@@ -56,7 +54,7 @@ class TensorBoard:
         tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
         self._writer = tensorboard.SummaryWriter(str(node_dir / TENSORBOARD_FOLDER))
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         step, at_s = record["step"], record["at_s"]
         for name, value in _curves(record).items():
             self._writer.add_scalar(name, value, step, walltime=at_s)
@@ -89,7 +87,7 @@ class Trackio:
             auto_log_cpu=False,
         )
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         self._run.log(_curves(record), step=record["step"])
 
     def close(self) -> None:
@@ -100,7 +98,7 @@ def _run_name(node_dir: Path) -> str:
     return f"{node_dir.parent.name}/{node_dir.name}"
 
 
-def _curves(record: Mapping[str, MetricValue]) -> dict[str, float]:
+def _curves(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record that are measured, by metric."""
     return {
         name: value for name, value in record.items() if name not in ("step", "at_s") and not isinstance(value, str)

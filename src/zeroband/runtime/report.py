@@ -28,7 +28,7 @@ from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplex
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
-from zeroband.runtime.watching import open_trackers
+from zeroband.runtime.watching import open_trackers, open_watchers
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
 """Metrics of the console line."""
@@ -84,12 +84,13 @@ class NodeReport:
         self._folder = RunFolder(node.node_dir)
         try:
             self._folder.prepare(config, node.node_id, os.environ)
+            (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
+            watchers = open_watchers(config, node.node_id, node.node_dir)
         except BaseException:
             os.close(self._claim)
             raise
-        (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
-        self.events = EventLog(node.node_dir)
-        self._metrics = MetricsLog(node.node_dir, open_trackers(config, node.node_dir))
+        self.events = EventLog(node.node_dir, watchers)
+        self._metrics = MetricsLog(node.node_dir, [*watchers, *open_trackers(config, node.node_dir)])
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0
         self._newest: dict[str, MetricValue] = {}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from zeroband.config.schema import RunConfig
+from zeroband.errors import DISTRIBUTION
+from zeroband.observe.prometheus import Exporter, MetricsServer
 from zeroband.observe.sinks import BackgroundSink, Sink
 from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
+from zeroband.runtime.health import ailments, ranks_in, stalls
 
 
 def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
@@ -23,3 +28,30 @@ def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
         place = {"project": trackio.project, "space_id": trackio.space_id}
         sinks.append(BackgroundSink("trackio", partial(Trackio, **place, node_dir=node_dir, config=settings)))
     return sinks
+
+
+def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]:
+    """Open the sinks that take metrics and events alike. Raises ConfigError where one cannot do what is asked of it."""
+    sinks: list[Sink] = []
+    if (prometheus := config.observe.prometheus) is not None:
+        folders = {"run.dir": node_dir}
+        if config.data.cache_dir is not None:
+            folders["data.cache_dir"] = config.data.cache_dir
+        if config.ckpt.path is not None and "://" not in config.ckpt.path:
+            folders["ckpt.path"] = Path(config.ckpt.path)
+        exporter = Exporter(
+            run_id=config.run.id,
+            node_id=node_id,
+            versions={"version": metadata.version(DISTRIBUTION), "torch": metadata.version("torch")},
+            folders=folders,
+            saves=config.ckpt.path is not None,
+            ailments=partial(_ailments_of, node_dir),
+        )
+        sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
+    return sinks
+
+
+def _ailments_of(node_dir: Path) -> Sequence[str]:
+    """What `zeroband health` says of this node; a loop of one's own leaves no ranks to be found."""
+    ranks = [rank for rank in ranks_in(Path("/proc")) if rank[1] == node_dir.resolve()]
+    return list(ailments(ranks) if ranks else stalls(node_dir))

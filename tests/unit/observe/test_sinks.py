@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,12 +241,7 @@ def test_trackio_keeps_the_curves_on_this_machine(tmp_path: Path) -> None:
     assert list((tmp_path / "kept").glob("mine*.db"))
 
 
-def test_trackio_sends_nothing_because_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
-) -> None:
+def test_trackio_sends_nothing_because_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_SPACE_ID", "somebody/else")
-    service = partial(Trackio, project="mine", space_id=None, node_dir=tmp_path, config={})
-    sink = BackgroundSink("trackio", service)
-    sink.close()
-    (reason,) = warnings()
-    assert "TRACKIO_SPACE_ID is set and observe.trackio.space_id is not" in reason
+    with pytest.raises(RuntimeError, match=r"TRACKIO_SPACE_ID is set and observe\.trackio\.space_id is not"):
+        Trackio(project="mine", space_id=None, node_dir=tmp_path, config={})
