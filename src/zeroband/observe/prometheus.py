@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import math
-import os
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any, get_args
 
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.events import EVENTS
+from zeroband.observe.hardware import disk_space
 from zeroband.observe.log import ROOT, get_logger
 from zeroband.observe.metrics import METRICS, SERIES, metric_of, prometheus_name
 from zeroband.observe.view import NodeHistory, NodeState
@@ -312,11 +312,8 @@ class _Seldom:
 
 
 def _disks(folders: Mapping[str, Path]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Free bytes and size of the file system of each folder, or of the first above it that is there."""
-    free, size = dict[tuple[str, ...], float](), dict[tuple[str, ...], float]()
-    for key, folder in folders.items():
-        with contextlib.suppress(OSError):
-            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            disk = os.statvfs(there)
-            free[(key,)], size[(key,)] = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-    return {"zeroband_disk_free_bytes": free, "zeroband_disk_size_bytes": size}
+    found = {(key,): space for key, folder in folders.items() if (space := disk_space(folder)) is not None}
+    return {
+        "zeroband_disk_free_bytes": {key: float(free) for key, (free, _) in found.items()},
+        "zeroband_disk_size_bytes": {key: float(size) for key, (_, size) in found.items()},
+    }

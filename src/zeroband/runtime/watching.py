@@ -8,10 +8,12 @@ from importlib import metadata
 from pathlib import Path
 
 from zeroband.config.schema import RunConfig
-from zeroband.errors import DISTRIBUTION
+from zeroband.errors import DISTRIBUTION, ConfigError
+from zeroband.observe.hardware import free_ratio
 from zeroband.observe.prometheus import Exporter, MetricsServer
 from zeroband.observe.sinks import BackgroundSink, Sink
 from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
+from zeroband.observe.webhook import AlertRules, Webhook
 from zeroband.runtime.health import ailments, ranks_in, stalls
 
 
@@ -33,6 +35,9 @@ def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
 def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]:
     """Open the sinks that take metrics and events alike. Raises ConfigError where one cannot do what is asked of it."""
     sinks: list[Sink] = []
+    webhook = config.observe.webhook
+    if webhook is not None and webhook.url is None:
+        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or leave it out")
     if (prometheus := config.observe.prometheus) is not None:
         folders = {"run.dir": node_dir}
         if config.data.cache_dir is not None:
@@ -48,6 +53,17 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
             ailments=partial(_ailments_of, node_dir),
         )
         sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
+    if webhook is not None and webhook.url is not None:
+        sinks.append(
+            Webhook(
+                webhook.url.get_secret_value(),
+                kinds=webhook.events,
+                run_id=config.run.id,
+                node_id=node_id,
+                rules=AlertRules(node_id, stalled_s=webhook.stalled_s),
+                free_ratio=partial(free_ratio, node_dir),
+            )
+        )
     return sinks
 
 

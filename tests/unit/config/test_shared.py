@@ -23,6 +23,7 @@ NODE_LOCAL_FLAGS = [
     ("--elastic.start_nodes", "4"),
     ("--observe.wandb.project", "mine"),
     ("--observe.trackio.project", "mine"),
+    ("--observe.webhook.stalled_s", "60"),
     ("--observe.prometheus.port", "0"),
     ("--log_level", "DEBUG"),
     ("--fault.inject", "opened@3=SIGKILL"),
