@@ -137,6 +137,9 @@ LACKS = {
         {"uninstalled": ["gcsfs"]},
     ),
     "wandb": Lack(("--observe.wandb",), "zeroband-elastic[wandb]", {"uninstalled": ["wandb"]}),
+    "tensorboard": Lack(("--observe.tensorboard",), "zeroband-elastic[tensorboard]", {"uninstalled": ["tensorboard"]}),
+    "prometheus": Lack(("--observe.prometheus",), "uv sync --extra prometheus", {"uninstalled": ["prometheus_client"]}),
+    "trackio": Lack(("--observe.trackio",), "zeroband-elastic[trackio]", {"uninstalled": ["trackio"]}),
     "protocol": Lack(
         (
             "--data.source.type=text",

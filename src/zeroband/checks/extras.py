@@ -19,9 +19,20 @@ _EXTRA_OF = {
     "datasets": "hf",
     "huggingface_hub": "hf",
     "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "prometheus_client": "prometheus",
     "torchao": "float8",
 }
 """The extra of the package by the module that it brings."""
+
+_MODULE_OF = {
+    "prometheus": "prometheus_client",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""The module that a section of [observe] needs."""
 
 
 def missing_packages(config: RunConfig) -> Iterator[Finding]:
@@ -52,8 +63,7 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.type='huggingface'", "datasets"
     if config.train.float8 is not None:
         yield f"train.float8={config.train.float8!r}", "torchao"
-    if config.observe.wandb is not None:
-        yield "observe.wandb", "wandb"
+    yield from ((f"observe.{name}", module) for name, module in _MODULE_OF.items() if getattr(config.observe, name))
     for key, protocol in _protocols(config):
         if implementation := _implementations().get(protocol):
             root = str(implementation["class"]).partition(".")[0]

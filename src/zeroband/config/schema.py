@@ -6,6 +6,7 @@ import difflib
 import importlib
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
@@ -168,6 +169,55 @@ class WandbConfig(Section):
     """offline writes to disk only; `wandb sync` uploads later."""
 
 
+class PrometheusConfig(Section):
+    """What a Prometheus, or the probes of an orchestrator, may ask this node: /metrics, /healthz, /readyz."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, json_schema_extra=NODE_LOCAL)
+    """Address to listen on. Whoever reaches it may read the figures, so leave it or keep it inside a network of yours;
+    0.0.0.0 in a container."""
+    port: int = Field(default=9400, ge=0, le=65535, json_schema_extra=NODE_LOCAL)
+    """Port to listen on. 0: any that is free, which the log names, and a file in `<run.dir>/.prometheus`."""
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+AlertKind = Literal["node_lost", "run_stalled", "loss_spike", "disk", "checkpoint", "run_failed", "run_finished"]
+
+
+class WebhookConfig(Section):
+    """Messages about what calls for somebody, to Slack or whoever else takes JSON by POST."""
+
+    url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Where to post, https:// only but for loopback. A secret: in ZERO_BAND_OBSERVE__WEBHOOK__URL. None: refused at the
+    start."""
+    events: tuple[AlertKind, ...] = Field(
+        default=("node_lost", "run_stalled", "loss_spike", "disk"), min_length=1, json_schema_extra=NODE_LOCAL
+    )
+    """What to tell of."""
+    stalled_s: PositiveFloat = Field(default=900.0, json_schema_extra=NODE_LOCAL)
+    """Time without a step after which a run that is not paused counts as stalled, in seconds; well above a round's."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_private(cls, url: Secret | None) -> Secret | None:
+        parts = urlsplit("https:" if url is None else url.get_secret_value())
+        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
+            raise ValueError("observe.webhook.url is a secret: it begins with https://, or http:// of this machine")
+        return url
+
+
+class TensorboardConfig(Section):
+    """TensorBoard's event files, in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
+
+
+class TrackioConfig(Section):
+    """trackio, a tracker that keeps its records on this machine: `trackio show`."""
+
+    project: str = Field(default="zeroband", min_length=1, json_schema_extra=NODE_LOCAL)
+    """Project to log to."""
+    space_id: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
+    """Space of Hugging Face's to log to, `user/space`. None: in trackio's folder on this machine, nothing is sent."""
+
+
 class ObserveConfig(Section):
     """What is shown and kept of the training."""
 
@@ -175,8 +225,16 @@ class ObserveConfig(Section):
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
     publish: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
     """Show what this node records, the newest 2 MiB, in the run's store, so that a run is watched from anywhere."""
+    prometheus: PrometheusConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """/metrics, /healthz and /readyz over HTTP. None: off."""
+    webhook: WebhookConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """Messages about what calls for somebody. None: off."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
+    tensorboard: TensorboardConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """TensorBoard sink. None: off."""
+    trackio: TrackioConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
+    """trackio sink. None: off."""
     sample_prompt: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)

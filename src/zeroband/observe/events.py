@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
+from zeroband.observe.sinks import Sink
 
 EVENTS_FILE = "events.jsonl"
 """Name of the file inside a node's folder of the run directory."""
@@ -185,12 +186,15 @@ class NoEvents:
 
 
 class EventLog:
-    """Writes one line for each event to `events.jsonl` in the node's folder, and its usual fields to the log.
+    """Writes one line for each event to `events.jsonl` in the node's folder, its usual fields to the log.
+
+    Other sinks get the record, too.
 
     `now`: wall clock in seconds, for human readers only. Raises ConfigError where the file cannot be opened.
     """
 
-    def __init__(self, node_dir: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, node_dir: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
+        self._sinks = tuple(sinks)
         self._writer = JsonlWriter(node_dir / EVENTS_FILE)
         self._now = now
         self._lock = threading.Lock()
@@ -202,9 +206,15 @@ class EventLog:
         assert not missing, f"{kind} without {', '.join(missing)}"
         assert "at_s" not in fields, "at_s is set by the log"
         with self._lock:
-            self._writer.append({"at_s": round(self._now(), 3), "kind": kind, **fields})
+            record = {"at_s": round(self._now(), 3), "kind": kind, **fields}
+            self._writer.append(record)
+            for sink in self._sinks:
+                sink.write(record)
         shown = {name: fields[name] for name in EVENTS[kind].fields}
         _log.log(EVENTS[kind].level, kind, extra={"fields": shown})
 
     def close(self) -> None:
+        """Close the file and every sink."""
         self._writer.close()
+        for sink in self._sinks:
+            sink.close()

@@ -75,3 +75,19 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def disk_space(folder: Path) -> tuple[int, int] | None:
+    """Bytes free for this user and all bytes of the file system of a folder, or of the first above it that is there."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        disk = os.statvfs(there)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+
+
+def free_ratio(folder: Path) -> float | None:
+    """The free part of its file system; None where that is unknown."""
+    space = disk_space(folder)
+    return None if space is None or not space[1] else space[0] / space[1]

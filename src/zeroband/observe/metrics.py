@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from zeroband.observe.events import EVENTS, EVENTS_FILE
 from zeroband.observe.hardware import peak_flops
-from zeroband.observe.sinks import JsonlSink, MetricValue, Sink, WandbSink
+from zeroband.observe.sinks import JsonlSink, MetricValue, Sink
 
 __all__ = [
     "METRICS",
     "METRICS_FILE",
+    "SERIES",
     "JsonlSink",
     "Metric",
     "MetricValue",
     "MetricsLog",
+    "Series",
     "Sink",
-    "WandbSink",
     "ddp_bytes",
     "metric_of",
     "peak_flops",
     "perplexity",
+    "prometheus_name",
 ]
 
 METRICS_FILE = "metrics.jsonl"
@@ -48,12 +52,25 @@ next one is under way, with an outer step at once.
 """
 
 
+_SERIES_HEAD = """\
+## `/metrics`
+
+With `[observe.prometheus]` ([operations.md](operations.md#watching-with-prometheus)) a node exports every metric of the
+first table under the name in its last column, and these beside them. All have the labels `run` and `node`, those of a
+source `source`. A name that ends with `_total` adds up what is in the lines since this trainer started, and is 0 again
+when it starts again; the others show the newest line that had them. `zeroband_outer_digest` is the number that the
+first 12 hexadecimal digits of the digest make. `nan` and infinities are what Prometheus has for them.
+"""
+
+
 @dataclass(frozen=True)
 class Metric:
     """What a number means to its reader."""
 
     unit: str
     meaning: str
+    adds_up: bool = False
+    """Whether a reader adds the numbers of all lines up, instead of taking the newest."""
 
 
 METRICS: Mapping[str, Metric] = {
@@ -71,8 +88,8 @@ METRICS: Mapping[str, Metric] = {
         "tokens", "Tokens trained on in the whole run: all nodes' committed ones and this node's since."
     ),
     "train/tokens_per_s": Metric("tokens/s", "Tokens of this node for each second of this step, waits included."),
-    "train/step_s": Metric("s", "Duration of this inner step, outer step included."),
-    "train/data_s": Metric("s", "Part of it spent on waiting for data."),
+    "train/step_s": Metric("s", "Duration of this inner step, outer step included.", adds_up=True),
+    "train/data_s": Metric("s", "Part of it spent on waiting for data.", adds_up=True),
     "train/mfu": Metric(
         "ratio", "Model FLOP/s of this node over the bfloat16 peak of its GPUs; absent where that is unknown."
     ),
@@ -80,25 +97,32 @@ METRICS: Mapping[str, Metric] = {
     "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
     "outer/nodes": Metric("nodes", "Members of that epoch."),
     "outer/digest": Metric("hex", "Digest of the outer state after that round; equal on all members."),
-    "outer/blocked_s": Metric("s", "Part of the step in which training stood still for the outer algorithm."),
+    "outer/blocked_s": Metric(
+        "s", "Part of the step in which training stood still for the outer algorithm.", adds_up=True
+    ),
     "outer/wait_s": Metric(
         "s",
         "Part of the outer step spent on waiting for other members: at the boundary and for the verdict; like the "
         "transfer it may pass beside training (outer.overlap).",
+        adds_up=True,
     ),
-    "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes."),
+    "outer/transfer_s": Metric("s", "Part of it spent on the reduce between nodes.", adds_up=True),
     "outer/apply_s": Metric(
-        "s", "Part of it spent on the pseudo-gradient, the outer optimizer and writing parameters back."
+        "s", "Part of it spent on the pseudo-gradient, the outer optimizer and writing parameters back.", adds_up=True
     ),
-    "outer/retries": Metric("count", "Times this round was opened again before it was committed."),
+    "outer/retries": Metric("count", "Times this round was opened again before it was committed.", adds_up=True),
     "outer/weight": Metric(
         "tokens",
         "Weight of this node's update in the mean: the tokens that it contributed; with zeroband.DiLoCoOptimizer the "
         "samples.",
     ),
     "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
-    "outer/sent_bytes": Metric("bytes since the last line", "Payload that this node sent to other nodes."),
-    "outer/received_bytes": Metric("bytes since the last line", "Payload that this node received from other nodes."),
+    "outer/sent_bytes": Metric(
+        "bytes since the last line", "Payload that this node sent to other nodes.", adds_up=True
+    ),
+    "outer/received_bytes": Metric(
+        "bytes since the last line", "Payload that this node received from other nodes.", adds_up=True
+    ),
     "outer/payload_bytes": Metric(
         "bytes", "This node's payload in the round, counted on its way to one other; absent where averages travel."
     ),
@@ -106,6 +130,7 @@ METRICS: Mapping[str, Metric] = {
     "outer/ddp_bytes": Metric(
         "bytes since the last line",
         "What per-step data parallel would have sent instead: 2 (M-1)/M x 4 bytes x parameters for each inner step.",
+        adds_up=True,
     ),
     "eval/step": Metric("index", "Inner step of the run whose outer parameters were evaluated, with [eval]."),
     "eval/loss": Metric("nats/token", "Mean cross entropy of held-out samples of the run's data."),
@@ -116,13 +141,14 @@ METRICS: Mapping[str, Metric] = {
     "eval/loss/<source>": Metric("nats/token", "eval/loss of one of eval.sources, by its name; so are the two below."),
     "eval/bits_per_byte/<source>": Metric("bits/byte", "Of its text."),
     "eval/tokens/<source>": Metric("tokens", "Of its samples."),
-    "eval/took_s": Metric("s", "Duration of the evaluation, which is no part of train/step_s."),
+    "eval/took_s": Metric("s", "Duration of the evaluation, which is no part of train/step_s.", adds_up=True),
     "data/pass": Metric("index", "Passes over the data that the run has finished."),
     "data/pass/<source>": Metric("1", "Passes over one of data.sources that the run has made, parts of one included."),
     "data/tokens/<source>": Metric(
         "tokens",
         "Targets of one of data.sources in this step of this node, absent where there are none; `zeroband status` sums "
         "them up over all nodes, steps among them that the run lost again.",
+        adds_up=True,
     ),
     "data/next": Metric(
         "index", "First sample index that nobody was given yet; with private data the sum over the nodes' own."
@@ -133,6 +159,7 @@ METRICS: Mapping[str, Metric] = {
     "ckpt/stall_s": Metric(
         "s",
         "Time that training waited for the copy of the state that a checkpoint is made from, since the step before.",
+        adds_up=True,
     ),
     "ckpt/durable_step": Metric("index", "Inner step of the newest checkpoint that this node has completed."),
     "ckpt/backlog_bytes": Metric(
@@ -143,6 +170,56 @@ METRICS: Mapping[str, Metric] = {
     "node/gpu_peak_bytes": Metric("bytes", "Most memory that torch allocated on the GPU of local rank 0."),
 }
 """Every metric there is. One that is not measured in a step is absent from its line."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """What Prometheus finds beside METRICS."""
+
+    type: Literal["gauge", "counter"]
+    meaning: str
+    labels: tuple[str, ...] = ()
+    """Beside `run` and `node`."""
+
+
+SERIES: Mapping[str, Series] = {
+    "zeroband_build_info": Series("gauge", "Always 1; its labels say what runs here.", ("version", "torch")),
+    "zeroband_started_timestamp_seconds": Series("gauge", "When this trainer started."),
+    "zeroband_train_step": Series("gauge", "Inner steps of the run that this node has finished."),
+    "zeroband_train_steps_total": Series("counter", "Inner steps of this trainer since it started."),
+    "zeroband_last_step_timestamp_seconds": Series("gauge", "When it finished its newest inner step."),
+    "zeroband_last_round_timestamp_seconds": Series("gauge", "When its newest round was committed."),
+    "zeroband_last_checkpoint_timestamp_seconds": Series(
+        "gauge",
+        "When it completed its newest checkpoint, or its share of one; until then when it started; absent without "
+        "ckpt.path.",
+    ),
+    "zeroband_events_total": Series("counter", "Events of this trainer since it started.", ("kind",)),
+    "zeroband_log_warnings_total": Series(
+        "counter", "Lines of its log that are warnings or worse, by the part of the package that speaks.", ("part",)
+    ),
+    "zeroband_node_state": Series("gauge", "1 for the state that the node is in, 0 for the others.", ("state",)),
+    "zeroband_node_ready": Series("gauge", "1 where it trains as a member of its run (/readyz), else 0."),
+    "zeroband_node_healthy": Series("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
+    "zeroband_disk_free_bytes": Series(
+        "gauge", "Free for this user where run.dir, data.cache_dir and ckpt.path lie.", ("key",)
+    ),
+    "zeroband_disk_size_bytes": Series("gauge", "Size of that file system.", ("key",)),
+}
+
+
+def prometheus_name(metric: str) -> str:
+    """The name of a metric of METRICS in Prometheus: base units, `_total` where it adds up, `_source_` for sources.
+
+    The digest, which is no number, is exported by its first 12 digits as one.
+    """
+    row = METRICS[metric]
+    part, _, name = metric.removesuffix("/<source>").partition("/")
+    name = re.sub("_s$", "_seconds", name.replace("_per_s", "_per_second"))
+    if row.unit == "ratio" and not name.endswith("_ratio"):
+        name += "_ratio"
+    source = "source_" if metric.endswith("/<source>") else ""
+    return f"zeroband_{part}_{source}{name}{'_total' if row.adds_up else ''}"
 
 
 def metric_of(name: str) -> str:
@@ -197,7 +274,14 @@ def ddp_bytes(nodes: int, parameters: int, steps: int = 1) -> int:
 
 def document() -> str:
     """The text of docs/metrics.md."""
-    metrics = _table(("name", "unit", "meaning"), ((f"`{name}`", m.unit, m.meaning) for name, m in METRICS.items()))
+    metrics = _table(
+        ("name", "unit", "meaning", "Prometheus"),
+        ((f"`{name}`", m.unit, m.meaning, f"`{prometheus_name(name)}`") for name, m in METRICS.items()),
+    )
+    series = _table(
+        ("name", "type", "labels", "meaning"),
+        ((f"`{n}`", s.type, ", ".join(f"`{label}`" for label in s.labels), s.meaning) for n, s in SERIES.items()),
+    )
     events = _table(
         ("kind", "always carries", "meaning"),
         ((f"`{kind}`", ", ".join(f"`{f}`" for f in event.fields), event.meaning) for kind, event in EVENTS.items()),
@@ -205,7 +289,7 @@ def document() -> str:
     steps = "`step` counts finished inner steps. A metric that was not measured in a step is absent."
     metrics_head = f"## `{METRICS_FILE}`\n\n{steps}\n"
     events_head = f"## `{EVENTS_FILE}`\n\nOther fields may come along.\n"
-    return "\n".join([_HEAD, metrics_head, metrics, events_head, events]).rstrip() + "\n"
+    return "\n".join([_HEAD, metrics_head, metrics, events_head, events, _SERIES_HEAD, series]).rstrip() + "\n"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
@@ -17,18 +16,20 @@ MetricValue = float | int | str
 
 _BACKLOG_RECORDS = 10_000
 _CLOSE_DEADLINE_S = 15.0
-_SETTINGS = {"console": "off", "silent": True, "disable_git": True, "save_code": False, "x_disable_meta": True}
-"""x_disable_meta: it would record the command line, which may hold a secret. Older versions than 0.19 refuse it."""
 
 _log = get_logger(__name__)
 
 
 class Sink(Protocol):
-    """Takes every record once, in order, from one thread; neither raises nor blocks."""
+    """Takes every record once, in order, from one thread at a time; neither raises nor blocks."""
 
-    def write(self, record: Mapping[str, MetricValue]) -> None: ...
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl or of events.jsonl."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Take no more; closing again does nothing."""
+        ...
 
 
 class JsonlSink:
@@ -37,37 +38,38 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self._writer = JsonlWriter(path)
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         self._writer.append(record)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class WandbSink:
-    """Hands every record to Weights & Biases from a thread of its own, which also imports and starts it.
+class Service(Protocol):
+    """Where a BackgroundSink brings its records. One thread calls it; it may raise, and take its time."""
 
-    Whatever goes wrong in there, hanging included, is logged once and the sink takes nothing more. Each start of a node
-    is a run of its own in the group `run_id`. `config`: the resolved configuration, without secrets.
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None:
+        """Finish what was written; not called where something was raised."""
+        ...
+
+
+class BackgroundSink:
+    """Hands every record to a service from a thread of its own, which also opens it: `open_service` may import.
+
+    Whatever goes wrong in there, hanging included, is logged once and the sink takes nothing more.
     """
 
-    def __init__(
-        self, *, project: str, mode: Literal["online", "offline"], node_dir: Path, config: Mapping[str, object]
-    ) -> None:
-        self._init_arguments: dict[str, Any] = {
-            "project": project,
-            "mode": mode,
-            "dir": str(node_dir),
-            "group": node_dir.parent.name,
-            "name": f"{node_dir.parent.name}/{node_dir.name}",
-            "config": dict(config),
-        }
-        self._records: queue.Queue[dict[str, MetricValue] | None] = queue.Queue(_BACKLOG_RECORDS)
+    def __init__(self, name: str, open_service: Callable[[], Service]) -> None:
+        self._name = name
+        self._open_service = open_service
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(_BACKLOG_RECORDS)
         self._is_dropped = threading.Event()
-        self._thread = threading.Thread(target=self._forward, name="wandb-sink", daemon=True)
+        self._thread = threading.Thread(target=self._forward, name=f"{name}-sink", daemon=True)
         self._thread.start()
 
-    def write(self, record: Mapping[str, MetricValue]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         if self._is_dropped.is_set():
             return
         try:
@@ -90,17 +92,14 @@ class WandbSink:
 
     def _forward(self) -> None:
         try:
-            wandb: Any = importlib.import_module("wandb")
-            settings = wandb.Settings(**_SETTINGS)
-            run = wandb.init(settings=settings, **self._init_arguments)
-            run.define_metric("*", step_metric="step")
+            service = self._open_service()
             while (record := self._records.get()) is not None:
-                run.log(record)
-            run.finish()
+                service.write(record)
+            service.close()
         except Exception as error:  # noqa: BLE001 - it raises what it likes, and none of that may reach the run
             self._drop(f"{type(error).__name__}: {error}")
 
     def _drop(self, reason: str) -> None:
         if not self._is_dropped.is_set():
             self._is_dropped.set()
-            _log.warning("going on without wandb", extra={"fields": {"reason": reason}})
+            _log.warning(f"going on without {self._name}", extra={"fields": {"reason": reason}})

@@ -27,10 +27,11 @@ from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
-from zeroband.observe.metrics import MetricsLog, MetricValue, Sink, WandbSink, ddp_bytes, perplexity
+from zeroband.observe.metrics import MetricsLog, MetricValue, ddp_bytes, perplexity
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.run_folder import CONFIG_FILE, RunFolder
+from zeroband.runtime.watching import open_trackers, open_watchers
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
 """Metrics of the console line."""
@@ -86,17 +87,13 @@ class NodeReport:
         self._folder = RunFolder(node.node_dir)
         try:
             self._folder.prepare(config, node.node_id, os.environ)
+            (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
+            watchers = open_watchers(config, node.node_id, node.node_dir)
         except BaseException:
             os.close(self._claim)
             raise
-        (node.node_dir / CONFIG_FILE).write_text(render_toml(config), encoding="utf-8")
-        self.events = EventLog(node.node_dir)
-        sinks: list[Sink] = []
-        if config.observe.wandb is not None:
-            wandb = config.observe.wandb
-            settings = config.model_dump(mode="json")
-            sinks.append(WandbSink(project=wandb.project, mode=wandb.mode, node_dir=node.node_dir, config=settings))
-        self._metrics = MetricsLog(node.node_dir, sinks)
+        self.events = EventLog(node.node_dir, watchers)
+        self._metrics = MetricsLog(node.node_dir, [*watchers, *open_trackers(config, node.node_dir)])
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0

@@ -1,33 +1,17 @@
 """`zeroband health [RUN_DIR]`: whether the trainers on this machine live and get on. Linux; loads no torch.
 
-For health checks of containers: cheap, knows no store, changes nothing. A trainer is found by the file of stacks that
-each of its ranks holds open. Exit codes: 0 all are well; 1 there is none, or one is stopped, dead or stalled.
+For health checks of containers: cheap, knows no store, changes nothing. What it looks at:
+`runtime/health.py`. Exit codes: 0 all are well; 1 there is none, or one is stopped, dead or stalled.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import re
 import sys
-import time
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from zeroband.config.layers import NONE
-from zeroband.config.time_outs import TimeOuts
-from zeroband.node.shared_flags import SharedFlags
-from zeroband.node.shm import NodeFolder
-from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.metrics import METRICS_FILE
-from zeroband.observe.stall import last_lines
-from zeroband.observe.view import NodeHistory, NodeView
-from zeroband.runtime.run_folder import CONFIG_FILE
-
-_STACKS = re.compile(r"rank\d+\.stacks")
-_AILING = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
+from zeroband.runtime.health import ailments, ranks_in
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,78 +24,6 @@ def main(argv: Sequence[str]) -> int:
     found = list(ailments(ranks)) if ranks else ["no trainer runs here"]
     print("\n".join(found or [f"well: {', '.join(sorted({node_dir.name for _, node_dir in ranks}))}"]))
     return 1 if found else 0
-
-
-def ranks_in(proc: Path) -> Iterator[tuple[Path, Path]]:
-    """The folder of each rank's process below `proc`, and that of its node below the run directory.
-
-    Those of this user and this container: others' descriptors are not to be seen.
-    """
-    for process in proc.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
-            opened = {_target_of(file) for file in (process / "fd").iterdir()}
-            yield from ((process, file.parent) for file in opened if _STACKS.fullmatch(file.name))
-
-
-def _target_of(descriptor: Path) -> Path:
-    """What a descriptor stands for; an empty path where it was closed since the folder was read."""
-    try:
-        return descriptor.readlink()
-    except FileNotFoundError:
-        return Path()
-
-
-def ailments(ranks: Sequence[tuple[Path, Path]]) -> Iterator[str]:
-    """What is wrong with these ranks, as `ranks_in` gives them, and with their nodes. A line each."""
-    for process, node_dir in ranks:
-        if why := _AILING.get(_state_of(process)):
-            yield f"{node_dir.name}: process {process.name} is {why}"
-    for node_dir in sorted({node_dir for _, node_dir in ranks}):
-        yield from _stall_of(node_dir)
-
-
-def _state_of(process: Path) -> str:
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
-def _stall_of(node_dir: Path) -> Iterator[str]:
-    """Say that a node stalls where it is a member that shows nothing for `fault.hung_s`, as its guardian judges it.
-
-    On its way in, and at its end, each of its waits has a deadline of its own.
-    """
-    view = _newest_view(node_dir)
-    if view.join_state is not None or view.state in ("finished", "failed", "left"):
-        return
-    settings = tomllib.loads((node_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    chosen = {name: None if value == NONE else value for name, value in settings["fault"].items()}
-    hung_s = TimeOuts.following(settings["fault"]["detect_s"], chosen).hung_s
-    silent_s = time.time() - max(_written_at_s(node_dir / name) for name in (METRICS_FILE, EVENTS_FILE))
-    folder = NodeFolder.path_of(Path(settings["node"]["shm_dir"]), node_dir.parent.name, node_dir.name)
-    with contextlib.suppress(FileNotFoundError):  # a node alone in its run has none
-        flags = SharedFlags(folder / "flags", create=False)
-        silent_s = min(silent_s, time.monotonic() - flags.advanced_at_s)
-        flags.close()
-    if silent_s > hung_s:
-        yield f"{node_dir.name}: no progress for {silent_s:.0f} s (fault.hung_s={hung_s:g})"
-
-
-def _newest_view(node_dir: Path) -> NodeView:
-    """Read what the newest events say of a node."""
-    history = NodeHistory(node_dir.name)
-    for line in last_lines(node_dir / EVENTS_FILE).splitlines():
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            history.add_event(json.loads(line))
-    return history.view()
-
-
-def _written_at_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from zeroband.observe.events import EVENTS
-from zeroband.observe.metrics import METRICS, METRICS_FILE, MetricsLog, MetricValue, ddp_bytes, document, perplexity
+from zeroband.observe.metrics import (
+    METRICS,
+    METRICS_FILE,
+    SERIES,
+    MetricsLog,
+    MetricValue,
+    ddp_bytes,
+    document,
+    perplexity,
+)
 
 
 class RecordingSink:
@@ -109,5 +118,5 @@ def test_docs_are_in_step_with_the_tables() -> None:
 
 def test_document_has_a_row_with_equal_cells_for_every_name() -> None:
     rows = [line for line in document().splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == [*METRICS, *EVENTS]
-    assert {row.count("|") for row in rows} == {4}
+    assert [row.split("`")[1] for row in rows] == [*METRICS, *EVENTS, *SERIES]
+    assert [row.count("|") for row in rows] == [5] * len(METRICS) + [4] * len(EVENTS) + [5] * len(SERIES)

@@ -1,8 +1,11 @@
-"""wandb as a sink that may be absent, failing or stuck without anybody waiting for it."""
+"""Trackers as sinks that may be absent, failing or stuck without anybody waiting for them."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -13,8 +16,10 @@ from typing import Any
 
 import pytest
 
+import zeroband
 from zeroband.observe import sinks
-from zeroband.observe.sinks import WandbSink
+from zeroband.observe.sinks import BackgroundSink
+from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
 
 
 class FakeWandb(SimpleNamespace):
@@ -52,8 +57,11 @@ def install(monkeypatch: pytest.MonkeyPatch, module: object) -> None:
     monkeypatch.setitem(sys.modules, "wandb", module)  # type: ignore[arg-type]
 
 
-def open_sink(tmp_path: Path) -> WandbSink:
-    return WandbSink(project="zeroband", mode="offline", node_dir=tmp_path / "run-1" / "n0", config={"train": 1})
+def open_sink(tmp_path: Path) -> BackgroundSink:
+    node_dir = tmp_path / "run-1" / "n0"
+    return BackgroundSink(
+        "wandb", lambda: Wandb(project="zeroband", mode="offline", node_dir=node_dir, config={"train": 1})
+    )
 
 
 def sink_threads() -> set[threading.Thread]:
@@ -67,7 +75,7 @@ def wait_until_only(others: set[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_wandb_sink_forwards_every_record_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sink_forwards_every_record_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     install(monkeypatch, wandb)
     sink = open_sink(tmp_path)
@@ -90,7 +98,7 @@ def test_wandb_sink_names_the_run_after_its_folders(tmp_path: Path, monkeypatch:
     assert wandb.init_arguments["config"] == {"train": 1}
 
 
-def test_wandb_sink_goes_on_without_the_module(
+def test_sink_goes_on_without_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     install(monkeypatch, None)  # the import raises ModuleNotFoundError
@@ -102,7 +110,7 @@ def test_wandb_sink_goes_on_without_the_module(
     assert warnings()[0].startswith("ModuleNotFoundError: ")
 
 
-def test_wandb_sink_drops_out_when_logging_fails(
+def test_sink_drops_out_when_logging_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     def refuse(record: dict[str, Any]) -> None:
@@ -118,7 +126,7 @@ def test_wandb_sink_drops_out_when_logging_fails(
     assert warnings() == ["RuntimeError: quota"]
 
 
-def test_wandb_sink_drops_out_when_it_falls_behind(
+def test_sink_drops_out_when_it_falls_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     release = threading.Event()
@@ -132,7 +140,7 @@ def test_wandb_sink_drops_out_when_it_falls_behind(
     assert warnings() == ["3 records behind"]
 
 
-def test_wandb_sink_does_not_wait_for_a_stuck_service_at_the_end(
+def test_sink_does_not_wait_for_a_stuck_service_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     release = threading.Event()
@@ -169,3 +177,71 @@ def test_wandb_sink_writes_an_offline_run_with_the_real_module(
     while missing := [part for part in said if part not in written[0].read_bytes()]:
         assert time.monotonic() < end_s, missing
         time.sleep(0.1)
+
+
+RECORDS: list[dict[str, Any]] = [
+    {"step": 3, "at_s": 30.0, "train/loss": 2.5, "outer/digest": "ab12"},
+    {"step": 4, "at_s": 31.0, "train/loss": 2.25, "outer/round": 1},
+]
+
+
+@pytest.mark.slow
+def test_tensorboard_has_a_curve_of_each_number(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra tensorboard"
+    )
+    sink = BackgroundSink("tensorboard", lambda: TensorBoard(node_dir=tmp_path / "n0"))
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+    assert warnings() == []
+    written = accumulators.EventAccumulator(str(tmp_path / "n0" / "tensorboard")).Reload()
+    curves = {tag: [(e.step, e.wall_time, e.value) for e in written.Scalars(tag)] for tag in written.Tags()["scalars"]}
+    assert curves == {"train/loss": [(3, 30.0, 2.5), (4, 31.0, 2.25)], "outer/round": [(4, 31.0, 1.0)]}
+
+
+TRACKIO_PROBE = """
+import json, socket, sys
+from pathlib import Path
+
+def refuse(self, address):
+    if self.family != socket.AF_UNIX:
+        raise AssertionError(f"a connection to {address}")
+
+socket.socket.connect = refuse
+socket.getaddrinfo = lambda *a, **k: refuse(None, a)
+from zeroband.observe.sinks import BackgroundSink
+from zeroband.observe.trackers import Trackio
+
+def open_run():
+    return Trackio(project="mine", space_id=None, node_dir=Path("run-1/n0"), config={"train": 1})
+
+records = json.loads(sys.argv[1])
+for some in (records[:1], records[1:]):  # a node that starts again
+    sink = BackgroundSink("trackio", open_run)
+    for record in some:
+        sink.write(record)
+    sink.close()
+from trackio.sqlite_storage import SQLiteStorage as store
+(name,) = store.get_runs("mine")
+written = store.get_logs("mine", name)
+print(json.dumps([[l["step"], l.get("train/loss"), l.get("outer/round"), l.get("outer/digest")] for l in written]))
+"""
+
+
+@pytest.mark.slow
+def test_trackio_keeps_the_curves_on_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="needs the extra trackio")
+    command = [sys.executable, "-c", TRACKIO_PROBE, json.dumps(RECORDS)]
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "kept")}
+    environ["PYTHONPATH"] = str(Path(zeroband.__file__).parents[1])
+    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [[3, 2.5, None, None], [4, 2.25, 1, None]]
+    assert list((tmp_path / "kept").glob("mine*.db"))
+
+
+def test_trackio_sends_nothing_because_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "somebody/else")
+    with pytest.raises(RuntimeError, match=r"TRACKIO_SPACE_ID is set and observe\.trackio\.space_id is not"):
+        Trackio(project="mine", space_id=None, node_dir=tmp_path, config={})

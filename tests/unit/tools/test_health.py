@@ -16,8 +16,9 @@ from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import EventLog
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.stall import register_stack_dump
+from zeroband.runtime.health import ailments, ranks_in
 from zeroband.runtime.run_folder import CONFIG_FILE
-from zeroband.tools.health import ailments, main, ranks_in
+from zeroband.tools.health import main
 
 HUNG_S = 60
 

@@ -1,0 +1,319 @@
+"""/metrics, /healthz and /readyz of a node: what its lines say, as a Prometheus and probes ask for it.
+
+The trainer hands the lines in and goes on; threads of a server of its own answer. Names: the tables of
+`observe/metrics.py`. Needs the extra `prometheus`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import math
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, get_args
+
+from zeroband.errors import ConfigError, way_to_extra
+from zeroband.observe.events import EVENTS
+from zeroband.observe.hardware import disk_space
+from zeroband.observe.log import ROOT, get_logger
+from zeroband.observe.metrics import METRICS, SERIES, metric_of, prometheus_name
+from zeroband.observe.view import NodeHistory, NodeState
+
+TARGETS_FOLDER = ".prometheus"
+"""Name inside run.dir: holds `<node id>@<run id>.json` for each node of this machine that is served.
+
+For `file_sd_configs`, whose patterns know one folder."""
+
+_WATCHED_PARTS = ("elastic.store.redis_store", "observe.jsonl", "observe.sinks")
+"""Parts whose warnings are counted from 0 on, so that the first one shows as an increase."""
+_DIGEST_DIGITS = 12
+"""A digit is 4 bits, and a double holds 53."""
+_LOOK_S = 1.0
+"""How long an answer about the node's health stands, so that probes cost nothing however many there are."""
+_ANSWER_S = 10.0
+_LOOKS_FOR_THE_END_S = 0.1
+_MOST_ANSWERS = 16
+_SAVED = ("checkpoint_committed", "checkpoint_share_written")
+
+_log = get_logger(__name__)
+
+
+class Exporter(logging.Handler):
+    """A sink of metrics and events, and a handler of log lines, that a Prometheus reads; each answer is of one moment.
+
+    `folders`: by the key of the configuration that names them; their file systems are looked at in each answer.
+    `ailments`: what is wrong with the trainer, a line each. Any thread. Raises ConfigError without the extra.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        node_id: str,
+        versions: Mapping[str, str],
+        folders: Mapping[str, Path],
+        saves: bool,
+        ailments: Callable[[], Sequence[str]],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(logging.WARNING)
+        try:
+            self._core: Any = importlib.import_module("prometheus_client.core")
+            self._exposition: Any = importlib.import_module("prometheus_client.exposition")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"observe.prometheus needs {error.name}, which is not installed; {way_to_extra('prometheus')}"
+            ) from None
+        self._identity = {"run": run_id, "node": node_id}
+        self._folders = folders
+        self._look = _Seldom(ailments)
+        self._state = threading.Lock()
+        self._history = NodeHistory(node_id)
+        self._values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+        """By exported name, then by the values of its own labels."""
+        started_s = now()
+        self._values["zeroband_build_info"][tuple(versions.values())] = 1
+        self._values["zeroband_started_timestamp_seconds"][()] = started_s
+        self._values["zeroband_train_steps_total"][()] = 0
+        if saves:
+            self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = started_s
+        self._values["zeroband_events_total"] = {(kind,): 0 for kind in EVENTS}
+        self._values["zeroband_log_warnings_total"] = {(part,): 0 for part in _WATCHED_PARTS}
+        for name, metric in METRICS.items():
+            if metric.adds_up and not name.endswith("/<source>"):
+                self._values[prometheus_name(name)][()] = 0
+
+    # -- what it is told ------------------------------------------------------------------------------------------
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        with self._state:
+            self._history.add(record)
+            if "kind" in record:
+                self._take_event(record)
+            else:
+                self._take_metrics(record)
+
+    def _take_event(self, record: Mapping[str, Any]) -> None:
+        kind, at_s = record["kind"], record["at_s"]
+        self._values["zeroband_events_total"][(kind,)] += 1
+        if kind == "round_committed":
+            self._values["zeroband_last_round_timestamp_seconds"][()] = at_s
+        elif kind in _SAVED:
+            self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = at_s
+
+    def _take_metrics(self, record: Mapping[str, Any]) -> None:
+        self._values["zeroband_train_step"][()] = record["step"]
+        self._values["zeroband_train_steps_total"][()] += 1
+        self._values["zeroband_last_step_timestamp_seconds"][()] = record["at_s"]
+        for name, value in record.items():
+            if name in ("step", "at_s"):
+                continue
+            row = metric_of(name)
+            labels = (name.rpartition("/")[2],) if row != name else ()
+            series = self._values[prometheus_name(row)]
+            number = int(value[:_DIGEST_DIGITS], 16) if isinstance(value, str) else float(value)
+            series[labels] = series.get(labels, 0.0) + number if METRICS[row].adds_up else number
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count a line of the log."""
+        with self._state:
+            part = (record.name.removeprefix(f"{ROOT}."),)
+            parts = self._values["zeroband_log_warnings_total"]
+            parts[part] = parts.get(part, 0) + 1
+
+    # -- what it answers ------------------------------------------------------------------------------------------
+
+    def ailments(self) -> Sequence[str]:
+        """What is wrong with the trainer, a line each; none where it lives and gets on."""
+        return self._look()
+
+    def unready(self) -> str | None:
+        """Why this node is no member that trains; None where it is one."""
+        with self._state:
+            view = self._history.view()
+        if view.join_state is not None:
+            return f"{view.state} ({view.join_state})"
+        return None if view.state == "training" else view.state
+
+    def collect(self) -> Iterator[Any]:
+        """Every series, as prometheus_client takes them."""
+        own = {
+            "zeroband_node_healthy": {(): float(not self.ailments())},
+            "zeroband_node_ready": {(): float(self.unready() is None)},
+            **_disks(self._folders),
+        }
+        with self._state:
+            state = self._history.view().state
+            seen = {name: dict(series) for name, series in self._values.items()}
+        own["zeroband_node_state"] = {(known,): float(known == state) for known in get_args(NodeState)}
+        for name, row in SERIES.items():
+            yield from self._family(name, row.type, row.meaning, row.labels, seen.get(name, own.get(name, {})))
+        for metric, row in METRICS.items():
+            name, labels = prometheus_name(metric), ("source",) if metric.endswith("/<source>") else ()
+            kind = "counter" if row.adds_up else "gauge"
+            yield from self._family(name, kind, f"{row.meaning} ({row.unit})", labels, seen.get(name, {}))
+
+    def _family(
+        self, name: str, kind: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], float]
+    ) -> Iterator[Any]:
+        if series:
+            make = self._core.CounterMetricFamily if kind == "counter" else self._core.GaugeMetricFamily
+            family = make(name, meaning, labels=[*self._identity, *labels])
+            for own, value in series.items():
+                family.add_metric([*self._identity.values(), *own], value)
+            yield family
+
+    def exposition(self, accepted: str) -> tuple[str, bytes]:
+        """Content type and text of an answer to a scraper that accepts these types."""
+        encode, content_type = self._exposition.choose_encoder(accepted)
+        return content_type, encode(self)
+
+
+class MetricsServer:
+    """Answers GET of /metrics, /healthz and /readyz for one node, each in a thread of its own.
+
+    `port` 0: any that is free. `node_dir`: `<run.dir>/<run.id>/<node id>`; the address is written beside the runs.
+    Raises ConfigError where it cannot listen.
+    """
+
+    def __init__(self, exporter: Exporter, *, host: str, port: int, node_dir: Path) -> None:
+        try:
+            self._server = _Server(exporter, host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"observe.prometheus cannot listen on {host}, port {port}: {error.strerror}; give each node of a "
+                "machine an observe.prometheus.port of its own, or 0, which takes any that is free"
+            ) from error
+        self._exporter = exporter
+        self._targets = node_dir.parent.parent / TARGETS_FOLDER / f"{node_dir.name}@{node_dir.parent.name}.json"
+        self._is_closed = False
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._announce()
+        logging.getLogger(ROOT).addHandler(exporter)
+        serve = partial(self._server.serve_forever, poll_interval=_LOOKS_FOR_THE_END_S)
+        threading.Thread(target=serve, name="metrics-server", daemon=True).start()
+
+    def _announce(self) -> None:
+        """Say where this node is scraped, in the log and in a file that Prometheus follows."""
+        reached = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        place = f"[{reached}]:{self.port}" if ":" in reached else f"{reached}:{self.port}"
+        _log.info("metrics are served", extra={"fields": {"url": f"http://{place}/metrics"}})
+        beside = self._targets.with_suffix(".new")
+        try:
+            self._targets.parent.mkdir(exist_ok=True)
+            beside.write_text(json.dumps([{"targets": [place]}]) + "\n", encoding="utf-8")
+            beside.replace(self._targets)
+        except OSError as error:
+            _log.warning("no file for Prometheus", extra={"fields": {"path": self._targets, "why": str(error)}})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._exporter.write(record)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        logging.getLogger(ROOT).removeHandler(self._exporter)
+        self._server.shutdown()
+        self._server.server_close()
+        with contextlib.suppress(OSError):
+            self._targets.unlink(missing_ok=True)
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each answer, at most `_MOST_ANSWERS`; who comes then is hung up on."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, exporter: Exporter, host: str, port: int) -> None:
+        self.exporter = exporter
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._places = threading.BoundedSemaphore(_MOST_ANSWERS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("an answer broke off", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = _ANSWER_S
+
+    def do_GET(self) -> None:
+        exporter, path = self.server.exporter, self.path.partition("?")[0]
+        if path == "/metrics":
+            content_type, body = exporter.exposition(self.headers.get("Accept", ""))
+            self._answer(HTTPStatus.OK, body, content_type)
+        elif path == "/healthz":
+            self._probe(exporter.ailments(), "well")
+        elif path == "/readyz":
+            why = exporter.unready()
+            self._probe([] if why is None else [why], "ready")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz or /readyz\n")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _probe(self, problems: Sequence[str], good: str) -> None:
+        status = HTTPStatus.SERVICE_UNAVAILABLE if problems else HTTPStatus.OK
+        self._answer(status, "".join(f"{line}\n" for line in problems or [good]).encode())
+
+    def _answer(self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+class _Seldom:
+    """Asks a question at most once in `_LOOK_S`, whoever wants to know."""
+
+    def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._asked_at_s = -math.inf
+        self._answer: Sequence[str] = ()
+
+    def __call__(self) -> Sequence[str]:
+        with self._lock:
+            if time.monotonic() - self._asked_at_s > _LOOK_S:
+                self._answer, self._asked_at_s = self._ask(), time.monotonic()
+            return self._answer
+
+
+def _disks(folders: Mapping[str, Path]) -> dict[str, dict[tuple[str, ...], float]]:
+    found = {(key,): space for key, folder in folders.items() if (space := disk_space(folder)) is not None}
+    return {
+        "zeroband_disk_free_bytes": {key: float(free) for key, (free, _) in found.items()},
+        "zeroband_disk_size_bytes": {key: float(size) for key, (_, size) in found.items()},
+    }

@@ -1,0 +1,255 @@
+"""Messages to a webhook about what calls for somebody: which facts do is a pure rule, a thread of its own sends.
+
+Whatever the other side does costs training nothing: a bounded backlog, a bounded rate, a bounded number of attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from zeroband.config.schema import AlertKind
+from zeroband.observe.log import get_logger
+from zeroband.observe.view import node_id_of_member
+
+_SPIKE = 2.0
+"""Times the mean of the losses before."""
+_LOSSES, _LEAST_LOSSES = 20, 5
+_LEAST_FREE = 0.05
+
+_BACKLOG = 64
+_TICK_S = 5.0
+_ATTEMPTS = 5
+_ANSWER_S = 5.0
+_CLOSE_S = 10.0
+_MOST, _MOST_IN_S = 20, 600.0
+"""Messages of one node in so many seconds."""
+
+_OF_ONE_NODE: Mapping[str, tuple[AlertKind, str]] = {
+    "update_refused": ("loss_spike", "its update was not finite and is left out"),
+    "rollback_ordered": ("loss_spike", "the run goes back to a checkpoint"),
+    "rollback_given_up": (
+        "loss_spike",
+        "the run is paused: it cannot go back, or went back too often",
+    ),
+    "checkpoint_failed": ("checkpoint", "a checkpoint failed"),
+    "checkpoint_left_out": ("checkpoint", "a checkpoint was committed without this node's own state"),
+    "run_failed": ("run_failed", "its trainer ends with an error"),
+}
+"""Events that one node alone has, or that each should tell of for itself."""
+_OVER = ("left", "run_finished", "run_failed")
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What somebody is told."""
+
+    kind: AlertKind
+    words: str
+    at_s: float | None
+    """Wall clock of the node, for people; None: now."""
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class AlertRules:
+    """Folds the lines of a node into alerts, and the time that passes between them. Pure.
+
+    What all members see is told by the one whose node id is the first of theirs. `now_s`: of a clock that only goes on.
+    """
+
+    def __init__(self, node_id: str, *, stalled_s: float) -> None:
+        self._node_id = node_id
+        self._stalled_s = stalled_s
+        self._members: tuple[str, ...] = ()
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._is_odd = False
+        self._is_full = False
+        self._progress_s: float | None = None
+        """When it last got on; None: it need not."""
+
+    def _speaks_for(self, members: Collection[str]) -> bool:
+        return self._node_id == min(map(node_id_of_member, members), default=self._node_id)
+
+    def add(self, record: Mapping[str, Any], now_s: float) -> Iterator[Alert]:
+        """Take a line of events.jsonl or of metrics.jsonl."""
+        if "kind" in record:
+            yield from self._add_event(record, now_s)
+        else:
+            self._progress_s = now_s
+            if "train/loss" in record:
+                yield from self._judge_loss(float(record["train/loss"]), record)
+
+    def _add_event(self, record: Mapping[str, Any], now_s: float) -> Iterator[Alert]:
+        kind, at_s = str(record["kind"]), float(record["at_s"])
+        fields = {name: value for name, value in record.items() if name not in ("kind", "at_s")}
+        if kind in ("joined", "round_committed", "resumed"):
+            self._progress_s = now_s
+        elif kind in ("paused", "fenced", *_OVER):
+            self._progress_s = None
+        if kind in ("epoch_changed", "round_committed"):
+            self._members = tuple(record["members"])
+        if kind == "peer_lost":
+            lost = record["member_ids"]
+            if self._speaks_for([member for member in self._members if member not in lost]):
+                yield Alert("node_lost", f"lost {', '.join(map(node_id_of_member, lost))}", at_s, fields)
+        elif kind == "run_finished" and self._speaks_for(self._members):
+            yield Alert("run_finished", "the run is done", at_s, fields)
+        elif kind in _OF_ONE_NODE:
+            told, words = _OF_ONE_NODE[kind]
+            why = fields.get("reason") or fields.get("error")
+            yield Alert(told, f"{words}: {why}" if why else words, at_s, fields)
+
+    def _judge_loss(self, loss: float, record: Mapping[str, Any]) -> Iterator[Alert]:
+        usual = sum(self._losses) / len(self._losses) if len(self._losses) >= _LEAST_LOSSES else math.inf
+        is_odd, was_odd = not loss <= _SPIKE * usual or math.isinf(loss), self._is_odd
+        self._is_odd = is_odd
+        if not is_odd:
+            self._losses.append(loss)
+        elif not was_odd and self._speaks_for(self._members):
+            words = f"the loss is {loss:.4g}" + ("" if math.isinf(usual) else f", {usual:.4g} before")
+            yield Alert("loss_spike", words, float(record["at_s"]), {"step": record["step"], "loss": str(loss)})
+
+    def pass_time(self, now_s: float, free_ratio: float | None) -> Iterator[Alert]:
+        """Look at what no line tells. `free_ratio`: of the disk of run.dir, where it is known."""
+        if self._progress_s is not None and now_s - self._progress_s > self._stalled_s:
+            silent_s, self._progress_s = now_s - self._progress_s, None  # told once, until it gets on
+            if self._speaks_for(self._members):
+                yield Alert("run_stalled", f"no step for {silent_s:.0f} s", None, {"silent_s": round(silent_s)})
+        is_full, was_full = free_ratio is not None and free_ratio < _LEAST_FREE, self._is_full
+        self._is_full = is_full
+        if is_full and not was_full:
+            yield Alert("disk", f"{free_ratio:.1%} of the disk of run.dir is free", None, {"free_ratio": free_ratio})
+
+
+class Webhook:
+    """A sink that posts alerts as JSON: `{text, run, node, kind, words, at_s, fields}`; `text` is what Slack shows.
+
+    `url` is a secret, which no line of the log has. No redirect is followed. A message that does not get through
+    after some attempts is dropped; that begins with one warning and ends with one line.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        kinds: Collection[str],
+        run_id: str,
+        node_id: str,
+        rules: AlertRules,
+        free_ratio: Callable[[], float | None],
+    ) -> None:
+        self._url, self._kinds, self._rules, self._free_ratio = url, frozenset(kinds), rules, free_ratio
+        self._who = {"run": run_id, "node": node_id}
+        self._lock = threading.Lock()
+        self._alerts: queue.Queue[Alert | None] = queue.Queue(_BACKLOG)
+        self._sent_at_s: deque[float] = deque(maxlen=_MOST)
+        self._dropped = 0
+        self._is_failing = False
+        self._is_closing = threading.Event()
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        with self._lock:
+            alerts = list(self._rules.add(record, time.monotonic()))
+        self._queue(alerts)
+
+    def close(self) -> None:
+        """Let what is waiting be sent, for a while at most."""
+        if not self._is_closing.is_set():
+            self._is_closing.set()
+            try:
+                self._alerts.put_nowait(None)
+            except queue.Full:
+                return  # it stands still already, and is said to
+            self._thread.join(_CLOSE_S)
+
+    def _queue(self, alerts: Collection[Alert]) -> None:
+        for alert in alerts:
+            if alert.kind in self._kinds:
+                try:
+                    self._alerts.put_nowait(alert)
+                except queue.Full:
+                    self._dropped += 1
+
+    def _run(self) -> None:
+        while True:
+            try:
+                alert = self._alerts.get(timeout=_TICK_S)
+            except queue.Empty:
+                with self._lock:
+                    alerts = list(self._rules.pass_time(time.monotonic(), self._free_ratio()))
+                self._queue(alerts)
+                continue
+            if alert is None:
+                return
+            if self._is_too_soon():
+                self._dropped += 1
+            else:
+                self._deliver(alert)
+
+    def _is_too_soon(self) -> bool:
+        now_s = time.monotonic()
+        if len(self._sent_at_s) == _MOST and now_s - self._sent_at_s[0] < _MOST_IN_S:
+            return True
+        self._sent_at_s.append(now_s)
+        return False
+
+    def _deliver(self, alert: Alert) -> None:
+        """Post it; try again while the other side may only be away."""
+        body, failure = self._body_of(alert), ""
+        for attempt in range(_ATTEMPTS):
+            failure, is_final = self._post(body)
+            if not failure or is_final:
+                break
+            self._is_closing.wait(random.uniform(0.5, 1.0) * 2**attempt)
+        if bool(failure) != self._is_failing:
+            self._is_failing = bool(failure)
+            if failure:
+                _log.warning("the webhook does not take messages", extra={"fields": {"reason": failure}})
+            else:
+                _log.info("the webhook takes messages again")
+
+    def _body_of(self, alert: Alert) -> bytes:
+        left_out, self._dropped = self._dropped, 0
+        text = f"zeroband run {self._who['run']}, node {self._who['node']}: {alert.kind}: {alert.words}"
+        if left_out:
+            text += f" (and {left_out} messages that were left out)"
+        at_s = time.time() if alert.at_s is None else alert.at_s
+        told = {"text": text, **self._who, "kind": alert.kind, "words": alert.words, "at_s": round(at_s, 3)}
+        return json.dumps({**told, "fields": dict(alert.fields)}, default=str).encode()
+
+    def _post(self, body: bytes) -> tuple[str, bool]:
+        """Why it failed, empty where it did not, and whether it would again."""
+        headers = {"Content-Type": "application/json", "User-Agent": "zeroband"}
+        request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=_ANSWER_S) as answer:
+                answer.read(1)
+        except urllib.error.HTTPError as error:
+            return f"it answers {error.code}", error.code < 500 and error.code not in (408, 429)
+        except Exception as error:  # noqa: BLE001 - http.client and ssl raise many kinds, and none may end the thread
+            reason = getattr(error, "reason", None)
+            return f"{urlsplit(self._url).hostname}: {reason or type(error).__name__}", False
+        return "", False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect unanswered, so that nobody else gets what a webhook is told."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+        return None

@@ -1,0 +1,271 @@
+"""/metrics, /healthz and /readyz: what Prometheus and probes are told of a node."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroband.errors import ConfigError
+from zeroband.observe.events import EVENTS, EventLog
+from zeroband.observe.log import get_logger
+from zeroband.observe.metrics import METRICS, SERIES, MetricsLog, prometheus_name
+from zeroband.observe.prometheus import Exporter, MetricsServer
+
+parser = pytest.importorskip("prometheus_client.parser", reason="needs the extra prometheus")
+
+STARTED_S = 1000.0
+LABELS = {"run": "run-1", "node": "n0"}
+
+
+class Node:
+    """An exporter, what is wrong with its trainer, and what it says."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.ailing: list[str] = []
+        self.asked = 0
+        self.exporter = Exporter(
+            run_id=LABELS["run"],
+            node_id=LABELS["node"],
+            versions={"version": "1.2", "torch": "2.13"},
+            folders={"run.dir": tmp_path / "not" / "yet"},
+            saves=True,
+            ailments=self._ask,
+            now=lambda: STARTED_S,
+        )
+
+    def _ask(self) -> list[str]:
+        self.asked += 1
+        return list(self.ailing)
+
+    def event(self, kind: str, at_s: float = 1.0, **fields: Any) -> None:
+        self.exporter.write({"kind": kind, "at_s": at_s, **fields})
+
+    def step(self, step: int, **values: Any) -> None:
+        self.exporter.write({"step": step, "at_s": 2.0 * step, **{k.replace("__", "/"): v for k, v in values.items()}})
+
+    def samples(self) -> dict[tuple[str, str], float]:
+        """By name and the values of the labels beside run and node."""
+        found: dict[tuple[str, str], float] = {}
+        for family in parser.text_string_to_metric_families(self.exporter.exposition("")[1].decode()):
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                assert {name: labels.pop(name) for name in LABELS} == LABELS
+                found[sample.name, ",".join(labels.values())] = sample.value
+        return found
+
+    def value(self, name: str, own: str = "") -> float:
+        return self.samples()[f"zeroband_{name}", own]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_name_follows_the_conventions_of_prometheus(metric: str) -> None:
+    name, row = prometheus_name(metric), METRICS[metric]
+    assert re.fullmatch(r"zeroband_(train|outer|eval|data|ckpt|node)_[a-z_]+", name)
+    assert name.endswith("_total") == row.adds_up
+    units = {"s": "_seconds", "bytes/s": "_bytes_per_second", "bytes": "_bytes", "ratio": "_ratio"}
+    assert units.get(row.unit.split(" ")[0], "") in name and not re.search("_(s|ms|mb|percent)(_|$)", name)
+
+
+def test_no_two_metrics_have_one_name() -> None:
+    names = [*map(prometheus_name, METRICS), *SERIES]
+    assert len(names) > 50 and len(set(names)) == len(names)
+
+
+def test_every_metric_of_the_table_is_exported(node: Node) -> None:
+    values = {name.replace("<source>", "code"): "ab" * 16 if m.unit == "hex" else 1 for name, m in METRICS.items()}
+    node.exporter.write({"step": 1, "at_s": 1.0, **values})
+    node.event("round_committed", round=1, epoch=1, members=["n0#1"], digest="ab")
+    exported = {name for name, _ in node.samples()}
+    assert exported == {*map(prometheus_name, METRICS), *SERIES}
+
+
+def test_gauges_show_the_newest_line_that_had_them_and_counters_add_up(node: Node) -> None:
+    node.step(1, train__loss=3.0, train__step_s=0.5, data__tokens__code=10, train__mfu=0.25)
+    node.step(2, train__loss=2.5, train__step_s=0.25, data__tokens__code=5, data__tokens__text=7)
+    samples = node.samples()
+    assert samples["zeroband_train_loss", ""] == 2.5
+    assert samples["zeroband_train_mfu_ratio", ""] == 0.25
+    assert samples["zeroband_train_step_seconds_total", ""] == 0.75
+    assert (samples["zeroband_data_source_tokens_total", "code"], samples["zeroband_train_step", ""]) == (15, 2)
+    assert samples["zeroband_data_source_tokens_total", "text"] == 7
+    assert samples["zeroband_train_steps_total", ""] == 2
+    assert samples["zeroband_last_step_timestamp_seconds", ""] == 4.0
+    assert samples["zeroband_outer_sent_bytes_total", ""] == 0  # from the start, so that the first is an increase
+    assert ("zeroband_eval_loss", "") not in samples
+
+
+def test_losses_that_are_no_numbers_are_said_as_prometheus_says_them(node: Node) -> None:
+    node.step(1, train__loss=float("nan"), train__grad_norm=float("inf"))
+    text = node.exporter.exposition("")[1].decode()
+    assert re.search(r"^zeroband_train_loss\{.*\} NaN$", text, re.MULTILINE)
+    assert node.value("train_grad_norm") == float("inf")
+
+
+def test_digests_are_equal_as_numbers_where_they_are_as_text(node: Node) -> None:
+    digests = ["0123456789abcdef" * 2, "0123456789ac0000" * 2]
+    seen: list[float] = []
+    for step, digest in enumerate([digests[0], digests[1], digests[0]], start=1):
+        node.step(step, outer__digest=digest)
+        seen.append(node.value("outer_digest"))
+    assert seen == [0x0123456789AB, 0x0123456789AC, 0x0123456789AB]
+    assert int(float(2**48 - 1)) == 2**48 - 1  # every one of them is a double
+
+
+def test_events_are_counted_from_nought(node: Node) -> None:
+    assert {(name, kind) for name, kind in node.samples() if name == "zeroband_events_total"} == {
+        ("zeroband_events_total", kind) for kind in EVENTS
+    }
+    node.event("peer_lost", round=3, member_ids=["n1#1"])
+    assert (node.value("events_total", "peer_lost"), node.value("events_total", "left")) == (1, 0)
+
+
+def test_age_of_a_checkpoint_counts_from_the_start_until_there_is_one(node: Node) -> None:
+    assert node.value("last_checkpoint_timestamp_seconds") == STARTED_S
+    node.event("checkpoint_committed", at_s=2000.0, round=1, step=5, bytes=10, took_s=1.0)
+    assert node.value("last_checkpoint_timestamp_seconds") == 2000.0
+
+
+def test_warnings_of_the_log_are_counted_by_who_speaks(node: Node, tmp_path: Path) -> None:
+    store, level = get_logger("zeroband.elastic.store.redis_store"), logging.getLogger("zeroband").level
+    assert node.value("log_warnings_total", "elastic.store.redis_store") == 0
+    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    store.warning("Redis is out of reach; trying again")
+    store.info("Redis answers")
+    server.close()
+    store.warning("not heard any more")
+    assert node.value("log_warnings_total", "elastic.store.redis_store") == 1
+    assert logging.getLogger("zeroband").level == level
+
+
+def test_node_is_ready_when_it_trains_as_a_member(node: Node) -> None:
+    node.event("node_started", total_steps=10, local_world_size=1, parameters=5)
+    assert node.exporter.unready() == "starting"
+    node.event("join_state", state="fetching", why="join", since="outlasting")
+    assert node.exporter.unready() == "starting (fetching)"
+    node.event("join_state", state="member", why="admitted", since="outlasting")
+    node.event("joined", member_id="n0#1", round=3)
+    assert node.exporter.unready() is None
+    assert (node.value("node_ready"), node.value("node_state", "training")) == (1, 1)
+    node.event("fenced", reason="its lease ran out")
+    assert node.exporter.unready() == "fenced"
+    assert (node.value("node_ready"), node.value("node_state", "training")) == (0, 0)
+
+
+def test_free_space_is_that_of_the_first_folder_that_is_there(node: Node) -> None:
+    assert 0 < node.value("disk_free_bytes", "run.dir") <= node.value("disk_size_bytes", "run.dir")
+
+
+# -- the server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(node: Node, tmp_path: Path) -> Iterator[MetricsServer]:
+    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str, **headers: str) -> tuple[int, str, Mapping[str, str]]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def test_server_answers_a_scraper_in_the_format_that_it_asks_for(node: Node, server: MetricsServer) -> None:
+    node.step(1, train__loss=2.0)
+    status, text, headers = get(server, "/metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain; version=")
+    assert "# TYPE zeroband_train_loss gauge" in text and "# TYPE zeroband_train_steps_total counter" in text
+    _, text, headers = get(server, "/metrics?x=1", Accept="application/openmetrics-text; version=1.0.0")
+    assert headers["Content-Type"].startswith("application/openmetrics-text") and text.endswith("# EOF\n")
+    assert get(server, "/nothing")[0] == 404
+
+
+def test_probes_say_why(node: Node, server: MetricsServer) -> None:
+    assert get(server, "/healthz")[:2] == (200, "well\n")
+    assert get(server, "/readyz")[:2] == (503, "starting\n")
+    node.step(1, train__loss=2.0)
+    assert get(server, "/readyz")[:2] == (200, "ready\n")
+
+
+def test_ailing_trainer_is_not_healthy(node: Node, server: MetricsServer) -> None:
+    node.ailing.append("n0: no progress for 65 s (fault.hung_s=60)")
+    assert get(server, "/healthz")[:2] == (503, "n0: no progress for 65 s (fault.hung_s=60)\n")
+    assert node.value("node_healthy") == 0
+
+
+def test_many_probes_look_once(node: Node, server: MetricsServer) -> None:
+    answers = [get(server, path)[0] for path in ("/healthz", "/metrics") * 5]
+    assert answers == [200] * 10
+    assert node.asked == 1
+
+
+def test_clients_that_say_nothing_neither_hold_up_others_nor_the_end(node: Node, tmp_path: Path) -> None:
+    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(10)]
+    assert get(server, "/healthz")[0] == 200
+    threads = threading.active_count()
+    more = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(30)]
+    assert more[-1].recv(1) == b""  # hung up on
+    assert threading.active_count() <= threads + 16
+    server.close()
+    for connection in (*silent, *more):
+        connection.close()
+
+
+def test_port_in_use_is_said_with_the_way_out(node: Node, server: MetricsServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"port {server.port}: Address already in use; .*observe.prometheus.port"):
+        MetricsServer(node.exporter, host="127.0.0.1", port=server.port, node_dir=tmp_path / "run-1" / "n0")
+
+
+def test_port_is_free_for_the_next_start_at_once(node: Node, server: MetricsServer, tmp_path: Path) -> None:
+    assert get(server, "/healthz")[0] == 200  # leaves a connection behind that the kernel remembers
+    server.close()
+    again = MetricsServer(node.exporter, host="127.0.0.1", port=server.port, node_dir=tmp_path / "run-1" / "n0")
+    assert get(again, "/healthz")[0] == 200
+    again.close()
+
+
+def test_file_says_where_to_scrape_while_the_node_runs(server: MetricsServer, tmp_path: Path) -> None:
+    (file,) = (tmp_path / ".prometheus").iterdir()
+    assert file.name == "n0@run-1.json"
+    assert json.loads(file.read_text()) == [{"targets": [f"127.0.0.1:{server.port}"]}]
+    server.close()
+    assert not file.exists()
+
+
+def test_logs_hand_it_their_lines_and_close_it(node: Node, tmp_path: Path) -> None:
+    server = MetricsServer(node.exporter, host="127.0.0.1", port=0, node_dir=tmp_path / "run-1" / "n0")
+    events, metrics = EventLog(tmp_path, [server]), MetricsLog(tmp_path, [server])
+    events.emit("joined", member_id="n0#1", round=0)
+    metrics.record(4, {"train/loss": 1.5})
+    assert (node.value("events_total", "joined"), node.value("train_step")) == (1, 4)
+    metrics.close()
+    events.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def test_missing_extra_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    with pytest.raises(ConfigError, match=r"observe\.prometheus needs .*`uv sync --extra prometheus`"):
+        Node(tmp_path)

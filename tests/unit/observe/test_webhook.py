@@ -1,0 +1,247 @@
+"""What somebody is told of by a webhook, and what the other side may do meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from zeroband.observe import webhook
+from zeroband.observe.webhook import Alert, AlertRules, Webhook
+
+STALLED_S = 100.0
+KINDS = ("node_lost", "run_stalled", "loss_spike", "disk")
+
+
+def rules(node_id: str = "n0", members: tuple[str, ...] = ("n0#1", "n1#1", "n2#1")) -> AlertRules:
+    """Those of a member of that epoch, which got on at 0."""
+    made = AlertRules(node_id, stalled_s=STALLED_S)
+    assert list(made.add({"kind": "epoch_changed", "at_s": 0.0, "epoch": 1, "members": members}, 0.0)) == []
+    assert list(made.add({"step": 1, "at_s": 0.0}, 0.0)) == []
+    return made
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "at_s": 7.0, **fields}
+
+
+def told(alerts: Iterator[Alert]) -> list[tuple[str, str]]:
+    return [(alert.kind, alert.words) for alert in alerts]
+
+
+@pytest.mark.parametrize(
+    ("node_id", "lost", "speaks"),
+    [("n0", ["n1#1"], True), ("n2", ["n1#1"], False), ("n1", ["n0#1"], True), ("n2", ["n0#1"], False)],
+)
+def test_a_loss_is_told_by_the_first_of_those_who_are_left(node_id: str, lost: list[str], speaks: bool) -> None:
+    alerts = told(rules(node_id).add(event("peer_lost", round=3, member_ids=lost), 1.0))
+    assert alerts == ([("node_lost", f"lost {lost[0][:2]}")] if speaks else [])
+
+
+def test_stall_is_told_once_until_the_node_gets_on() -> None:
+    made = rules()
+    assert told(made.pass_time(STALLED_S - 1, None)) == []
+    assert told(made.pass_time(STALLED_S + 1, None)) == [("run_stalled", "no step for 101 s")]
+    assert told(made.pass_time(5 * STALLED_S, None)) == []
+    list(made.add({"step": 2, "at_s": 1.0}, 6 * STALLED_S))
+    assert told(made.pass_time(7 * STALLED_S + 1, None)) == [("run_stalled", "no step for 101 s")]
+
+
+@pytest.mark.parametrize(
+    "kind", [("paused", {"round": 3}), ("left", {"reason": "done"}), ("fenced", {"reason": "late"})]
+)
+def test_who_is_paused_or_out_does_not_stall(kind: tuple[str, dict[str, Any]]) -> None:
+    made = rules()
+    list(made.add(event(kind[0], **kind[1]), 1.0))
+    assert told(made.pass_time(9 * STALLED_S, None)) == []
+
+
+def test_spike_and_loss_that_is_no_number_are_told_once() -> None:
+    made = rules()
+    losses = [3.0, 2.9, 2.8, 2.7, 2.6, 5.4, 7.0, 6.9, 2.5, float("nan"), float("nan"), 2.5, float("inf")]
+    spoken = [told(made.add({"step": s, "at_s": 1.0, "train/loss": loss}, 1.0)) for s, loss in enumerate(losses)]
+    assert [s for s, alerts in enumerate(spoken) if alerts] == [6, 9, 12]
+    assert spoken[6][0][0] == "loss_spike" and spoken[6][0][1].startswith("the loss is 7, ")
+
+
+def test_other_members_leave_a_spike_to_the_first() -> None:
+    made = rules("n1")
+    assert told(made.add({"step": 1, "at_s": 1.0, "train/loss": float("nan")}, 1.0)) == []
+    alerts = told(made.add(event("update_refused", round=1, reason="it is not finite"), 1.0))
+    assert alerts == [("loss_spike", "its update was not finite and is left out: it is not finite")]
+
+
+def test_full_disk_is_told_once_until_there_is_room() -> None:
+    made = rules()
+    free = [0.5, 0.04, 0.03, None, 0.5, 0.01]
+    assert [len(told(made.pass_time(1.0, ratio))) for ratio in free] == [0, 1, 0, 0, 0, 1]
+
+
+# -- sending --------------------------------------------------------------------------------------------------------
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes what is posted; answers with the statuses in turn, the last one for ever; None hangs."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.statuses: list[int | None] = [200]
+        self.got: list[dict[str, Any]] = []
+        self.arrived = threading.Condition()
+        self.release = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/s3cret"
+
+    def wait_for(self, count: int) -> list[dict[str, Any]]:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.got) >= count, 20), self.got
+        return self.got
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        statuses = self.server.statuses
+        with self.server.arrived:
+            status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+            self.server.got.append(body)
+            self.server.arrived.notify_all()
+        if status is None:
+            self.server.release.wait(20)
+            return
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", f"{self.server.url}/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield server
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    monkeypatch.setattr(logging.getLogger("zeroband"), "propagate", True)
+    return lambda: [r.__dict__["fields"]["reason"] for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook.random, "uniform", lambda low, high: 0.001)
+
+
+def open_webhook(url: str) -> Webhook:
+    made = rules(members=("n0#1", "n1#1"))
+    return Webhook(url, kinds=KINDS, run_id="r", node_id="n0", rules=made, free_ratio=lambda: None)
+
+
+def lose(sink: Webhook, name: str = "n1") -> None:
+    sink.write(event("peer_lost", round=3, member_ids=[f"{name}#1"]))
+
+
+def test_message_has_what_happened_for_people_and_for_programs(receiver: Receiver) -> None:
+    sink = open_webhook(receiver.url)
+    lose(sink)
+    sink.write(event("checkpoint_failed", round=3, step=5, reason="full"))  # not asked for
+    sink.close()
+    (message,) = receiver.got
+    assert message == {
+        "text": "zeroband run r, node n0: node_lost: lost n1",
+        "run": "r",
+        "node": "n0",
+        "kind": "node_lost",
+        "words": "lost n1",
+        "at_s": 7.0,
+        "fields": {"round": 3, "member_ids": ["n1#1"]},
+    }
+
+
+def test_server_that_fails_for_a_while_gets_the_message(receiver: Receiver, warnings: Callable[[], list[str]]) -> None:
+    receiver.statuses = [503, 429, 200]
+    sink = open_webhook(receiver.url)
+    lose(sink)
+    receiver.wait_for(3)
+    sink.close()
+    assert len(receiver.got) == 3 and warnings() == []
+
+
+@pytest.mark.parametrize("status", [404, 302])
+def test_refusal_and_redirect_are_final_and_said_once_without_the_url(
+    receiver: Receiver, warnings: Callable[[], list[str]], status: int
+) -> None:
+    receiver.statuses = [status]
+    sink = open_webhook(receiver.url)
+    for _ in range(3):
+        lose(sink)
+    receiver.wait_for(3)
+    sink.close()
+    assert len(receiver.got) == 3
+    assert warnings() == [f"it answers {status}"]
+
+
+def test_nobody_there_is_said_once_without_the_url(
+    warnings: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Receiver()
+    server.server_close()
+    sink = open_webhook(server.url)
+    lose(sink)
+    lose(sink)
+    sink.close()
+    assert len(warnings()) == 1 and "Connection refused" in warnings()[0]
+    assert "s3cret" not in caplog.text + str([record.__dict__ for record in caplog.records])
+
+
+def test_server_that_hangs_holds_up_neither_the_trainer_nor_its_end(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "_CLOSE_S", 0.02)
+    receiver.statuses = [None]
+    sink = open_webhook(receiver.url)
+    for _ in range(500):
+        lose(sink)
+    receiver.wait_for(1)
+    before_s = time.thread_time()
+    sink.close()
+    sink.close()
+    assert len(receiver.got) == 1 and time.thread_time() - before_s < 1
+
+
+def test_many_messages_are_left_out_and_counted(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "_MOST_IN_S", 0.0)  # as if the time were over
+    receiver.statuses = [None, 200]
+    sink = open_webhook(receiver.url)
+    lose(sink)
+    receiver.wait_for(1)
+    for _ in range(100):
+        lose(sink)
+    receiver.release.set()
+    got = receiver.wait_for(3)
+    sink.close()
+    assert " messages that were left out)" in "".join(message["text"] for message in got)
+
+
+def test_rate_is_bounded(receiver: Receiver) -> None:
+    sink = open_webhook(receiver.url)
+    for _ in range(50):
+        lose(sink)
+    sink.close()
+    assert len(receiver.got) == 20
