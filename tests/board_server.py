@@ -133,6 +133,7 @@ class _Request(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
+        self.wfile.write(b"retry: 200\n\n")
         told = -1
         while not self.server.is_away:
             with self.server.changed:

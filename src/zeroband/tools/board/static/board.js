@@ -9,13 +9,14 @@ import { drawRounds, listenRounds, redrawRounds, showRounds } from "./rounds.js"
 import { chosen, drawMarks, drawTime, listenTime } from "./timebar.js";
 
 const ANSWER_WITHIN_MS = 10_000;
+const STREAM_AGAIN_MS = 10_000;
 const ASK_AGAIN_MS = 5_000; // without a stream, and to see that the board still answers
 const SERIES_EVERY_MS = 4_000;
 const RETRY_MS = [500, 1_000, 2_000, 5_000, 10_000];
 const OLD_S = 30; // a run that is silent for longer is told as such
 
 const shown = { state: null, newest: null, received_ms: 0, series: null, series_ms: 0, by: "tokens" };
-const link = { source: null, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
+const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
 
 async function ask(path) {
   const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_WITHIN_MS) });
@@ -36,9 +37,12 @@ async function refresh({ withSeries = false } = {}) {
     await fetchOnce();
   } while (link.isDue);
   link.isAsking = false;
+  refreshIn(link.isLost ? RETRY_MS[Math.min(link.failures - 1, RETRY_MS.length - 1)] : ASK_AGAIN_MS);
+}
+
+function refreshIn(wait_ms) {
   clearTimeout(link.timer);
-  const wait = link.isLost ? RETRY_MS[Math.min(link.failures - 1, RETRY_MS.length - 1)] : ASK_AGAIN_MS;
-  link.timer = setTimeout(refresh, wait);
+  link.timer = setTimeout(refresh, wait_ms);
 }
 
 async function fetchOnce() {
@@ -68,11 +72,12 @@ async function fetchOnce() {
 
 /** Follow the board's stream; a stream that the board refuses is tried again with the next answer. */
 function connect() {
-  if (link.source && link.source.readyState !== EventSource.CLOSED) return;
-  link.source?.close();
+  const isOpen = link.source && link.source.readyState !== EventSource.CLOSED;
+  if (isOpen || Date.now() - link.opened_ms < STREAM_AGAIN_MS) return;
+  link.opened_ms = Date.now();
   link.source = new EventSource("/api/stream");
-  link.source.addEventListener("state", () => refresh());
-  link.source.addEventListener("error", () => refresh());
+  link.source.addEventListener("state", () => document.hidden || refresh());
+  link.source.addEventListener("error", () => link.isLost || refresh());
 }
 
 function draw() {
@@ -93,21 +98,26 @@ function draw() {
   panels.drawNodes(state.nodes, state.at_s);
   panels.drawMembership(state.membership, state.from_s, chosen() === null ? state.to_s : state.at_s);
   panels.drawLinks(state.links);
-  panels.drawEvents(state.events, byId("only-warnings").checked);
-  panels.drawSample(state.sample);
-  panels.drawCheckpoints(state.checkpoints);
+  panels.drawEvents(state.events, byId("only-warnings").checked, state.at_s);
+  panels.drawSample(state.sample, state.at_s);
+  panels.drawCheckpoints(state.checkpoints, state.at_s);
   drawRounds(state.rounds);
   drawTime(state);
   if (shown.series) drawCharts(shown.series, chosen() === null ? null : state);
-  speak(state);
+  nameTab(state);
 }
 
-/** Tell a screen reader and the tab's title what changed in kind, not each figure. */
+const troubledOf = (state) => state.nodes.filter((node) => ["late", "lost", "failed"].includes(node.state));
+
+/** Tell a screen reader what changed in kind, not each figure and each second. */
 function speak(state) {
-  const troubled = state.nodes.filter((node) => ["late", "lost", "failed"].includes(node.state));
-  const words = troubled.map((node) => `${node.id} ${node.state}`);
-  setText(byId("spoken"), [state.run.words, ...words].filter(Boolean).join("; "));
-  const sign = troubled.length || ["failed", "stalled"].includes(state.run.state) ? "▲ " : "";
+  const words = link.isLost ? ["The board does not answer"] : [];
+  if (state?.run_id) words.push(state.run.words, ...troubledOf(state).map((node) => `${node.id} ${node.state}`));
+  setText(byId("spoken"), words.filter(Boolean).join("; "));
+}
+
+function nameTab(state) {
+  const sign = troubledOf(state).length || ["failed", "stalled"].includes(state.run.state) ? "▲ " : "";
   document.title = `${sign}${panels.wordOfRun(state.run.state)}, loss ${format.loss(state.run.loss)}: ${state.run_id}`;
 }
 
@@ -136,6 +146,8 @@ function tellAge() {
   } else {
     setLink("good", `live · ${format.age(fact_s)}`);
   }
+  speak(state);
+  setData(document.body, "link", link.isLost ? "lost" : "open");
   if (state?.problem) notes.push(`▲ ${state.problem}`);
   setHidden(byId("notice"), !notes.length);
   setText(byId("notice"), notes.join(" "));
@@ -193,6 +205,10 @@ function chosenOf(id) {
 
 listenTheme();
 listenTime(() => {
+  if (chosen() === null) {
+    shown.state = shown.newest ?? shown.state; // at once, also without an answer
+    draw();
+  }
   tellAge();
   refresh();
 });

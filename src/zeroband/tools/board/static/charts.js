@@ -3,9 +3,10 @@
 import { byId, colour, make, setText } from "./dom.js";
 import * as format from "./format.js";
 
+// Per axis: its name, a value in words, and where a moment of the run lies on it.
 const X = {
   tokens: ["Tokens", (value) => format.count(value), (run) => run.tokens],
-  time: ["Time", (value) => format.clock(value), (run, at_s) => at_s],
+  time: ["Time", (value, newest) => format.moment(value, newest), (run, at_s) => at_s],
   bytes: ["Bytes sent", (value) => format.bytes(value), (run) => run.sent_bytes],
   step: ["Steps", (value) => format.count(value), (run) => run.step],
 };
@@ -25,8 +26,8 @@ function joined(series) {
 }
 
 class Chart {
-  constructor(id, { isDashed = () => false, value, floor, legend }) {
-    Object.assign(this, { parent: byId(id), isDashed, value, floor, legend, plot: null, shape: "", limit: null });
+  constructor(id, { isDashed = () => false, value, tick, floor, legend }) {
+    Object.assign(this, { parent: byId(id), isDashed, value, tick, floor, legend, plot: null, shape: "", limit: null });
     new ResizeObserver(() => this.#fit()).observe(this.parent);
   }
 
@@ -42,6 +43,7 @@ class Chart {
     }
     const shape = JSON.stringify([by, drawn.map((one) => one.key), document.documentElement.dataset.theme]);
     const data = joined(drawn);
+    this.newest = data[0][data[0].length - 1];
     if (this.plot && shape === this.shape) this.plot.setData(data);
     else this.#build(drawn, data, shape);
     this.series = drawn;
@@ -69,10 +71,10 @@ class Chart {
       height: this.parent.clientHeight,
       scales: { x: { time: false }, y: { range: (plot, low, high) => this.#range(low, high) } },
       legend: { show: false },
-      cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
+      cursor: { y: false, points: { size: 7 }, drag: { x: false, y: false } },
       axes: [
-        { ...axis, grid: { show: false }, space: isNarrow ? 64 : 80, size: 28, values: (plot, values) => values.map(X[this.by][1]) },
-        { ...axis, grid, size: 46, space: 34, values: (plot, values) => values.map((value) => format.count(value)) },
+        { ...axis, grid: { show: false }, space: isNarrow ? 64 : 80, size: 28, values: (plot, values) => values.map((value) => format.tick(this.#atX(value))) },
+        { ...axis, grid, size: 46, space: 34, values: (plot, values) => values.map(this.tick) },
       ],
       series: [{}, ...series.map((one, index) => ({
         stroke: colour(`series-${(index % 6) + 1}`),
@@ -86,6 +88,10 @@ class Chart {
         setCursor: [(plot) => this.#tellLegend(plot.cursor.idx)],
       },
     }, data, this.parent);
+  }
+
+  #atX(value) {
+    return X[this.by][1](value, this.newest);
   }
 
   #range(low, high) {
@@ -117,7 +123,7 @@ class Chart {
       stroke.style.color = colour(`series-${(place % 6) + 1}`);
       return make("li", "", null, [stroke, document.createTextNode(one.title), make("b", "", this.value(values[at]))]);
     });
-    if (x !== null) items.push(make("li", "", `at ${X[this.by][1](x)}`));
+    if (x !== null) items.push(make("li", "", `at ${this.#atX(x)}`));
     this.legend.replaceChildren(...items);
   }
 
@@ -133,9 +139,9 @@ let charts = null;
 export function drawCharts({ by, series }, moment) {
   charts ??= {
     loss: new Chart("loss-chart", {
-      isDashed: (key) => key === "held_out", value: format.loss, legend: byId("loss-legend"),
+      isDashed: (key) => key === "held_out", value: format.loss, tick: (value) => String(Number(value.toFixed(4))), legend: byId("loss-legend"),
     }),
-    rate: new Chart("rate-chart", { value: (value) => format.count(value), floor: 0 }),
+    rate: new Chart("rate-chart", { value: (value) => format.count(value), tick: (value) => format.tick(format.count(value)), floor: 0 }),
   };
   const limit = moment ? X[by][2](moment.run, moment.at_s) : null;
   charts.loss.draw(series.filter((one) => one.key === "loss" || one.key === "held_out" || one.key.startsWith("loss/")), by, limit);

@@ -40,7 +40,7 @@ export function duration(seconds) {
 }
 
 export const age = (seconds) =>
-  isUnknown(seconds) ? "at an unknown time" : seconds < 1.5 ? "now" : duration(Math.round(seconds)) + " ago";
+  isUnknown(seconds) ? "at an unknown time" : seconds < 1.5 ? "now" : duration(seconds).replace(/\.\d/, "") + " ago";
 
 export function clock(at_s, withDay = false) {
   if (isUnknown(at_s)) return UNKNOWN;
@@ -49,6 +49,15 @@ export function clock(at_s, withDay = false) {
   const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
   return withDay ? `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}` : time;
 }
+
+/** Time of day, with the day where that is another one than the reference's. */
+export function moment(at_s, reference_s) {
+  const isFar = new Date(at_s * 1000).toDateString() !== new Date(reference_s * 1000).toDateString();
+  return isFar ? clock(at_s, true).slice(5, 16) : clock(at_s);
+}
+
+/** A scaled number without zeros at its end, for an axis. */
+export const tick = (text) => text.replace(/(\.\d*[1-9])0+|\.0+(?=\D|$)/, "$1");
 
 export function money(value, currency) {
   if (isUnknown(value)) return UNKNOWN;

@@ -48,7 +48,7 @@ export function drawFigures(state) {
   setText(byId("state-words"), run.words || word);
   const waits = state.waiting_for;
   setHidden(byId("waiting-for"), !waits);
-  if (waits) setText(byId("waiting-for"), `▲ ${waits.words}`);
+  if (waits) setText(byId("waiting-for"), `▲ ${waits.words} (${format.duration(state.at_s - waits.since_s)})`);
 
   const done = run.total_steps ? Math.min(1, (run.step ?? 0) / run.total_steps) : null;
   setHidden(byId("progress"), done === null);
@@ -128,7 +128,9 @@ export function drawNodes(nodes, now_s) {
   for (const node of nodes) counts.set(node.state, (counts.get(node.state) ?? 0) + 1);
   const words = [...counts].map(([state, many]) => `${many} ${ofNode(state)[0].toLowerCase()}`);
   setText(byId("nodes-words"), nodes.length ? words.join(", ") : "No node has come in yet.");
-  keyed(parent, nodes, (node) => node.id, createNode, (card, node) => updateNode(card, node, now_s));
+  const urgency = (node) => ["bad", "warning", "accent", "unknown", "good"].indexOf(ofNode(node.state)[1]);
+  const ordered = isDense ? nodes.toSorted((a, b) => urgency(a) - urgency(b)) : nodes;
+  keyed(parent, ordered, (node) => node.id, createNode, (card, node) => updateNode(card, node, now_s));
 }
 
 function createNode() {
@@ -171,11 +173,12 @@ function updateNode(card, node, now_s) {
     ["Step", format.whole(node.step)],
     ["MFU", format.percent(node.mfu)],
     ["Sent", format.bytes(node.sent_bytes)],
+    ["Received", format.bytes(node.received_bytes)],
     ["Memory", format.bytes(node.memory_bytes)],
-    ["Heard", format.age(silent)],
     ["State", node.digest ? node.digest.slice(0, 8) : format.UNKNOWN],
+    ["Heard", silent === null ? format.UNKNOWN : format.age(silent)],
+    ["Starts", format.whole(node.starts)],
   ];
-  if (node.starts > 1) rows.push(["Starts", format.whole(node.starts)]);
   keyed(list, rows, ([name]) => name, ([name]) => make("div", "", null, [make("dt", "", name), make("dd")]),
     (row, [name, value]) => {
       setText(row.lastChild, value);
@@ -203,7 +206,7 @@ export function drawMembership(membership, from_s, to_s) {
       span.dataset.state = state;
       span.style.left = `${left}%`;
       span.style.width = `${share(end ?? to_s) - left}%`;
-      span.title = `${ofNode(state)[0]} from ${format.clock(start)}, ${format.duration((end ?? to_s) - start)}`;
+      span.title = `${ofNode(state)[0]} from ${format.moment(start, to_s)}, ${format.duration((end ?? to_s) - start)}`;
       words.push(span.title);
       lane.append(span);
     }
@@ -216,7 +219,7 @@ export function drawMembership(membership, from_s, to_s) {
   const many = parent.clientWidth < 480 ? 2 : 5;
   const axis = make("div", "axis");
   for (let tick = 0; tick <= many; tick += 1) {
-    const label = make("span", "", format.clock(from_s + (length * tick) / many));
+    const label = make("span", "", format.moment(from_s + (length * tick) / many, to_s));
     label.style.left = `${(100 * tick) / many}%`;
     axis.append(label);
   }
@@ -269,7 +272,7 @@ function cell(from, to, link, middle) {
   return td;
 }
 
-export function drawEvents(events, onlyWarnings) {
+export function drawEvents(events, onlyWarnings, now_s) {
   const parent = byId("events");
   const shown = events.filter((event) => !onlyWarnings || event.level !== "info").toReversed();
   if (!shown.length) {
@@ -283,7 +286,7 @@ export function drawEvents(events, onlyWarnings) {
     return `${key} ${times.get(key)}`;
   };
   keyed(parent, shown, keyOf, (event) => {
-    const time = make("time", "", format.clock(event.at_s));
+    const time = make("time", "", format.moment(event.at_s, now_s));
     time.dateTime = new Date(event.at_s * 1000).toISOString();
     time.title = format.clock(event.at_s, true);
     const who = make("span", "who mono", event.node_id);
@@ -295,13 +298,13 @@ export function drawEvents(events, onlyWarnings) {
   }, () => {});
 }
 
-export function drawSample(sample) {
+export function drawSample(sample, now_s) {
   setText(byId("sample"), sample?.text ?? "No text was generated yet.");
   byId("sample").classList.toggle("muted", !sample);
-  setText(byId("sample-from"), sample ? `${sample.node_id}, ${format.clock(sample.at_s)}` : "");
+  setText(byId("sample-from"), sample ? `${sample.node_id}, ${format.moment(sample.at_s, now_s)}` : "");
 }
 
-export function drawCheckpoints(checkpoints) {
+export function drawCheckpoints(checkpoints, now_s) {
   const parent = byId("checkpoints");
   if (!checkpoints.length) {
     parent.replaceChildren(make("p", "none", "No checkpoint is committed yet."));
@@ -309,7 +312,7 @@ export function drawCheckpoints(checkpoints) {
   }
   const row = (tag, texts) => make("tr", "", null, texts.map((text) => make(tag, "", text)));
   const rows = checkpoints.toReversed().slice(0, 8).map((one) => row("td", [
-    format.whole(one.step), format.whole(one.round), format.clock(one.at_s), format.bytes(one.bytes), format.duration(one.took_s),
+    format.whole(one.step), format.whole(one.round), format.moment(one.at_s, now_s), format.bytes(one.bytes), format.duration(one.took_s),
   ]));
   parent.replaceChildren(make("table", "list", null, [
     make("thead", "", null, [row("th", ["Step", "Round", "Durable at", "Size", "Took"])]), make("tbody", "", null, rows),

@@ -40,7 +40,7 @@ export function redrawRounds() {
   canvas.style.height = `${height}px`;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  pen.font = `12px ${getComputedStyle(byId("run-id")).fontFamily}`;
   pen.textBaseline = "middle";
   places = [];
   const timed = shown.filter((round) => Object.keys(round.nodes).length);

@@ -5,26 +5,41 @@ import * as format from "./format.js";
 
 const STEPS = 1000;
 
-let chosen_s = null;
+let chosen_s = momentOf(location.hash);
 let from_s = null;
 let to_s = null;
 let marks = [];
 
+/** The moment that an address names, so that a link shows what its sender saw; null: none. */
+function momentOf(hash) {
+  const found = /^#at=(\d+(?:\.\d+)?)$/.exec(hash);
+  return found ? Number(found[1]) : null;
+}
+
+function choose(at_s) {
+  chosen_s = at_s;
+  history.replaceState(null, "", at_s === null ? location.pathname : `#at=${at_s.toFixed(1)}`);
+  if (from_s !== null) tell();
+}
+
 /** Wall clock of the moment that is shown, in seconds; null: now. */
 export const chosen = () => chosen_s;
 
+/** Call onChange with each moment that is chosen. */
 export function listenTime(onChange) {
   const slider = byId("at");
   slider.addEventListener("input", () => {
     const value = Number(slider.value);
     if (from_s === null) return;
-    chosen_s = value >= STEPS ? null : from_s + ((to_s - from_s) * value) / STEPS;
-    tell();
+    choose(value >= STEPS ? null : from_s + ((to_s - from_s) * value) / STEPS);
     onChange();
   });
   byId("live").addEventListener("click", () => {
-    chosen_s = null;
-    tell();
+    choose(null);
+    onChange();
+  });
+  window.addEventListener("hashchange", () => {
+    chosen_s = momentOf(location.hash);
     onChange();
   });
 }
@@ -47,7 +62,7 @@ function tell() {
   byId("live").setAttribute("aria-pressed", String(isLive));
   const value = isLive ? STEPS : Math.round((STEPS * (at_s - from_s)) / (to_s - from_s));
   if (document.activeElement !== slider || isLive) slider.value = String(value);
-  const words = isLive ? format.clock(at_s) : `${format.clock(at_s)} · ${format.duration(to_s - at_s)} back`;
+  const words = isLive ? format.clock(at_s) : `${format.moment(at_s, to_s)} · ${format.duration(to_s - at_s)} back`;
   slider.setAttribute("aria-valuetext", isLive ? "now" : words);
   setText(byId("at-words"), words);
 }
