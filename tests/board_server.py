@@ -45,6 +45,8 @@ class BoardServer(ThreadingHTTPServer):
         self.now_s = now_s
         self.is_away = False
         """Whether every connection is closed without an answer."""
+        self.has_room = True
+        """Whether there is room for one more stream."""
         self.orders: list[dict[str, Any]] = []
         """Orders that were accepted."""
         self.refusal: tuple[int, str] | None = None
@@ -95,6 +97,8 @@ class _Request(BaseHTTPRequestHandler):
                 self._send_json(200, self.server.run.state(self.server.now_s, at_s))
             case "/api/series":
                 self._send_json(200, self.server.run.series(self.server.now_s, asked.get("by", "tokens")))
+            case "/api/stream" if not self.server.has_room:
+                self._send_json(503, {"error": "too many pages are open"})
             case "/api/stream":
                 self._stream()
             case path:

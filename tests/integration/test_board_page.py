@@ -252,6 +252,18 @@ def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
 
 
 @pytest.mark.slow
+def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardServer, complaints: list[str]) -> None:
+    board.has_room = False
+    page = open_page()
+    expect(page.locator("#link-words")).to_have_text("live · now")
+    board.now_s = 303.0
+    page.clock.fast_forward("00:06")
+    shows(page, {VICTIM: "Lost"})
+    assert all("503" in one for one in complaints), complaints
+    complaints.clear()
+
+
+@pytest.mark.slow
 def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(open_page: Open, board: BoardServer) -> None:
     class Silent(ScriptedRun):
         def state(self, now_s: float, at_s: float | None = None) -> dict[str, object]:

@@ -175,14 +175,14 @@ function updateNode(card, node, now_s) {
     ["Sent", format.bytes(node.sent_bytes)],
     ["Received", format.bytes(node.received_bytes)],
     ["Memory", format.bytes(node.memory_bytes)],
-    ["State", node.digest ? node.digest.slice(0, 8) : format.UNKNOWN],
+    ["Digest", node.digest ? node.digest.slice(0, 8) : format.UNKNOWN],
     ["Heard", silent === null ? format.UNKNOWN : format.age(silent)],
     ["Starts", format.whole(node.starts)],
   ];
   keyed(list, rows, ([name]) => name, ([name]) => make("div", "", null, [make("dt", "", name), make("dd")]),
     (row, [name, value]) => {
       setText(row.lastChild, value);
-      row.lastChild.classList.toggle("mono", name === "State");
+      row.lastChild.classList.toggle("mono", name === "Digest");
     });
 }
 
