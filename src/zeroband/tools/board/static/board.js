@@ -15,7 +15,7 @@ const SERIES_EVERY_MS = 4_000;
 const RETRY_MS = [500, 1_000, 2_000, 5_000, 10_000];
 const OLD_S = 30; // a run that is silent for longer is told as such
 
-const shown = { state: null, newest: null, received_ms: 0, series: null, series_ms: 0, by: "tokens" };
+const shown = { state: null, newest: null, received_ms: 0, made_ms: 0, series: null, series_ms: 0, by: "tokens" };
 const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
 
 async function ask(path) {
@@ -54,7 +54,11 @@ async function fetchOnce() {
     link.isLost = false;
     connect();
     if (at_s === chosen()) shown.state = state;
-    if (at_s === null) shown.newest = state;
+    if (at_s === null) {
+      // The board may give the same document twice; its facts are no younger then.
+      if (state.now_s !== shown.newest?.now_s) shown.made_ms = Date.now();
+      shown.newest = state;
+    }
     if (state.run_id !== null && Date.now() - shown.series_ms >= SERIES_EVERY_MS) {
       const by = shown.by;
       const series = await ask(`/api/series?by=${by}&points=400`);
@@ -125,7 +129,7 @@ function nameTab(state) {
 function tellAge() {
   const past_s = shown.received_ms ? (Date.now() - shown.received_ms) / 1000 : null;
   const state = shown.state;
-  const fact_s = state?.age_s == null || past_s === null ? null : state.age_s + past_s;
+  const fact_s = shown.newest?.age_s == null ? null : shown.newest.age_s + (Date.now() - shown.made_ms) / 1000;
   const hasEnded = state !== null && ["finished", "failed"].includes(state.run.state);
   const notes = [];
   if (link.isLost) {

@@ -89,7 +89,7 @@ async function send() {
       body: JSON.stringify(body),
     });
     const said = await answer.json().catch(() => ({}));
-    if (answer.ok) tell(`✓ Sent: ${order}. It is in force from the next round on.`, "good");
+    if (answer.ok) tell(`✓ Sent: ${order}. ${said.words ?? ""}`, "good");
     else tell(`✕ Refused: ${said.error ?? `answer ${answer.status}`}`, "bad");
   } catch (error) {
     const isToken = error instanceof TypeError && /[^\x20-\x7e]/.test(token);
