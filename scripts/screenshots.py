@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-SIZE = {"width": 1280, "height": 1120}
+SIZE = {"width": 1280, "height": 1660}
 PATIENCE_S = 600.0
 COLOURS = 128
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from playwright.sync_api import Browser, Page, expect
 from tests.board_run import NODES, VICTIM, NoRun, ScriptedRun
 from tests.board_server import STATIC, TOKEN, BoardServer, asset
 from tests.browsers import open_browser
+from tests.made_runs import event, member, run_of
+
+from zeroband.observe.facts import Fact
+from zeroband.tools.board.app import build_app
+from zeroband.tools.board.command import listen
+from zeroband.tools.board.orders import OrderDesk
+from zeroband.tools.board.state import RunWatch, find_run
 
 HEALED_S = 420.0
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
@@ -147,6 +160,89 @@ def test_files_hold_no_markup_from_data_and_name_no_other_host() -> None:
 def test_first_load_is_well_below_300_kb() -> None:
     names = [path.name for path in STATIC.iterdir()] + ["uplot.js", "uplot.css"]
     assert sum(asset(name).stat().st_size for name in names) < 200_000
+
+
+# -- the board itself -----------------------------------------------------------------------------------------------
+
+
+def append(run_dir: Path, fact: Fact) -> None:
+    """Record a fact as its node does."""
+    folder = run_dir / fact.node_id
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ("events.jsonl" if "kind" in fact.record else "metrics.jsonl")).open("a") as file:
+        file.write(json.dumps(fact.record) + "\n")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """The folder of a run of four nodes and five rounds."""
+    for facts in run_of(NODES, 5):
+        for fact in facts:
+            append(tmp_path / "recorded", fact)
+    return tmp_path / "recorded"
+
+
+def outline(value: Any) -> Any:
+    """Keys of a document, down to the first item of each list; what is unknown has none."""
+    if isinstance(value, Mapping):
+        return {key: outline(item) for key, item in value.items()}
+    return outline(value[0]) if isinstance(value, list) and value else None
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two outlines differ, as far as both are known."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return []
+    inner = [differences(a[key], b[key], f"{path}/{key}") for key in a.keys() & b.keys()]
+    return [f"{path}/{key}" for key in a.keys() ^ b.keys()] + [one for found in inner for one in found]
+
+
+def test_scripted_documents_have_the_keys_of_the_boards(recorded: Path) -> None:
+    watch = RunWatch(partial(find_run, recorded))
+    watch.look()
+    real = json.loads(watch.state().body)
+    scripted = ScriptedRun().state(HEALED_S)
+    for document in (real, scripted):
+        for one in document["rounds"]:
+            one["nodes"] = [*one["nodes"].values()]  # by node id
+    assert len(real["nodes"]) == len(scripted["nodes"]) == 4
+    assert differences(outline(real), outline(scripted)) == []
+    series = json.loads(watch.series("tokens", 400).body)
+    assert differences(outline(series), outline(ScriptedRun().series(HEALED_S, "tokens"))) == []
+    known = {one["key"] for one in ScriptedRun().series(HEALED_S, "tokens")["series"]}
+    assert {one["key"] for one in series["series"]} <= known
+
+
+@pytest.mark.slow
+def test_board_and_page_show_a_recorded_run_and_what_is_recorded_next(browser: Browser, recorded: Path) -> None:
+    watch = RunWatch(partial(find_run, recorded))
+    listener = listen("127.0.0.1", 0)
+    app = build_app(watch, OrderDesk(None, None))  # which takes no orders
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
+    complaints: list[str] = []
+    watch.start()
+    thread.start()
+    try:
+        with browser.new_context() as context:
+            page = context.new_page()
+            page.on("console", lambda said: complaints.append(said.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+            expect(page.locator("#run-id")).to_have_text("recorded")
+            shows(page, dict.fromkeys(NODES, "Training"))
+            expect(page.locator(".chart canvas").first).to_be_visible()
+            expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
+            append(recorded, event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)]))
+            shows(page, {VICTIM: "Lost", "node0": "Training"})
+            page.locator("#open-orders").click()
+            expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
+            assert complaints == []
+    finally:
+        server.should_exit = True
+        thread.join()
+        watch.close()
+        listener.close()
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ function draw() {
   }
   panels.drawFigures(state);
   panels.drawPromises(state.promises);
-  panels.drawNodes(state.nodes, state.at_s);
+  const now_s = state.at_s + (chosen() === null ? (state.age_s ?? 0) : 0);
+  panels.drawNodes(state.nodes, now_s);
   panels.drawMembership(state.membership, state.from_s, chosen() === null ? state.to_s : state.at_s);
   panels.drawLinks(state.links);
   panels.drawEvents(state.events, byId("only-warnings").checked, state.at_s);

@@ -28,6 +28,7 @@ export const mbit = (value) => (isUnknown(value) ? UNKNOWN : value >= 100 ? valu
 export function duration(seconds) {
   if (isUnknown(seconds)) return UNKNOWN;
   const s = Math.max(0, seconds);
+  if (s > 0 && s < 0.0995) return Math.max(1, Math.round(s * 1000)) + SPACE + "ms";
   if (s < 9.95) return s.toFixed(1) + SPACE + "s";
   if (s < 90) return Math.round(s) + SPACE + "s";
   if (s < 90 * 60) return Math.round(s / 60) + SPACE + "min";

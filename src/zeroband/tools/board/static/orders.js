@@ -30,7 +30,7 @@ export function updateOrders(newest) {
 function draw() {
   const { allowed, why } = state.orders;
   setHidden(byId("orders-why"), allowed);
-  setText(byId("orders-why"), allowed ? "" : why);
+  setText(byId("orders-why"), allowed ? "" : why || "This board takes no orders.");
   for (const input of byId("orders-list").querySelectorAll("input")) {
     const small = input.parentElement.querySelector("small");
     small.dataset.why ||= small.textContent;

@@ -69,7 +69,7 @@ export function drawFigures(state) {
   setHidden(byId("cost"), !run.cost);
   if (run.cost) {
     const { so_far, per_hour, currency } = run.cost;
-    setFigure("fig-cost", format.money(so_far, currency), `${format.money(per_hour, currency)} an hour`);
+    setFigure("fig-cost", format.money(so_far, currency), per_hour ? `${format.money(per_hour, currency)} an hour` : "");
   }
   drawTraffic(run);
   setText(byId("config-words"), run.config_words ?? "");
@@ -289,7 +289,8 @@ export function drawEvents(events, onlyWarnings, now_s) {
     const time = make("time", "", format.moment(event.at_s, now_s));
     time.dateTime = new Date(event.at_s * 1000).toISOString();
     time.title = format.clock(event.at_s, true);
-    const who = make("span", "who mono", event.node_id);
+    const isNamed = event.words.startsWith(event.node_id);
+    const who = make("span", "who mono", isNamed ? "" : event.node_id);
     who.title = event.node_id;
     const sign = { warning: "▲ ", error: "✕ " }[event.level] ?? "";
     const item = make("li", "", null, [time, who, make("span", "what", sign + event.words)]);

@@ -43,7 +43,8 @@ export function redrawRounds() {
   pen.font = `12px ${getComputedStyle(byId("run-id")).fontFamily}`;
   pen.textBaseline = "middle";
   places = [];
-  const timed = shown.filter((round) => Object.keys(round.nodes).length);
+  const isTimed = (round) => Object.values(round.nodes).some((node) => startOf(node) < node.end_s);
+  const timed = shown.filter(isTimed);
   if (!timed.length) {
     pen.fillStyle = colour("muted");
     pen.fillText("No round is committed yet.", 0, ROW);
