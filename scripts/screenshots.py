@@ -21,7 +21,7 @@ from playwright.sync_api import Page, sync_playwright
 
 SIZE = {"width": 1280, "height": 1660}
 PATIENCE_S = 600.0
-COLOURS = 128
+COLOURS = 256
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 State = Mapping[str, Any]
@@ -46,11 +46,12 @@ SCENES: Mapping[str, Callable[[State], bool]] = {"start": is_whole, "kill": is_s
 
 
 def wait_until(page: Page, holds: Callable[[State], bool]) -> bool:
-    """Ask the board until its run is so; False: it was not within PATIENCE_S, or ended before."""
+    """Ask the board until its run is so, and the page shows it; False: not within PATIENCE_S, or it ended before."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         state = page.evaluate("fetch('/api/state').then(answer => answer.json())")
-        if holds(state):
+        shown = page.evaluate("[...document.querySelectorAll('.node')].map(card => card.dataset.state)")
+        if holds(state) and sorted(shown) == sorted(node["state"] for node in state["nodes"]):
             return True
         if state["run"]["state"] in ("finished", "failed"):
             return False
@@ -60,9 +61,9 @@ def wait_until(page: Page, holds: Callable[[State], bool]) -> bool:
 
 def take(page: Page, path: Path) -> None:
     """Write what the page shows, with few colours: a picture for documents."""
-    page.wait_for_timeout(700)  # the page follows the board's stream
+    page.wait_for_timeout(500)  # curves are asked for after the state
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main(argv: Sequence[str]) -> int:

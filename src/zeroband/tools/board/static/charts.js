@@ -81,7 +81,7 @@ class Chart {
         width: this.isDashed(one.key) ? 2 : 1.75,
         dash: this.isDashed(one.key) ? [6, 4] : undefined,
         spanGaps: true,
-        points: { show: one.x.length < 3 },
+        points: { show: (plot, place) => plot.data[place].filter((y) => y !== null).length < 3 },
       }))],
       hooks: {
         draw: [(plot) => this.#veil(plot)],
