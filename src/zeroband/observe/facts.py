@@ -52,8 +52,8 @@ class FactSource(Protocol):
 class FolderFacts(FactSource):
     """Follows the files of all nodes of a run; nodes may appear at any time.
 
-    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: a call of `read` takes no more of a file, for
-    who must not hold a long past in memory at once; calls go on until one gives nothing.
+    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: a call of `read` takes no more of a file,
+    for who must not hold a long past in memory at once; calls go on until one gives nothing.
     """
 
     def __init__(self, run_dir: Path, *, most_bytes: int | None = None) -> None:

@@ -34,6 +34,7 @@ _CHUNK_BYTES = 64 * 1024
 """Most that is read of a file at once: a long past is folded piece by piece."""
 _SAMPLE = "sample.txt"
 _SAMPLE_CHARS = 4000
+_SAMPLE_EVERY_S = 10.0
 
 _log = get_logger(__name__)
 
@@ -73,6 +74,9 @@ class RunWatch:
         self._problem: str | None = None
         self._arrived_s: float | None = None
         """When the newest fact came, by the monotonic clock; None: it was there when this began."""
+        self._has_caught_up = False
+        """Whether what was there before this page has been read."""
+        self._sample_due_s = 0.0
         self._asked_s = -_WATCHED_S
         self._encoder = Encoder()
         self._newest: tuple[int, float, Answer] | None = None
@@ -133,17 +137,20 @@ class RunWatch:
         history = self._history
         assert history is not None, "there is one for each source"
         with self._lock:
-            is_first = self._arrived_s is None and history.to_s is None
             for node_id in self._source.node_ids():
                 history.appeared(node_id)
             for start in range(len(facts)):
                 history.add(facts[start])
         if facts:
-            self._arrived_s = None if is_first else time.monotonic()
+            self._arrived_s = time.monotonic() if self._has_caught_up else None
             if self._setting.detect_s is None:
                 self._setting = read_setting(self._setting, self._source)
-            self._setting = read_sample(self._setting, self._source)
             self.version += 1
+        else:
+            self._has_caught_up = True
+        if time.monotonic() >= self._sample_due_s:
+            self._setting = read_sample(self._setting, self._source)
+            self._sample_due_s = time.monotonic() + _SAMPLE_EVERY_S
         self._note(self._broken())
         return bool(facts)
 
