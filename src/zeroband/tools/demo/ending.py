@@ -54,7 +54,7 @@ def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: st
         f"outer state  at the end, {verdict}:",
         *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
-        f"             look at them again: zeroband status {run_dir}",
+        f"             look at them again: zeroband board {run_dir}, or zeroband status {run_dir}",
     ]
     if sample is not None:
         lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]

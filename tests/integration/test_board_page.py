@@ -1,0 +1,499 @@
+"""The board's page in a real browser, beside a scripted run."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, expect
+from tests.board_run import NODES, VICTIM, NoRun, ScriptedRun
+from tests.board_server import STATIC, TOKEN, BoardServer, asset
+from tests.browsers import open_browser
+from tests.made_runs import event, member, run_of
+
+from zeroband.observe.facts import Fact
+from zeroband.tools.board.app import build_app
+from zeroband.tools.board.command import listen
+from zeroband.tools.board.orders import OrderDesk
+from zeroband.tools.board.state import RunWatch, find_run
+
+HEALED_S = 420.0
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the browser complained of; has to be empty at the end, unless the test expects it and empties it."""
+    return []
+
+
+@pytest.fixture
+def board() -> Iterator[BoardServer]:
+    with BoardServer(ScriptedRun(), HEALED_S) as server:
+        yield server
+
+
+@pytest.fixture
+def open_page(browser: Browser, board: BoardServer, complaints: list[str]) -> Iterator[Open]:
+    with ExitStack() as stack:
+
+        def open_one(width: int = 1280, height: int = 900, scheme: str = "light", *, is_calm: bool = False) -> Page:
+            motion = "reduce" if is_calm else "no-preference"
+            context = browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion=motion
+            )
+            stack.callback(context.close)
+            page = context.new_page()
+            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+            page.on("request", lambda one: None if one.url.startswith(board.url) else complaints.append(one.url))
+            page.clock.install()
+            page.goto(board.url)
+            return page
+
+        yield open_one
+        seen = list(complaints)  # closing breaks the streams off, which is no complaint
+    assert seen == []
+
+
+def figure(page: Page, name: str) -> str:
+    return page.locator(f"#fig-{name}").inner_text().replace("\u00a0", " ")
+
+
+def node(page: Page, name: str) -> str:
+    """State of a node as its card says it."""
+    return page.locator(".node", has=page.get_by_role("heading", name=name, exact=True)).locator(".badge").inner_text()
+
+
+def shows(page: Page, words: Mapping[str, str]) -> None:
+    """Wait until each node's card says this."""
+    for name, said in words.items():
+        card = page.locator(".node", has=page.get_by_role("heading", name=name, exact=True))
+        expect(card.locator(".badge")).to_contain_text(said)
+
+
+def is_wider(page: Page) -> bool:
+    """Whether the page scrolls sideways."""
+    return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+
+
+# -- files, without a browser ---------------------------------------------------------------------------------------
+
+
+def themes() -> dict[str, dict[str, str]]:
+    """Custom properties of both themes that are plain colours."""
+    css = (STATIC / "board.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"^:root(\[data-theme=\"dark\"\])? \{(.*?)^\}", css, re.DOTALL | re.MULTILINE)
+    found = {
+        "dark" if dark else "light": dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", body)) for dark, body in blocks
+    }
+    assert found["light"].keys() == found["dark"].keys()
+    return found
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of sRGB, 0 to 1 (WCAG 2.2)."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast of two colours, 1 to 21 (WCAG 2.2)."""
+    dark, light = sorted((luminance(a), luminance(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+LEVELS = ("good", "warning", "bad", "unknown", "accent")
+WRITTEN = [
+    *((text, ground) for text in ("text", "muted") for ground in ("page", "card", "sunk")),
+    *((text, f"{level}-tint") for text in ("text", "muted") for level in ("accent", "warning")),
+    *((level, ground) for level in LEVELS for ground in ("card", f"{level}-tint")),
+    ("on-accent", "accent"),
+]
+DRAWN = [
+    *((f"phase-{phase}", "card") for phase in ("compute", "wait", "transfer", "apply")),
+    *((f"series-{number}", "card") for number in range(1, 7)),
+]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_a_contrast_of_4_5_and_drawings_of_3_in_both_themes(theme: str) -> None:
+    colours = themes()[theme]
+    pairs = [(*pair, 4.5) for pair in WRITTEN] + [(*pair, 3.0) for pair in DRAWN]
+    low = {
+        f"{a} on {b}": contrast(colours[a], colours[b])
+        for a, b, least in pairs
+        if contrast(colours[a], colours[b]) < least
+    }
+    assert low == {}
+
+
+def test_files_hold_no_markup_from_data_and_name_no_other_host() -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in STATIC.iterdir()}
+    assert {"index.html", "board.css", "board.js"} <= files.keys()
+    html = files["index.html"]
+    assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=\"/static/)", html) == []
+    for name, text in files.items():
+        assert (
+            re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text) == []
+        ), name
+        assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == [], name
+
+
+def test_first_load_is_well_below_300_kb() -> None:
+    names = [path.name for path in STATIC.iterdir()] + ["uplot.js", "uplot.css"]
+    assert sum(asset(name).stat().st_size for name in names) < 200_000
+
+
+# -- the board itself -----------------------------------------------------------------------------------------------
+
+
+def append(run_dir: Path, fact: Fact) -> None:
+    """Record a fact as its node does."""
+    folder = run_dir / fact.node_id
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ("events.jsonl" if "kind" in fact.record else "metrics.jsonl")).open("a") as file:
+        file.write(json.dumps(fact.record) + "\n")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """The folder of a run of four nodes and five rounds."""
+    for facts in run_of(NODES, 5):
+        for fact in facts:
+            append(tmp_path / "recorded", fact)
+    return tmp_path / "recorded"
+
+
+def outline(value: Any) -> Any:
+    """Keys of a document, down to the first item of each list; what is unknown has none."""
+    if isinstance(value, Mapping):
+        return {key: outline(item) for key, item in value.items()}
+    return outline(value[0]) if isinstance(value, list) and value else None
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two outlines differ, as far as both are known."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return []
+    inner = [differences(a[key], b[key], f"{path}/{key}") for key in a.keys() & b.keys()]
+    return [f"{path}/{key}" for key in a.keys() ^ b.keys()] + [one for found in inner for one in found]
+
+
+def test_scripted_documents_have_the_keys_of_the_boards(recorded: Path) -> None:
+    watch = RunWatch(partial(find_run, recorded))
+    watch.look()
+    real = json.loads(watch.state().body)
+    scripted = ScriptedRun().state(HEALED_S)
+    for document in (real, scripted):
+        for one in document["rounds"]:
+            one["nodes"] = [*one["nodes"].values()]  # by node id
+    assert len(real["nodes"]) == len(scripted["nodes"]) == 4
+    assert differences(outline(real), outline(scripted)) == []
+    series = json.loads(watch.series("tokens", 400).body)
+    assert differences(outline(series), outline(ScriptedRun().series(HEALED_S, "tokens"))) == []
+    known = {one["key"] for one in ScriptedRun().series(HEALED_S, "tokens")["series"]}
+    assert {one["key"] for one in series["series"]} <= known
+
+
+@pytest.mark.slow
+def test_board_and_page_show_a_recorded_run_and_what_is_recorded_next(browser: Browser, recorded: Path) -> None:
+    watch = RunWatch(partial(find_run, recorded))
+    listener = listen("127.0.0.1", 0)
+    app = build_app(watch, OrderDesk(None, None))  # which takes no orders
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
+    complaints: list[str] = []
+    watch.start()
+    thread.start()
+    try:
+        with browser.new_context() as context:
+            page = context.new_page()
+            page.on("console", lambda said: complaints.append(said.text))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+            expect(page.locator("#run-id")).to_have_text("recorded")
+            shows(page, dict.fromkeys(NODES, "Training"))
+            expect(page.locator(".chart canvas").first).to_be_visible()
+            expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
+            append(recorded, event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)]))
+            shows(page, {VICTIM: "Lost", "node0": "Training"})
+            page.locator("#open-orders").click()
+            expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
+            assert complaints == []
+    finally:
+        server.should_exit = True
+        thread.join()
+        watch.close()
+        listener.close()
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
+    page = open_page()
+    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
+    assert figure(page, "loss").startswith("3.0")
+    assert figure(page, "tokens") == "107 M\n14.7 M parameters"
+    assert figure(page, "mfu").startswith("40.7 %")
+    assert figure(page, "left_s").startswith("3 min")
+    assert figure(page, "cost").startswith("$1.35")
+    assert {name: node(page, name) for name in NODES} == dict.fromkeys(NODES, "● Training")
+    assert page.locator(".promise[data-state=good]").count() == 4
+    page.locator(".promise summary").first.click()
+    expect(page.locator(".evidence").first).to_contain_text("round 40: 4 nodes, digest")
+    expect(page.locator(".chart canvas")).to_have_count(2)
+    expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 35 to 40 of 4 nodes"))
+    expect(page.locator("#traffic")).to_contain_text(re.compile("^40 .*fewer bytes"))
+    expect(page.locator(".span[data-state=lost]")).to_have_attribute("title", re.compile("^Lost from .*, 28"))
+    assert page.locator("#links tbody td").count() == 16
+    expect(page.locator("#events li").first).to_contain_text("A checkpoint is durable")
+    page.locator("#only-warnings").check()
+    expect(page.locator("#events li")).to_have_count(3)
+    expect(page.locator("#sample")).to_contain_text("The harbour was quiet")
+    assert page.locator("#checkpoints tbody tr").count() == 4
+    for by in ("Time", "Bytes", "Steps"):
+        page.get_by_text(by, exact=True).click()
+        expect(page.locator("#rate-title")).to_contain_text(by.lower())
+    assert page.locator("#rounds").evaluate(
+        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size > 4"
+    )
+
+
+@pytest.mark.slow
+def test_kill_and_healing_are_shown_as_the_facts_change(open_page: Open, board: BoardServer) -> None:
+    board.now_s = 295.0
+    page = open_page()
+    shows(page, dict.fromkeys(NODES, "Training"))
+    page.clock.pause_at(page.evaluate("Date.now() + 100"))  # no timer of the page fires: only the stream brings news
+    board.tell(301.4)
+    expect(page.locator("#waiting-for")).to_contain_text("Everybody waits for node2")
+    shows(page, {VICTIM: "▲ Late"})
+    board.tell(303.0)
+    shows(page, {VICTIM: "✕ Lost", "node0": "Training"})
+    expect(page.locator("#waiting-for")).to_be_hidden()
+    expect(page.locator("#links .is-cut").first).to_have_text("✕ cut off")
+    expect(page.locator("#spoken")).to_have_text("Training with 3 of 4 nodes; node2 lost")
+    expect(page).to_have_title(re.compile("^▲ Training, loss 3"))
+    board.tell(340.0)
+    shows(page, {VICTIM: "Joining"})
+    expect(page.locator(".node .join-words", has_text="fetching")).to_have_text("fetching · 50\u00a0% · 4.90\u00a0MB/s")
+    board.tell(360.0)
+    shows(page, dict.fromkeys(NODES, "Training"))
+    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
+
+
+@pytest.mark.slow
+def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: BoardServer) -> None:
+    page = open_page()
+    shows(page, dict.fromkeys(NODES, "Training"))
+    page.locator("#at").fill("750")  # second 315 of 420
+    shows(page, {VICTIM: "Lost"})
+    expect(page.locator("#notice")).to_contain_text("You see the run as it was at")
+    expect(page.locator("#at")).to_have_attribute("aria-valuetext", re.compile("2.min back"))
+    board.tell(430.0)
+    page.locator("#at").press("ArrowLeft")
+    shows(page, {VICTIM: "Lost"})
+    sent = page.context.new_page()
+    sent.goto(page.url)  # which names the moment
+    shows(sent, {VICTIM: "Lost"})
+    page.locator("#live").click()
+    shows(page, {VICTIM: "Training"})
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
+    open_page: Open, board: BoardServer, complaints: list[str]
+) -> None:
+    page = open_page()
+    expect(page.locator("#link-words")).to_have_text("live · now")
+    board.is_away = True
+    board.tell()
+    expect(page.locator("#notice")).to_contain_text("The board does not answer. What you see is from")
+    page.clock.fast_forward("02:00:00")  # a browser that slept
+    expect(page.locator("#link-words")).to_contain_text("shown: 2\u00a0h\u00a000\u00a0min ago")
+    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
+    board.is_away = False
+    board.tell(430.0)
+    page.clock.fast_forward("00:11")
+    expect(page.locator("#link-words")).to_have_text("live · now")
+    expect(page.locator("#notice")).to_be_hidden()
+    page.clock.fast_forward("00:11")
+    expect(page.locator("#link-words")).to_contain_text("live")
+    page.clock.pause_at(page.evaluate("Date.now() + 100"))
+    board.tell(303.0)
+    shows(page, {VICTIM: "Lost"})  # the stream is back, too
+    assert all("Failed to load resource" in one or "failed: " in one for one in complaints), complaints
+    complaints.clear()
+
+
+@pytest.mark.slow
+def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardServer, complaints: list[str]) -> None:
+    board.has_room = False
+    page = open_page()
+    expect(page.locator("#link-words")).to_have_text("live · now")
+    for now_s, said in ((303.0, "Lost"), (360.0, "Training")):
+        board.now_s = now_s
+        page.clock.fast_forward("00:06")
+        shows(page, {VICTIM: said})
+    assert all("503" in one or "failed: " in one for one in complaints), complaints
+    complaints.clear()
+
+
+@pytest.mark.slow
+def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(open_page: Open, board: BoardServer) -> None:
+    class Silent(ScriptedRun):
+        def state(self, now_s: float, at_s: float | None = None) -> dict[str, object]:
+            return super().state(now_s, at_s) | {"age_s": 200.0, "problem": "the store is away for 200 s"}
+
+    board.run = Silent()
+    page = open_page()
+    expect(page.locator("#link-words")).to_have_text("newest fact 3\u00a0min ago")
+    expect(page.locator("#notice")).to_have_text("▲ the store is away for 200 s")
+    page.clock.fast_forward("10:00")
+    expect(page.locator("#link-words")).to_have_text("newest fact 13\u00a0min ago")  # the documents say 200 s each time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_phone_shows_64_nodes_with_long_names_without_scrolling_sideways(
+    open_page: Open, board: BoardServer, scheme: str
+) -> None:
+    board.run = ScriptedRun(
+        run_id="a-run-of-a-very-long-name" * 4,
+        names={VICTIM: "a-node-of-a-very-long-name" * 4},
+        extra_nodes=60,
+        sample="w" * 500,
+        problem="p" * 300,
+    )
+    board.now_s = 305.0
+    page = open_page(360, 740, scheme)
+    expect(page.locator("#nodes > li")).to_have_count(64)
+    expect(page.locator("#nodes > li").first).to_contain_text("Lost")  # trouble first
+    assert not is_wider(page)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    page.locator("#open-orders").click()
+    assert page.locator("#orders").evaluate("d => d.getBoundingClientRect().right <= innerWidth")
+
+
+@pytest.mark.slow
+def test_names_and_samples_are_shown_as_text(open_page: Open, board: BoardServer) -> None:
+    board.run = ScriptedRun(run_id=HOSTILE, names={VICTIM: HOSTILE}, sample=HOSTILE, problem=HOSTILE)
+    board.now_s = 303.0
+    page = open_page()
+    shows(page, {HOSTILE: "Lost"})
+    for place in ("#run-id", "#sample"):
+        expect(page.locator(place)).to_have_text(HOSTILE)
+    for place in ("#links", "#membership", "#events", "#notice"):
+        expect(page.locator(place)).to_contain_text(HOSTILE)
+    assert page.locator("main script, main img").count() == 0
+    assert "owned" not in page.title().split(HOSTILE)[0]
+    assert page.title().endswith(HOSTILE)
+
+
+@pytest.mark.slow
+def test_orders_are_sent_with_the_token_and_refusals_are_shown(
+    open_page: Open, board: BoardServer, complaints: list[str]
+) -> None:
+    page = open_page()
+    page.locator("#open-orders").click()
+    expect(page.get_by_label("Resume")).to_be_disabled()
+    expect(page.locator(".order", has_text="Resume")).to_contain_text("The run is not paused.")
+    expect(page.locator("#send-order")).to_be_disabled()
+    page.get_by_label("Drain a node").check()
+    page.locator("#drain-node").select_option("node3")
+    page.locator("#send-order").click()
+    expect(page.locator("#orders-result")).to_have_text("An order needs the run's token.")
+    page.get_by_label("Run token").fill("another")
+    page.locator("#send-order").click()
+    expect(page.locator("#orders-result")).to_have_text("✕ Refused: this is not the run's token")
+    assert board.orders == []
+    page.get_by_label("Run token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.locator("#orders-result")).to_contain_text("✓ Sent: drain")
+    page.get_by_label("Roll back").check()
+    page.locator("#rollback-step").select_option("300")
+    page.locator("#send-order").click()
+    expect(page.locator("#orders-result")).to_contain_text("✓ Sent: rollback")
+    page.locator("input[value=pause]").check()
+    board.refusal = (409, "the run is paused already")
+    page.locator("#send-order").click()
+    expect(page.locator("#orders-result")).to_have_text("✕ Refused: the run is paused already")
+    assert board.orders == [{"order": "drain", "node": "node3"}, {"order": "rollback", "step": 300}]
+    assert TOKEN not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+    assert all("Failed to load resource" in one for one in complaints), complaints
+    complaints.clear()
+
+
+@pytest.mark.slow
+def test_orders_that_are_not_allowed_say_why(open_page: Open, board: BoardServer) -> None:
+    board.run = ScriptedRun(orders_refused="this board reads a folder; orders need --store")
+    page = open_page()
+    page.locator("#open-orders").click()
+    expect(page.locator("#orders-why")).to_have_text("this board reads a folder; orders need --store")
+    assert page.locator("#orders-form").locator("input:enabled").count() == 0
+    page.keyboard.press("Escape")
+    expect(page.locator("#orders")).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_without_a_run_the_page_says_how_to_start_one_and_shows_it_then(open_page: Open, board: BoardServer) -> None:
+    board.run = NoRun()
+    page = open_page()
+    expect(page.locator("#no-run")).to_contain_text("./scripts/demo.sh")
+    expect(page.locator("#run")).to_be_hidden()
+    board.run = ScriptedRun()
+    board.tell(5.0)
+    expect(page.locator("#state-words")).to_contain_text("Waiting for the first round")
+    expect(page.locator("#no-run")).to_be_hidden()
+    expect(page.locator("#loss-chart")).to_contain_text("No value yet")
+    assert figure(page, "loss").startswith("\u2013")
+
+
+@pytest.mark.slow
+def test_keyboard_reaches_everything_and_the_theme_is_kept(
+    open_page: Open, board: BoardServer, complaints: list[str]
+) -> None:
+    page = open_page(is_calm=True)
+    expect(page.locator("#run")).to_be_visible()
+    assert page.locator("#link-state .dot").evaluate("d => getComputedStyle(d).animationName") == "none"
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the run")).to_be_focused()
+    page.locator("#rounds").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#round-read")).to_contain_text("Round 39: 4 nodes, on average compute")
+    page.locator("#theme").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.reload()
+    assert complaints in ([], [f"failed: {board.url}api/stream"])  # broken off by the reload
+    complaints.clear()
+    expect(page.locator("#run")).to_be_visible()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, select')].filter("
+        "e => !(e.textContent.trim() || e.ariaLabel || e.labels?.length)).map(e => e.id)"
+    )
+    assert unnamed == []
