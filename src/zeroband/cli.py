@@ -43,6 +43,8 @@ _COMMANDS = {
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
+    "top": _Command("tools.top.command", "[RUN_DIR]: the same as a screen that redraws itself; q ends it"),
+    "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
