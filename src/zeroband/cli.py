@@ -34,6 +34,7 @@ _COMMANDS = {
     "launch": _Command(
         "tools.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
     ),
+    "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says"),
     "simulate": _Command("tools.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
     "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
     "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
