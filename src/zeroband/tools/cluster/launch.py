@@ -85,9 +85,28 @@ def parse(argv: Sequence[str]) -> Launch:
         raise ConfigError(f"--max-restarts {asked.max_restarts} is negative; 0 starts the ranks once")
     if asked.script.startswith("@"):
         trainer = (sys.executable, "-u", "-m", "zeroband.train")
-        return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*trainer, asked.script, *asked.arguments))
+        arguments = _with_name((asked.script, *asked.arguments))
+        return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*trainer, *arguments))
     python = () if asked.no_python else (sys.executable, "-u", *(("-m",) if asked.module else ()))
     return Launch(count_of(asked.nproc_per_node), asked.max_restarts, (*python, asked.script, *asked.arguments))
+
+
+def _with_name(arguments: Sequence[str]) -> Sequence[str]:
+    """The trainer's arguments with a name for the run where they, or the environment, ask for one by `auto`.
+
+    All ranks get it, also those that are started again. Raises ConfigError.
+    """
+    if not any("auto" in text for text in (*arguments, os.environ.get("ZERO_BAND_RUN__ID", ""))):
+        return arguments
+    from zeroband.config import load_config  # a quarter of a second, for those who ask
+    from zeroband.node.run_names import AUTO, named
+
+    config = load_config(arguments)
+    if config.run.id != AUTO:
+        return arguments
+    run_id = named(config, is_only_process=True).run.id
+    _say(f"this run is {run_id}")
+    return (*arguments, f"--run.id={run_id}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,7 +87,7 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
     arguments = [f"@{_CONFIG}", *overrides]
-    directory, run_id = asked_run(arguments, "demo")
+    directory, run_id = asked_run(arguments)
     store_url = os.environ.get("ZERO_BAND_STORE__URL")
     return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
 
