@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import zeroband.cli
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import load_config
+from zeroband.elastic.store.facts import StoreFacts
 from zeroband.kernels.codec import CODECS
 from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import FolderFacts
@@ -33,6 +35,8 @@ GPU_ONLY = {"train/mfu", "node/gpu_peak_bytes"}
 PAYLOADS_ONLY = {"outer/payload_bytes", "outer/payload_ratio"}
 """Of algorithms that send payloads of their own."""
 FIRST_MEMBER_ONLY = {"ckpt/durable_step"}
+BESIDE = {"join_state", "links"}
+"""Events beside the story of a node."""
 MUON_ONLY = {"train/lr_muon"}
 
 SETTINGS = {
@@ -63,9 +67,10 @@ BROKEN_WANDB = 'raise RuntimeError("this wandb is broken")\n'
 
 @dataclass(frozen=True)
 class Observed:
-    """The run: its directory, and what each node wrote there."""
+    """The run: its directory, what each node wrote there, and what the store shows of it."""
 
     folder: Path
+    store_url: str
     codes: Mapping[str, int]
     metrics: Mapping[str, list[dict[str, Any]]]
     events: Mapping[str, list[dict[str, Any]]]
@@ -88,6 +93,7 @@ def run(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
         assert set(codes.values()) == {0}, cluster.describe()
         yield Observed(
             cluster.run_dir,
+            store_url,
             codes,
             {name: node.metrics() for name, node in cluster.nodes.items()},
             {name: node.events() for name, node in cluster.nodes.items()},
@@ -181,7 +187,7 @@ def test_nodes_with_unequal_ranks_get_the_same_held_out_losses(run: Observed) ->
 @pytest.mark.slow
 def test_events_tell_the_story_of_a_node(run: Observed) -> None:
     for node_id, events in run.events.items():
-        kinds = [e["kind"] for e in events if e["kind"] != "join_state" and not e["kind"].startswith("checkpoint")]
+        kinds = [e["kind"] for e in events if e["kind"] not in BESIDE and not e["kind"].startswith("checkpoint")]
         rounds = ["round_committed", *["evaluated", "round_committed"] * ROUNDS]
         assert sorted(kinds[3:-3]) == sorted(rounds)  # an evaluation is told of before the step that it follows
         assert [*kinds[:3], *kinds[-3:]] == [
@@ -280,6 +286,26 @@ def test_status_shows_the_finished_run(run: Observed, capsys: pytest.CaptureFixt
         row = next(line for line in shown.splitlines() if line.startswith(node_id))
         assert f"finished  {STEPS}/{STEPS}" in row and digest in row
     assert "per-step data parallel would have sent" in shown and "DIVERGED" not in shown
+
+
+@pytest.mark.slow
+def test_store_shows_what_the_files_of_the_run_hold(run: Observed) -> None:
+    """To the last line: a node that ends waits a moment for it."""
+    with closing(StoreFacts(run.store_url, run.folder.name, SECRETS[0])) as facts:
+        assert facts.read() == FolderFacts(run.folder).read()
+    with closing(StoreFacts(run.store_url, run.folder.name, SECRETS[0])) as facts:
+        view = RunReader(facts).read()
+    assert view == RunReader(FolderFacts(run.folder)).read()
+    assert [(node.state, node.step) for node in view.nodes] == [("finished", STEPS)] * 2
+
+
+@pytest.mark.slow
+def test_nodes_record_their_links(run: Observed) -> None:
+    for node_id, events in run.events.items():
+        (other,) = run.events.keys() - {node_id}
+        first = next(event["links"] for event in events if event["kind"] == "links")
+        assert [link["to"].partition("#")[0] for link in first] == [other]
+        assert first[0]["rtt_ms"] > 0 and not first[0]["is_cut_off"]
 
 
 @pytest.mark.slow

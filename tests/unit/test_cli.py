@@ -17,7 +17,7 @@ from zeroband import __version__, cli
         ("train", "zeroband.train"),
         ("simulate", "zeroband.tools.cluster"),
         ("demo", "zeroband.tools.demo"),
-        ("status", "zeroband.observe.status"),
+        ("status", "zeroband.tools.status"),
         ("export", "zeroband.tools.offline.export"),
         ("eval", "zeroband.tools.offline.evaluate"),
         ("sample", "zeroband.tools.offline.sample"),

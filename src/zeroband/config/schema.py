@@ -175,6 +175,8 @@ class ObserveConfig(Section):
 
     log_every_steps: PositiveInt = Field(default=10, json_schema_extra=NODE_LOCAL)
     """A line on the console every so many inner steps; metrics.jsonl has them all."""
+    publish: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    """Show what this node records, the newest 2 MiB, in the run's store, so that a run is watched from anywhere."""
     wandb: WandbConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Weights & Biases sink. None: off."""
     sample_prompt: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)

@@ -106,6 +106,19 @@ EVENTS: Mapping[str, EventKind] = {
         ("state", "why", "since"),
         logging.DEBUG,
     ),
+    "links": EventKind(
+        "How the links of this node to the other members are, where that changed notably: to: the member; mbit_s: "
+        "measured when the two met (null: not yet); rtt_ms: the shortest round trip (null: no answer at all); "
+        "is_cut_off: no answer for fault.detect_s. At most every 3 s.",
+        ("links",),
+        logging.DEBUG,
+    ),
+    "join_progress": EventKind(
+        "How far this node has fetched the state: bytes that are here and verified, of so many; bytes_per_s: since "
+        "it began (null: it begins). At the beginning, each second, and at the end.",
+        ("bytes", "of_bytes", "bytes_per_s"),
+        logging.DEBUG,
+    ),
     "recovering": EventKind("This node is fetching the outer state from other members.", ("round",)),
     "recovered": EventKind("It holds the state of this round, verified.", ("round", "digest", "took_s")),
     "checkpoint_staged": EventKind(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
+
+_HEAD_BYTES = 1 << 16
+"""The beginning of a file, by which it is told from others."""
 
 _log = get_logger(__name__)
 
@@ -110,15 +114,92 @@ class JsonlTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records = [self._decode(line) for line in whole.split(b"\n") if line.strip()]
+        records = [decode_line(line) for line in whole.split(b"\n") if line.strip()]
+        self.skipped_lines += records.count(None)
         return [record for record in records if record is not None]
 
-    def _decode(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            value: object = json.loads(line)
-        except ValueError:
-            value = None
-        if isinstance(value, dict):
-            return cast("dict[str, Any]", value)
-        self.skipped_lines += 1
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """The record that a line holds; None where it is no JSON object."""
+    try:
+        value: object = json.loads(line)
+    except ValueError:
         return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+class Place(NamedTuple):
+    """How far a file was read, wherever it lies."""
+
+    file: str = ""
+    """What tells it from others of its name: a hash of how it begins. Empty: it has no line yet."""
+    offset: int = 0
+    """Bytes from its beginning to the end of the last line."""
+
+
+class LineTail:
+    """Reads a growing file a few lines at a time, each with its place, so that another reader can go on from there.
+
+    As with JsonlTail a half-written line waits for its end, and another file of the name is read from its beginning.
+    `most_behind`: bytes before the end of the file; what lies before them is left out.
+    """
+
+    def __init__(self, path: Path, *, most_behind: int) -> None:
+        self._path = path
+        self._most_behind = most_behind
+        self._place = Place()
+        self._inode = 0
+
+    def go_to(self, place: Place) -> None:
+        """Have the next call read what is behind this place, if it is one of the file that is there."""
+        self._place, self._inode = place, 0
+
+    def read(self, most_bytes: int) -> list[tuple[Place, bytes | None]]:
+        """The next lines, each with its end, that take no more than so many bytes; None for a longer line.
+
+        Raises OSError where the file is there and cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return self._read(file, most_bytes)
+        except FileNotFoundError:
+            return []
+
+    def _read(self, file: IO[bytes], most_bytes: int) -> list[tuple[Place, bytes | None]]:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._place.offset:
+            head = file.readline(_HEAD_BYTES)
+            if not head.endswith(b"\n") and len(head) < _HEAD_BYTES:
+                return []
+            name = hashlib.blake2b(head, digest_size=8).hexdigest()
+            is_known = name == self._place.file and self._place.offset <= status.st_size
+            self._inode, self._place = status.st_ino, self._place if is_known else Place(name)
+        if status.st_size - self._place.offset > self._most_behind:
+            file.seek(status.st_size - self._most_behind)
+            if not _skip_line(file):
+                return []
+            self._place = Place(self._place.file, file.tell())
+        return self._lines(file, most_bytes)
+
+    def _lines(self, file: IO[bytes], most_bytes: int) -> list[tuple[Place, bytes | None]]:
+        name, end = self._place
+        file.seek(end)
+        data = file.read(most_bytes)
+        whole = data[: data.rfind(b"\n") + 1]
+        found: list[tuple[Place, bytes | None]] = []
+        for line in whole.split(b"\n")[:-1]:
+            end += len(line) + 1
+            found.append((Place(name, end), line))
+        if not found and len(data) == most_bytes and _skip_line(file):
+            end = file.tell()
+            found.append((Place(name, end), None))
+        self._place = Place(name, end)
+        return found
+
+
+def _skip_line(file: IO[bytes]) -> bool:
+    """Go behind the next end of a line, if there is one."""
+    while part := file.readline(_HEAD_BYTES):
+        if part.endswith(b"\n"):
+            return True
+    return False

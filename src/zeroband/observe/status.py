@@ -1,17 +1,15 @@
-"""Reads the run directory while the run writes it, and prints it: `zeroband status RUN_DIR`. Touches nothing."""
+"""A run as text, folded from what its nodes recorded, for a terminal (`tools/status.py`). Touches nothing."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from zeroband.errors import ConfigError
-from zeroband.observe.facts import FactSource, FolderFacts, is_node_folder
+from zeroband.observe.facts import FactSource, is_node_folder
 from zeroband.observe.log import format_fields
 from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, SourceView, run_view
 
@@ -22,7 +20,6 @@ __all__ = [
     "RunView",
     "human_bytes",
     "human_count",
-    "main",
     "render",
     "sent_in_words",
 ]
@@ -176,30 +173,3 @@ def find_run_dir(path: Path) -> Path:
 
 def _has_nodes(path: Path) -> bool:
     return any(is_node_folder(child) for child in path.iterdir())
-
-
-def main(argv: Sequence[str]) -> int:
-    """`zeroband status RUN_DIR [--follow]`. Returns the exit code: 2 for a wrong folder, 3 for a run that diverged."""
-    parser = argparse.ArgumentParser(prog="zeroband status", description="Show a run from the files of its nodes.")
-    parser.add_argument("run_dir", type=Path, help="<run.dir>/<run.id>, for example runs/default")
-    parser.add_argument("--follow", action="store_true", help="print it again whenever it has changed, until Ctrl-C")
-    parser.add_argument("--every-s", type=float, default=2.0, help="pause between two looks (default: 2)")
-    arguments = parser.parse_args(argv)
-    try:
-        reader = RunReader(FolderFacts(find_run_dir(arguments.run_dir)))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    view = reader.read()
-    shown = render(view)
-    print(shown)
-    try:
-        while arguments.follow:
-            time.sleep(arguments.every_s)
-            view = reader.read()
-            shown, before = render(view), shown
-            if shown != before:
-                print(f"\n{shown}", flush=True)
-    except KeyboardInterrupt:
-        pass
-    return 3 if view.disagreements else 0

@@ -34,6 +34,9 @@ _STATE_AFTER: Mapping[str, NodeState] = {
 
 _NOT_JOINING = ("member", "ended")
 
+_NOT_SHOWN = ("join_state", "join_progress", "links")
+"""Kinds of events of which there are too many beside what happened."""
+
 
 @dataclass(frozen=True)
 class EventView:
@@ -288,8 +291,8 @@ class NodeHistory:
                 self._follow(fields["progress"].get("founding", ""))
         if kind in ("round_committed", "recovered"):
             self._note_round(int(fields["round"]), fields["digest"])
-        if kind == "join_state":
-            return  # shown as the node's state, and too many beside what happened
+        if kind in _NOT_SHOWN:
+            return
         usual = EVENTS[kind].fields if kind in EVENTS else tuple(fields)  # a newer trainer may know other kinds
         shown = {name: fields[name] for name in usual if name in fields}
         self._events.append(EventView(at_s, self._view.node_id, kind, shown))

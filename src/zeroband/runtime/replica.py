@@ -134,7 +134,7 @@ class Replica:
             stack.callback(self.journal.settle)
             self.buffers = SharedBuffers(self._folder, layout.numel, self.mesh.local)
             self.recovery = RecoveryClient(
-                self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults
+                self.store, self._plane.dialler(node.node_id), self.buffers, self._flags, node.faults, on_event
             )
             self._restorer: Restorer | None = None
             self.outer = self._build_outer(layout)

@@ -19,7 +19,10 @@ from zeroband.config.cautions import cautions_of
 from zeroband.config.load import render_toml
 from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, RunOver
 from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import peak_flops, resident_bytes
@@ -94,6 +97,7 @@ class NodeReport:
             settings = config.model_dump(mode="json")
             sinks.append(WandbSink(project=wandb.project, mode=wandb.mode, node_dir=node.node_dir, config=settings))
         self._metrics = MetricsLog(node.node_dir, sinks)
+        self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
         self._steps_since_round = 0
         self._newest: dict[str, MetricValue] = {}
@@ -205,9 +209,26 @@ class NodeReport:
         self.events.emit("left", reason="asked to leave, in the middle of an inner step that did not stop")
 
     def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
         self._metrics.close()
         self.events.close()
         os.close(self._claim)
+
+
+def _publisher_of(node: NodeParts) -> FactPublisher | None:
+    """What shows the node in the run's store; None for one that trains alone, or that is not to be shown."""
+    config = node.config
+    if config.outer is None or config.store.url is None or not config.observe.publish:
+        return None
+    url, run_id = config.store.url.get_secret_value(), config.run.id
+    token = config.run.token.get_secret_value() if config.run.token else None
+
+    def open_store() -> RedisStore:
+        key = RunKey.of(token, run_id)
+        return RedisStore(url, run_id, key=key, lease_s=PATIENCE_S, patience_s=PATIENCE_S)
+
+    return FactPublisher(node.node_dir, node.node_id, open_store)
 
 
 def _claim(node: NodeParts) -> int:

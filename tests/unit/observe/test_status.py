@@ -16,8 +16,9 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
-from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, main, render
+from zeroband.observe.status import RunReader, find_run_dir, human_bytes, human_count, render
 from zeroband.observe.view import CURVE_POINTS, KEPT_DIGESTS, KEPT_EVENTS, Curve, NodeHistory, node_id_of_member
+from zeroband.tools.status import main
 
 
 class Node:
@@ -398,7 +399,7 @@ def test_main_follows_until_it_is_interrupted(
             raise KeyboardInterrupt
         act()
 
-    monkeypatch.setattr("zeroband.observe.status.time.sleep", pause)
+    monkeypatch.setattr("zeroband.tools.status.time.sleep", pause)
     assert main([str(run_dir), "--follow"]) == 0
     output = capsys.readouterr().out
     assert (output.count("node  state"), "41/100" in output, "42/100" in output) == (3, True, True)
@@ -406,7 +407,7 @@ def test_main_follows_until_it_is_interrupted(
 
 @pytest.mark.slow
 def test_status_loads_neither_torch_nor_wandb() -> None:
-    code = "import sys, zeroband.observe.status; print(*({'torch', 'wandb', 'pydantic', 'redis'} & set(sys.modules)))"
+    code = "import sys, zeroband.tools.status; print(*({'torch', 'wandb', 'pydantic', 'redis'} & set(sys.modules)))"
     environment = {**os.environ, "PYTHONPATH": str(Path(zeroband.__file__).parents[1])}
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60).stdout == b"\n"

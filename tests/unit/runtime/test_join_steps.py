@@ -110,7 +110,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         flags = SharedFlags(tmp_path / "flags", create=True)
         parts: Any = SimpleNamespace(
             outer=attempts,
-            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(())),
+            recovery=RecoveryClient(anything, anything, anything, flags, FaultPoints(()), NoEvents().emit),
             mesh=SimpleNamespace(member_id="a#1", member=SimpleNamespace(outlast_duplicates=lambda: None)),
             memory=SimpleNamespace(recall=lambda numel: None),
             buffers=SimpleNamespace(numel=8),

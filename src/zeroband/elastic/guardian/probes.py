@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.port import Port, SeenCalls, shake_hands
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address, call, read_exactly
@@ -135,6 +136,15 @@ class LinkMonitor:
         """Round trip to the farthest member that answered, at least 1; 0: nobody did."""
         known = [link.rtt_s for link in dict(self._links).values() if link.rtt_s is not None]
         return max(1, round(max(known) * 1e3)) if known else 0
+
+    def seen(self) -> dict[str, LinkSeen]:
+        """The links to the members that are watched and have answered, or are cut off."""
+        cut_off, found = self.cut_off(), dict[str, LinkSeen]()
+        for member, link in dict(self._links).items():
+            rtt_ms = None if link.rtt_s is None else round(1e3 * link.rtt_s, 2)
+            if rtt_ms is not None or member in cut_off:
+                found[member] = LinkSeen(link.mbit or None, rtt_ms, member in cut_off)
+        return found
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):

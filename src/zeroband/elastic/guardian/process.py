@@ -25,6 +25,7 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
+from zeroband.elastic.guardian.link_report import LinkWriter
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.records import Peer
@@ -263,6 +264,7 @@ class _Watch:
             on_gone=self._gone.put,
             measure=self._measure_rate if listen.run_key else None,
         )
+        self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
         self._cut_off: tuple[str, ...] = ()
@@ -277,6 +279,7 @@ class _Watch:
 
     def tick(self, now_s: float) -> None:
         """Look at everything once. Raises StoreLost."""
+        self._link_writer.tell(self._links.seen(), now_s)
         states = [process_state(pid) for pid in self._order.rank_pids]
         deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s

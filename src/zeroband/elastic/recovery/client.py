@@ -196,11 +196,21 @@ def fetch_entry(
 
 
 class RecoveryClient:
-    """Fetches from the members that the store shows at that moment: a state, and the rounds that came after it."""
+    """Fetches from the members that the store shows at that moment: a state, and the rounds that came after it.
+
+    `on_event`: told of events, by kind and fields.
+    """
 
     def __init__(
-        self, store: Store, dialler: Dialler, buffers: SharedBuffers, flags: SharedFlags, faults: FaultPoints
+        self,
+        store: Store,
+        dialler: Dialler,
+        buffers: SharedBuffers,
+        flags: SharedFlags,
+        faults: FaultPoints,
+        on_event: Callable[..., object],
     ) -> None:
+        self._on_event = on_event
         self._store = store
         self._dialler = dialler
         self._buffers = buffers
@@ -217,9 +227,11 @@ class RecoveryClient:
     def fetch_state(self) -> FetchedState:
         """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
         meter = _Meter(self._flags, self._faults)
+        progress = FetchProgress(self._on_event, self.verified_bytes)
 
         def count(chunk_bytes: int, total_bytes: int) -> None:
             self.verified_bytes += chunk_bytes
+            progress.count(chunk_bytes, total_bytes)
             meter.count(chunk_bytes, total_bytes)
 
         return self._begun.fetch(self._donors(), count)
@@ -250,6 +262,35 @@ class RecoveryClient:
         donors = [Donor(m, view.peers[m].host, view.peers[m].port) for m in alive if view.peers[m].serves_state]
         random.shuffle(donors)
         return donors
+
+
+class FetchProgress:
+    """Records how far a fetch is: at its beginning, each second, and at its end.
+
+    `had_bytes`: those that earlier calls verified. `clock`: by which seconds are counted.
+    """
+
+    def __init__(
+        self, on_event: Callable[..., object], had_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_event = on_event
+        self._had_bytes, self._done_bytes = had_bytes, 0
+        self._clock = clock
+        self._began_at_s = self._said_at_s = clock()
+
+    def count(self, chunk_bytes: int, total_bytes: int) -> None:
+        """Take note of a verified chunk; `total_bytes`: what is to be fetched, without what was there before."""
+        if self._done_bytes == 0:
+            self._say(total_bytes, None)
+        self._done_bytes += chunk_bytes
+        now_s = self._clock()
+        if self._done_bytes >= total_bytes or now_s - self._said_at_s >= _SAY_S:
+            self._said_at_s = now_s
+            self._say(total_bytes, self._done_bytes / max(now_s - self._began_at_s, 1e-6))
+
+    def _say(self, total_bytes: int, bytes_per_s: float | None) -> None:
+        had, rate = self._had_bytes, None if bytes_per_s is None else round(bytes_per_s)
+        self._on_event("join_progress", bytes=had + self._done_bytes, of_bytes=had + total_bytes, bytes_per_s=rate)
 
 
 class _Meter:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
+from zeroband.elastic.guardian.link_report import LinkReader
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
@@ -132,6 +133,7 @@ class Member:
             is_first=True,
             store_s=time_outs.store_s,
         )
+        self._links = LinkReader(identity.shm_dir, self.member_id)
         self._guardian = _KeptGuardian(order, run)
         self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
 
@@ -326,6 +328,11 @@ class Member:
         """Start another guardian if this one ended. The watcher's thread."""
         self._guardian.keep()
 
+    def tell_links(self) -> None:
+        """Record how the links to the other members are, where that changed. The watcher's thread."""
+        if (links := self._links.news()) is not None:
+            self._on_event("links", links=links)
+
     def close(self) -> None:
         """Stop watching and give the lease back."""
         self._watcher.close()
@@ -416,7 +423,7 @@ class _Watcher:
 
     def _run(self) -> None:
         while not self._stop.wait(self._time_outs.watch_s):
-            for watch in (self._member.keep_guardian, self._look):
+            for watch in (self._member.keep_guardian, self._look, self._member.tell_links):
                 try:
                     watch()
                 except Exception as error:  # noqa: BLE001 - without this thread nobody would do either any more

@@ -35,7 +35,7 @@ from zeroband.errors import ConfigError
 COMMANDS = (
     *("del", "evalsha", "exists", "expire", "get", "hdel", "hget", "hgetall", "hset", "hsetnx"),
     *("incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set", "time"),
-    *("type", "zadd", "zrangebyscore", "zrem", "zscore"),
+    *("type", "xadd", "xdel", "xrange", "xrevrange", "zadd", "zrangebyscore", "zrem", "zscore"),
 )
 """What a run says to Redis, inside its scripts and outside."""
 

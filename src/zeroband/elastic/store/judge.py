@@ -19,6 +19,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
+from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals
 from zeroband.observe.log import get_logger
 
@@ -219,6 +220,23 @@ class Judge:
         """What the writers of a checkpoint said, by node id."""
         opened = {node: self._open(f"{name} {node}", raw, "saving", name, node) for node, raw in said.items()}
         return {node: record.text for node, record in opened.items() if record is not None}
+
+    # -- what nodes recorded ------------------------------------------------------------------------------------
+
+    def seal_facts(self, name: str, node_id: str, batch: FactBatch) -> str:
+        """Seal for the run only: a node records before it is in a session, and its files know none."""
+        return self._seals.seal(batch.to_text(), "facts", name, node_id)
+
+    def facts(self, name: str, node_id: str, raw: bytes | None) -> FactBatch | None:
+        """What a node recorded; `name`: of the key, so that an entry of one is none of another."""
+        record = self._open(name, raw, "facts", name, node_id)
+        if record is None or raw is None:
+            return None
+        try:
+            return FactBatch.of_text(record.text)
+        except ValueError:
+            self.reject(name, raw, _MALFORMED)
+            return None
 
     # -- what all share -----------------------------------------------------------------------------------------
 

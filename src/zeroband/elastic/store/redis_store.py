@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import redis
 
@@ -30,6 +30,7 @@ from zeroband.elastic.store.connection import (
     is_refusal,
     is_temporary,
 )
+from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.seals import Seals, id_of
@@ -48,6 +49,12 @@ SPENT_TTL_S = 3600
 GROUP_TTL_S = 3600
 """Life of the keys through which the processes of one group find each other."""
 
+FACTS_TTL_S = ROUND_TTL_S
+"""Life of what a node recorded, after its last line."""
+
+FACTS_BYTES, FACTS_ENTRIES = 2 << 20, 4096
+"""At most so much of what a node recorded is kept; the newest stays."""
+
 HISTORY_LENGTH = 1000
 """Verdicts kept for readers of the run's history."""
 
@@ -56,11 +63,30 @@ _REMIND_S = 5.0
 _ASK_AGAIN = 8
 """Times that a compare-and-set is tried at once while somebody changes what it builds on."""
 
+_PAGE, _LOOKED = 64, 16
+"""Entries of facts that are read at once, and that are looked at to find one that counts."""
+
 _TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
 _VIEW = (_TEXT, _TEXT, list, list, list, _TEXT, list, bytes | int | None, _FLAG, _TEXT, _TEXT)
 """The answer to a look."""
 
 _log = get_logger(__name__)
+
+
+class Appended(NamedTuple):
+    """An entry was added to a node's stream of facts."""
+
+    id: str
+    is_known: bool
+    """Whether the node is listed among those that recorded something."""
+
+
+class FactEntry(NamedTuple):
+    """An entry of a node's stream of facts."""
+
+    id: str
+    batch: FactBatch | None
+    """None: it does not count."""
 
 
 class Keys:
@@ -81,6 +107,7 @@ class Keys:
         self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
+        self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 
     def ready(self, round: int) -> str:
         return f"{self.prefix}:ready:{round}"
@@ -97,6 +124,10 @@ class Keys:
     def saving(self, attempt: str) -> str:
         """Hash: node id -> what its writer last said of this save of a checkpoint."""
         return f"{self.prefix}:saving:{attempt}"
+
+    def facts(self, node_id: str) -> str:
+        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
+        return f"{self.prefix}:facts:{node_id}"
 
     def group(self, opening: Opening, lane: int) -> str:
         """The members stand in it: a store that came back with old data may give an epoch's number twice."""
@@ -147,6 +178,11 @@ class RedisStore(Store):
             self._script(scripts.READ_HISTORY, list),
         )
         self._add_once = self._script(scripts.ADD_ONCE, int)
+        self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, _FLAG))
+        self._read_facts, self._read_nodes = (
+            self._script(scripts.READ_FACTS, list),
+            self._script(scripts.READ_NODES, list),
+        )
         self._say, self._read_said = self._script(scripts.SAY, int), self._script(scripts.READ_SAID, list)
 
     def _script(self, text: str, answer: Shape) -> StoreScript:
@@ -451,6 +487,43 @@ class RedisStore(Store):
         key = self.keys.saving(attempt)
         return self._judge.saving(key, _pairs(self._run(self._read_said, [key], [], patience_s)))
 
+    # -- what nodes recorded ------------------------------------------------------------------------------------
+
+    def append_facts(
+        self, node_id: str, newest: str, batch: FactBatch, standing: FactBatch | None, *, is_new: bool = True
+    ) -> Appended | Sequence[FactEntry]:
+        """Add to the stream of a node, if its newest entry is the one of this id; empty: it has none.
+
+        Else the newest ones, the newest first, from which a node sees what it has told: the answer to an earlier call
+        may have been lost. `standing`: lines that readers get who come when their entries are gone; None: as before.
+        `is_new`: in place of those that are there.
+        """
+        keys, seal = [self.keys.facts(node_id), self.keys.recorders], self._judge.seal_facts
+        word = "" if standing is None else seal(self.keys.recorders, node_id, standing)
+        args = [newest, seal(keys[0], node_id, batch), node_id, word, int(bool(word) and is_new)]
+        is_added, said, is_known = self._run(
+            self._append_facts, keys, [*args, FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED]
+        )
+        if is_added:
+            return Appended(_text(said), bool(is_known))
+        return self._entries(node_id, said)
+
+    def read_facts(self, node_id: str, behind: str) -> Sequence[FactEntry]:
+        """The next entries of a node's stream behind the one of this id; from the oldest on where it is gone."""
+        raw = self._run(self._read_facts, [self.keys.facts(node_id)], [behind, _PAGE])
+        return self._entries(node_id, raw)
+
+    def _entries(self, node_id: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
+        key = self.keys.facts(node_id)
+        return [FactEntry(_text(id), self._judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
+
+    def recorders(self) -> dict[str, FactBatch]:
+        """The nodes that recorded something, with what stands however long ago they did."""
+        name = self.keys.recorders
+        said = _pairs(self._run(self._read_nodes, [name], []))
+        opened = {node_id: self._judge.facts(name, node_id, raw) for node_id, raw in said.items()}
+        return {node_id: batch for node_id, batch in opened.items() if batch is not None}
+
     # -- rendezvous of process groups ---------------------------------------------------------------------------
 
     def group_set(self, key: str, value: bytes) -> None:
@@ -474,6 +547,11 @@ class RedisStore(Store):
 def _text(value: bytes | str) -> str:
     """A name that somebody wrote into the store."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _facts_of(parts: Sequence[bytes]) -> bytes:
+    """The sealed part of an entry, whatever somebody wrote there."""
+    return parts[3] if len(parts) > 3 else b"-"
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:

@@ -372,3 +372,71 @@ READ_SAID = _script(
 return redis.call('HGETALL', KEYS[1])
 """,
 )
+
+APPEND_FACTS = _script(
+    "stream hash",
+    """
+-- KEYS: facts nodes   ARGV: newest facts node word is_new ttl most_entries most_bytes looked
+-- Adds an entry behind the newest one that the caller knows; where it is another, returns the newest ones instead. An
+-- entry says how many bytes of facts came before it, so that the oldest ones can be dropped by size. `is_new`: the
+-- word is another one than before; else it is written where there is none.
+local function size_of(entry) return #(entry[2][4] or '') end
+local function before_of(entry)
+  local before = tonumber(entry[2][2])
+  return before and before >= 0 and before < 2^52 and before or 0
+end
+local newest = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+if (newest and newest[1] or '') ~= ARGV[1] then
+  return {0, redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[9]), 0}
+end
+local before = newest and before_of(newest) + size_of(newest) or 0
+if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then -- somebody used up the ids
+  redis.call('DEL', KEYS[1])
+  mended[#mended + 1] = KEYS[1]
+  before = 0
+end
+local so_far = string.format('%.0f', before)
+local id = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[7], '*', 'before', so_far, 'facts', ARGV[2])
+local total = before + #ARGV[2]
+for _ = 1, 256 do
+  local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+  local from = before_of(oldest)
+  if oldest[1] == id or (from <= total and total - from <= tonumber(ARGV[8])) then break end
+  redis.call('XDEL', KEYS[1], oldest[1])
+end
+if ARGV[5] == '1' then
+  redis.call('HSET', KEYS[2], ARGV[3], ARGV[4])
+elseif ARGV[4] ~= '' then
+  redis.call('HSETNX', KEYS[2], ARGV[3], ARGV[4])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[6])
+redis.call('EXPIRE', KEYS[2], ARGV[6])
+return {1, id, redis.call('HGET', KEYS[2], ARGV[3]) and 1 or 0}
+""",
+)
+
+READ_FACTS = _script(
+    "as-it-is",
+    """
+-- KEYS: facts   ARGV: behind count
+-- Returns the entries behind that one; from the oldest one on where it is gone. A reader mends nothing.
+if redis.call('TYPE', KEYS[1])['ok'] ~= 'stream' then return {} end
+if ARGV[1] ~= '' then
+  local found = redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2] + 1)
+  if found[1] and found[1][1] == ARGV[1] then
+    table.remove(found, 1)
+    return found
+  end
+end
+return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[2])
+""",
+)
+
+READ_NODES = _script(
+    "as-it-is",
+    """
+-- KEYS: nodes
+if redis.call('TYPE', KEYS[1])['ok'] ~= 'hash' then return {} end
+return redis.call('HGETALL', KEYS[1])
+""",
+)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from zeroband.elastic.guardian import probes as links
+from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
@@ -196,6 +197,18 @@ def test_member_that_never_answers_is_cut_off(open_monitor: OpenMonitor, silent:
     monitor.watch({B: address_of(silent), C: (HOST, other.port)})
     until(lambda: monitor.cut_off() == (B,))
     assert time.monotonic() - from_s > DETECT_S, "not sooner"
+    seen = monitor.seen()
+    assert (seen[B], seen[C].is_cut_off, seen[C].mbit_s) == (LinkSeen(None, None, is_cut_off=True), False, None)
+    assert seen[C].rtt_ms is not None and 0 < seen[C].rtt_ms < 1e3 * DETECT_S
+
+
+def test_link_is_seen_when_there_was_an_answer(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    monitor = open_monitor()
+    monitor.watch({B: address_of(silent)})
+    connection = accept_probes(silent)
+    assert monitor.seen() == {}
+    connection.sendall(connection.recv(8, socket.MSG_WAITALL))
+    until(lambda: list(monitor.seen()) == [B])
 
 
 def test_member_whose_machine_does_not_exist_is_cut_off(open_monitor: OpenMonitor) -> None:

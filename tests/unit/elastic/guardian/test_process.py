@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from zeroband.elastic.guardian.link_report import LinkReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
     GuardianOrder,
@@ -315,6 +316,9 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
         store.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         _until(lambda: guarded.said().links.get(OTHER, 0) > 0)
         assert guarded.said().rtt_ms > 0
+        news = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id).news()
+        assert news is not None and [link["to"] for link in news] == [OTHER]
+        assert news[0]["rtt_ms"] > 0 and not news[0]["is_cut_off"]
     finally:
         met.close()
         store.close()

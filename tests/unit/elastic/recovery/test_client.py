@@ -20,7 +20,14 @@ from tests.unit.elastic.recovery.open_server import DIALLER, OpenServer, ask, sh
 from torch import Tensor
 
 from zeroband.elastic.recovery import transfer
-from zeroband.elastic.recovery.client import Donor, FetchedState, FetchLimits, StateFetch, fetch_entry
+from zeroband.elastic.recovery.client import (
+    Donor,
+    FetchedState,
+    FetchLimits,
+    FetchProgress,
+    StateFetch,
+    fetch_entry,
+)
 from zeroband.elastic.recovery.donors import DonorConnection, DonorTimeouts
 from zeroband.elastic.recovery.state_chunks import chunk_hash
 from zeroband.elastic.transport.sealed import sealed_by
@@ -802,3 +809,35 @@ def test_failure_without_donors_says_that_nobody_is_alive() -> None:
         fetch_entry([], DIALLER, 1, room)
     with pytest.raises(RecoveryFailed, match="no member is alive"):
         fetch()
+
+
+# -- how far ----------------------------------------------------------------------------------------------------------
+
+
+def record_of_fetch(*chunks: tuple[float, int], had: int = 0) -> list[tuple[int, int, int | None]]:
+    """What is recorded of a fetch whose chunks take (seconds, bytes): bytes, of so many, and bytes a second."""
+    told, now_s = list[tuple[int, int, int | None]](), [100.0]
+
+    def note(kind: str, **fields: Any) -> None:
+        assert kind == "join_progress"
+        told.append((fields["bytes"], fields["of_bytes"], fields["bytes_per_s"]))
+
+    progress = FetchProgress(note, had, clock=lambda: now_s[0])
+    for took_s, size in chunks:
+        now_s[0] += took_s
+        progress.count(size, sum(size for _, size in chunks))
+    return told
+
+
+def test_quick_fetch_is_recorded_at_its_beginning_and_its_end() -> None:
+    assert record_of_fetch((0.1, 10), (0.1, 10), (0.05, 5)) == [(0, 25, None), (25, 25, 100)]
+
+
+def test_long_fetch_is_recorded_each_second() -> None:
+    told = record_of_fetch(*[(0.25, 10)] * 18)
+    assert [done for done, _, _ in told] == [0, 40, 80, 120, 160, 180]
+    assert {rate for _, _, rate in told[1:]} == {40}
+
+
+def test_fetch_that_goes_on_counts_what_was_there_before() -> None:
+    assert record_of_fetch((0.5, 20), had=80) == [(80, 100, None), (100, 100, 40)]

@@ -14,6 +14,7 @@ import redis
 from tests.memberships import LeaseInMemory
 
 from zeroband.config.time_outs import TimeOuts
+from zeroband.elastic.guardian.link_report import LinkSeen, LinkWriter
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.epoch import Rules
@@ -492,3 +493,21 @@ def test_member_that_an_operator_drains_is_asked_to_leave_without_hurry(make_mem
     a.look(0), b.look(0)
     assert departures["a"].is_asked and not departures["a"].is_hurried and not departures["a"].is_overdue(1e9)
     assert not departures["b"].is_asked
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_member_records_what_its_guardian_says_of_the_links(make_member: MakeMember, tmp_path: Path) -> None:
+    told, is_told = list[tuple[str, dict[str, Any]]](), threading.Event()
+
+    def note(kind: str, **fields: Any) -> None:
+        told.append((kind, fields))
+        is_told.set()
+
+    a = make_member("a", on_event=note)
+    LinkWriter(tmp_path, "b#1").tell({a.member_id: LinkSeen(9, 9.0, is_cut_off=False)}, 0.0)
+    LinkWriter(tmp_path, a.member_id).tell({"b#1": LinkSeen(30, 12.5, is_cut_off=False)}, 0.0)
+    assert is_told.wait(10)
+    a.close()
+    assert told == [("links", {"links": [{"to": "b#1", "mbit_s": 30, "rtt_ms": 12.5, "is_cut_off": False}]})]

@@ -4,7 +4,8 @@ The user of a run needs exactly `ACL_RULES`, which the tests below prove both wa
 
     ACL SETUSER NAME on >PASSWORD resetkeys ~zeroband:* -@all
         +del +evalsha +exists +expire +get +hdel +hget +hgetall +hset +hsetnx +incrby +lpush +lrange
-        +ltrim +mget +ping +script|load +select +set +time +type +zadd +zrangebyscore +zrem +zscore
+        +ltrim +mget +ping +script|load +select +set +time +type +xadd +xdel +xrange +xrevrange +zadd
+        +zrangebyscore +zrem +zscore
 
 (`+select` only where store.url names a database.) With Sentinel that asks for a login, its user needs
 `+sentinel|get-master-addr-by-name` and nothing else.
@@ -42,8 +43,10 @@ from zeroband.elastic.store.connection import (
     is_refusal,
     is_temporary,
 )
-from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.elastic.store.fact_records import FactBatch, FactLine
+from zeroband.elastic.store.redis_store import Appended, RedisStore
 from zeroband.errors import ConfigError
+from zeroband.observe.jsonl import Place
 
 DEADLINE_S = 20.0
 TIMEOUT_S = 5.0
@@ -215,6 +218,12 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         assert run.history() == [verdict] and run.view(0).committed == verdict
         run.group_set(key, b"1")
         assert run.group_get([key]) == [b"1"] and run.group_delete(key) and run.group_add(key, 2) == 2
+        for end in (b"", *(b"x" * 500_000 for _ in range(5))):
+            place = Place("file", len(end))
+            batch = FactBatch((FactLine("events.jsonl", place, {"text": end.decode()}),), {"events.jsonl": place})
+            newest = run.append_facts("a", entries[-1].id if (entries := run.read_facts("a", "")) else "", batch, batch)
+            assert isinstance(newest, Appended)
+        assert len(run.read_facts("a", "")) == 4 and run.recorders()
         run.expire_lease("a#1")
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False))
         run.release_lease("a#1")

@@ -1,0 +1,106 @@
+"""What a guardian knows of the node's links, for the trainer to record: a small file in the node's shared memory.
+
+The guardian writes it when something changed notably, the trainer reads it. Neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LINKS_FILE = "links.json"
+"""Name of the file in the node's folder."""
+
+EVERY_S = 3.0
+"""Least time between two reports."""
+
+_NOTABLE = 1.5
+"""Factor by which a rate or a round trip is another one."""
+_NOTABLE_MS = 5.0
+
+
+@dataclass(frozen=True)
+class LinkSeen:
+    """The link to another member, as one guardian sees it."""
+
+    mbit_s: int | None
+    """Measured when the two met, a lower bound; None: not measured."""
+    rtt_ms: float | None
+    """The shortest round trip so far; None: there was no answer at all."""
+    is_cut_off: bool
+    """It did not answer for `fault.detect_s`."""
+
+
+Links = Mapping[str, LinkSeen]
+"""By member."""
+
+
+def is_notably_other(before: Links, now: Links) -> bool:
+    """Whether a person would want to know that the links are these now."""
+    return before.keys() != now.keys() or any(_is_other(before[member], now[member]) for member in now)
+
+
+def _is_other(before: LinkSeen, now: LinkSeen) -> bool:
+    if before.is_cut_off != now.is_cut_off or _differ(before.mbit_s, now.mbit_s):
+        return True
+    is_close = before.rtt_ms is not None and now.rtt_ms is not None and abs(before.rtt_ms - now.rtt_ms) < _NOTABLE_MS
+    return not is_close and _differ(before.rtt_ms, now.rtt_ms)
+
+
+def _differ(before: float | None, now: float | None) -> bool:
+    if before is None or now is None:
+        return before is not now
+    return max(before, now) > _NOTABLE * min(before, now)
+
+
+class LinkWriter:
+    """The guardian's end. A file that cannot be written is done without."""
+
+    def __init__(self, folder: Path, member_id: str) -> None:
+        self._path = folder / LINKS_FILE
+        self._member_id = member_id
+        self._told: Links = {}
+        self._told_at_s = float("-inf")
+
+    def tell(self, links: Links, now_s: float) -> None:
+        """Say how the links are, if that is news and the last news are old enough."""
+        if now_s - self._told_at_s < EVERY_S or not is_notably_other(self._told, links):
+            return
+        self._told, self._told_at_s = links, now_s
+        text = json.dumps({"member": self._member_id, "links": {m: asdict(link) for m, link in links.items()}})
+        whole = self._path.with_suffix(".new")
+        try:
+            whole.write_text(text, encoding="utf-8")
+            whole.replace(self._path)
+        except OSError:
+            self._told = {}  # the next time
+
+
+class LinkReader:
+    """The trainer's end, for one membership of the node."""
+
+    def __init__(self, folder: Path, member_id: str) -> None:
+        self._path = folder / LINKS_FILE
+        self._member_id = member_id
+        self._seen: Links = {}
+        self._version = (0, 0)
+
+    def news(self) -> list[dict[str, Any]] | None:
+        """All links of this member, as records for an event, where they are notably others than at the last news."""
+        try:
+            status = self._path.stat()
+            version = (status.st_ino, status.st_mtime_ns)
+            if version == self._version:
+                return None
+            written: Any = json.loads(self._path.read_text(encoding="utf-8"))
+            links = {member: LinkSeen(**link) for member, link in written["links"].items()}
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        self._version = version
+        if written["member"] != self._member_id or not is_notably_other(self._seen, links):
+            return None
+        self._seen = links
+        return [{"to": member, **asdict(link)} for member, link in sorted(links.items())]

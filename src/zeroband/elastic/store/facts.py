@@ -1,0 +1,123 @@
+"""What the nodes of a run recorded, read from the run's store by whoever has its token: no file of a node is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from zeroband.config.schema import RunConfig
+from zeroband.config.store_url import parse_store_url
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.fact_records import FactBatch, FactLine
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import ConfigError
+from zeroband.observe.facts import Fact, FactSource
+
+PATIENCE_S = 5.0
+"""In which the store must answer, if nothing else is said."""
+
+
+class StoreFacts(FactSource):
+    """Follows the streams of all nodes of a run. Writes nothing.
+
+    Every line is given once, whatever the store forgets and is told again. Of a stream that was cut before it was read
+    what is left is given. `url`, `run_id` and `token` are those of the run's nodes; a call waits for the store for
+    `patience_s`, or PATIENCE_S. Raises ConfigError where the address is none.
+    """
+
+    def __init__(self, url: str, run_id: str, token: str | None, *, patience_s: float | None = None) -> None:
+        self._run_id = run_id
+        key, patience_s = RunKey.of(token, run_id), PATIENCE_S if patience_s is None else patience_s
+        self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
+        self._place = f"{parse_store_url(url).shown} {run_id}"
+        self._nodes: dict[str, _NodeReader] = {}
+        self._read: list[Fact] = []
+        """What was read and not given yet."""
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def place(self) -> str:
+        return self._place
+
+    def node_ids(self) -> Sequence[str]:
+        """The nodes that recorded something in the last days. Raises StoreLost, ConfigError."""
+        self._look()
+        return sorted(self._nodes)
+
+    def _look(self) -> Mapping[str, FactBatch]:
+        """Find nodes. Raises ConfigError where none can be seen for want of the token."""
+        found = self._store.recorders()
+        for node_id in found:
+            self._nodes.setdefault(node_id, _NodeReader(node_id))
+        if not self._nodes:
+            self._store.require_token()
+        return found
+
+    def read(self) -> list[Fact]:
+        """What is new since the last call, each node's in the order of their times. Raises StoreLost, ConfigError."""
+        for node_id, standing in sorted(self._look().items()):
+            node = self._nodes[node_id]
+            while entries := self._store.read_facts(node_id, node.behind):
+                for id, batch in entries:
+                    self._read += node.take(id, batch, standing)
+        given, self._read = self._read, []
+        return given
+
+    def skipped_lines(self) -> dict[str, int]:
+        """Lines that are no records, and entries of the stream that no node of this run wrote, by node."""
+        return {node_id: node.skipped for node_id, node in self._nodes.items()}
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class _NodeReader:
+    """How far a node's stream was read."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        self.behind = ""
+        """Id of the last entry."""
+        self.skipped = 0
+        self._offsets: Counter[tuple[str, str]] = Counter()
+        """Bytes of each file that were given, by its name and by what tells it from others."""
+
+    def take(self, id: str, batch: FactBatch | None, standing: FactBatch) -> list[Fact]:
+        """The facts of an entry that are new; before the first ones those that stand and are in no entry any more."""
+        self.behind = id
+        if batch is None:
+            self.skipped += 1
+            return []
+        lines = [*batch.lines] if self._offsets else [*_before(batch, standing), *batch.lines]
+        facts: list[Fact] = []
+        for name, (file, offset), record in lines:
+            if offset <= self._offsets[name, file]:
+                continue
+            self._offsets[name, file] = offset
+            if record is None:
+                self.skipped += 1
+            else:
+                facts.append(Fact(self._node_id, dict(record)))
+        return facts
+
+
+def _before(batch: FactBatch, standing: FactBatch) -> list[FactLine]:
+    """Lines that were told before a batch, the first one that is left of a stream."""
+    first = {line.name: line.place for line in reversed(batch.lines)}
+    ends = {**batch.places, **first}
+    return [
+        line
+        for line in standing.lines
+        if line.name in ends and line.place.file == ends[line.name].file and line.place.offset < ends[line.name].offset
+    ]
+
+
+def open_store_facts(config: RunConfig) -> StoreFacts:
+    """Read the run that a configuration is of. Raises ConfigError where it names no store."""
+    if config.store.url is None:
+        raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
+    token = config.run.token.get_secret_value() if config.run.token else None
+    return StoreFacts(config.store.url.get_secret_value(), config.run.id, token)

@@ -1,0 +1,60 @@
+"""`zeroband status RUN_DIR | --store URL --run-id ID`: how a run goes, from the files of its nodes or from its store.
+
+Touches nothing. Exit codes: 0 shown, 3 the run diverged, 2 the arguments are wrong, 1 the store is out of reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.observe.facts import FactSource
+from zeroband.observe.status import RunReader, render
+from zeroband.observe.view import RunView
+from zeroband.tools.fact_source import add_source, open_source
+
+_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the run, and with --follow print it again. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="zeroband status", description="Show a run from what its nodes recorded.")
+    add_source(parser)
+    parser.add_argument("--follow", action="store_true", help="print it again whenever it has changed, until Ctrl-C")
+    parser.add_argument("--every-s", type=float, default=2.0, help="pause between two looks (default: 2)")
+    options = parser.parse_args(argv)
+    try:
+        with closing(open_source(options)) as facts:
+            view = _show(facts, every_s=options.every_s if options.follow else None)
+    except (ConfigError, StoreLost) as error:
+        print(error, file=sys.stderr)
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_UNREACHED
+    return _EXIT_DIVERGED if view.disagreements else 0
+
+
+def _show(facts: FactSource, *, every_s: float | None) -> RunView:
+    """Print the run; `every_s`: whenever it has changed, until Ctrl-C. The newest view of it. Raises StoreLost."""
+    reader = RunReader(facts)
+    view = reader.read()
+    if not view.nodes:
+        raise ConfigError(f"no node of run.id={facts.run_id!r} recorded anything in {facts.place}; check both names")
+    shown = render(view)
+    print(shown)
+    try:
+        while every_s is not None:
+            time.sleep(every_s)
+            try:
+                view = reader.read()
+                new = render(view)
+            except StoreLost as error:  # it is shown again when the store is back
+                new = str(error)
+            if new != shown:
+                print(f"\n{new}", flush=True)
+            shown = new
+    except KeyboardInterrupt:
+        pass
+    return view
