@@ -44,7 +44,7 @@ _COMMANDS = {
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("tools.status", "RUN_DIR | --store URL --run-id ID: how a run goes, from files or its store"),
-    "top": _Command("tools.top.command", "[RUN_DIR]: the same as a screen that redraws itself; q ends it"),
+    "top": _Command("tools.top.command", "[RUN_DIR | --store URL --run-id ID]: the same, redrawn until q"),
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),

@@ -1,7 +1,7 @@
-"""`zeroband top [RUN_DIR]`: a run on a terminal, redrawn in place; plain lines elsewhere. Reads; reaches no run.
+"""`zeroband top [RUN_DIR | --store URL --run-id ID]`: a run on a terminal, redrawn in place; plain lines elsewhere.
 
-Ends with q or Ctrl-C; where its output is no terminal, with the run. Exit codes: 0, 2 for a wrong folder, 3 for a run
-that diverged.
+Touches nothing. Ends with q or Ctrl-C; where its output is no terminal, with the run. Exit codes: 0 shown, 1 the store
+is out of reach, 2 the arguments are wrong, 3 the run diverged.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.observe.status import RunReader
 from zeroband.observe.view import RunView
+from zeroband.tools.fact_source import add_source, open_source
 from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
@@ -28,30 +29,30 @@ from zeroband.tools.top.starting import folder_words
 
 _FRAME_S = 0.5
 _ENDED = ("lost", "left", "finished", "failed")
-_EXIT_CONFIG, _EXIT_DIVERGED = 2, 3
+_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
 _HINT = "q: end"
 
 
 def main(argv: Sequence[str]) -> int:
     """Show a run until the user has seen enough. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="zeroband top", description="Show a run on this terminal.", allow_abbrev=False
+        prog="zeroband top",
+        description="Show a run on this terminal; of a folder of runs the newest one. Without arguments: of ./runs.",
+        allow_abbrev=False,
     )
-    parser.add_argument(
-        "run_dir",
-        nargs="?",
-        type=Path,
-        default=Path("runs"),
-        help="<run.dir>/<run.id>, or a folder of runs, of which the newest is shown (default: runs)",
-    )
+    add_source(parser)
     options = parser.parse_args(argv)
     try:
-        run_dir = newest_run(options.run_dir)
-    except ConfigError as error:
+        if options.store is None and options.run_id is None and options.token_file is None:
+            run_dir = newest_run(options.run_dir or Path("runs"))
+            with closing(FolderFacts(run_dir)) as facts:
+                return show(facts, lambda known: folder_words(run_dir, known))
+        with closing(open_source(options)) as facts:
+            facts.node_ids()  # what is wrong with address or token is said at once
+            return show(facts)
+    except (ConfigError, StoreLost) as error:
         print(f"zeroband top: {error}", file=sys.stderr)
-        return _EXIT_CONFIG
-    with closing(FolderFacts(run_dir)) as facts:
-        return show(facts, lambda known: folder_words(run_dir, known))
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_UNREACHED
 
 
 def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]] | None = None) -> int:

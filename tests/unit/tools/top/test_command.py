@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.fact_publisher import FactPublisher
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
+from zeroband.observe.events import EventLog
 from zeroband.observe.facts import Fact
+from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.view import NodeView, RunView
 from zeroband.tools.top.command import Watch, is_over, main
 from zeroband.tools.top.screen import PlainScreen
@@ -77,6 +83,34 @@ def test_play_ends_with_the_run_where_it_should_or_when_the_user_has_seen_enough
 def test_main_refuses_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_main_shows_a_run_from_its_store_to_who_has_the_token(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_store() -> RedisStore:
+        return RedisStore(redis_url, "first", key=RunKey.of("the secret", "first"), lease_s=5.0, patience_s=5.0)
+
+    with closing(open_store()) as store:
+        store.found_or_match({"run.id": "first"})
+    events, metrics = EventLog(tmp_path / "n0"), MetricsLog(tmp_path / "n0")
+    events.emit("node_started", total_steps=9, local_world_size=1, parameters=7)
+    metrics.record(9, {"train/loss": 2.5})
+    events.emit("run_finished", step=9)
+    FactPublisher(tmp_path / "n0", "n0", open_store).close()
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
+    assert main(["--store", redis_url, "--run-id", "first"]) == 0
+    assert "finished: all 9 inner steps are done" in capsys.readouterr().out
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
+    assert main(["--store", redis_url, "--run-id", "first"]) == 2
+    assert "run.token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--run-id", "first"], ["runs", "--store", "redis://localhost"]])
+def test_main_wants_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("zeroband top: ")
 
 
 def test_folder_words_tell_of_nodes_that_have_written_no_event(tmp_path: Path) -> None:
