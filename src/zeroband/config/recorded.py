@@ -63,11 +63,9 @@ def _place(key: str, record: Mapping[str, str], schema: SchemaKeys) -> tuple[Pat
         place = path[:length]
         if any(known.is_list for known in schema.keys.get(place, ())):
             below = key.removeprefix(f"{dotted(place)}.")
-            names = [name for name in record.values() if below.startswith(f"{name}.")]  # which may have dots
-            row = max(
-                (name for name in names if record.get(f"{dotted(place)}.{name}.name") == name), key=len, default=""
-            )
-            row = row or path[length]
+            names = [name for name in record.values() if record.get(f"{dotted(place)}.{name}.name") == name]
+            names = [name for name in names if below.startswith(f"{name}.")]  # a name may have dots
+            row = max(names, key=len, default=path[length])
             return place, row, tuple(below.removeprefix(f"{row}.").split("."))
     return None
 

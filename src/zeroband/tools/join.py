@@ -127,9 +127,10 @@ def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
         raise JoinRefused("protocol", record["protocol"], PROTOCOL)
     environment = {_URL: url, **secrets}
     config = recorded_config(record, own, {**os.environ, **environment})
-    print(f"{place} is reached, and the token is the run's\n\n{standing}\n\nits nodes share {len(record)} values:")
+    access = "the token is the run's" if secrets else "the run has no token"
+    print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
     for key, value in other_items(record).items():
-        print(f"  {key}: {value}, compared at join")
+        print(f"  {key}: {value or 'none'}, compared at join")
     node_id = node_id_of(config)
     file = config.run.dir / run_id / f"join-{node_id}.toml"
     try:

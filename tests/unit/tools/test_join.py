@@ -57,7 +57,7 @@ def test_join_makes_the_configuration_of_the_record_and_prints_the_command(
     assert shared_digest(config) == shared_digest(load_config(FOUNDER, environ))
     assert (config.train.micro_bs, config.node.id, config.run.id) == (4, "late", "first")
     assert config.run.token is not None and config.run.token.get_secret_value() == "the secret"
-    assert "not founded yet" in said and "data.tokenizer (ids): bytes" in said
+    assert "the token is the run's" in said and "not founded yet" in said and "data.tokenizer (ids): bytes" in said
     assert "the secret" not in said + Path("mine/first/join-late.toml").read_text()
     assert environ["ZERO_BAND_RUN__TOKEN_FILE"] == str(token_file)
 

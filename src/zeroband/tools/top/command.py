@@ -60,27 +60,29 @@ def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[
 
     `starting`: what nodes do that have said nothing yet, given those that have; None: nobody knows.
     """
-    watch = Watch(facts, starting or (lambda known: {}))
     with open_screen(sys.stdout, alternate=True) as screen:
         is_live = isinstance(screen, LiveScreen)
+        watch = Watch(facts, starting or (lambda known: {}), hint=_HINT if is_live else "")
         with key_presses() as is_pressed, suppress(KeyboardInterrupt):
             watch.play(screen, lambda: is_pressed("q", _FRAME_S), ends_with_run=not is_live)
     return _EXIT_DIVERGED if watch.run.disagreements else 0
 
 
 class Watch:
-    """A run, scene by scene. `now`: wall clock in seconds."""
+    """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds."""
 
     def __init__(
         self,
         facts: FactSource,
         starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]],
         *,
+        hint: str = _HINT,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._facts = facts
         self._reader = RunReader(facts)
         self._starting = starting
+        self._hint = hint
         self._now = now
         self._chronicle = Chronicle(0.0)
         self.run = RunView(facts.run_id)
@@ -105,7 +107,9 @@ class Watch:
         known = [node.node_id for node in run.nodes]
         starting = self._starting(known)
         skipped = sum(node.skipped_lines for node in run.nodes)
-        footer = "; ".join(filter(None, [problem or _HINT, f"{skipped} lines could not be read" if skipped else ""]))
+        footer = "; ".join(
+            filter(None, [problem or self._hint, f"{skipped} lines could not be read" if skipped else ""])
+        )
         return Scene(
             title=f"zeroband top: {run.run_id}",
             run=run,

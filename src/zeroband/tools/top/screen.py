@@ -125,7 +125,8 @@ class PlainScreen:
         self._waits = bool(scene.waits)
         if scene.footer != self._footer:
             self._footer = scene.footer
-            self._line(scene, scene.elapsed_s, scene.footer)
+            if scene.footer:
+                self._line(scene, scene.elapsed_s, scene.footer)
 
     def _line(self, scene: Scene, at_s: float, text: str) -> None:
         print(f"{_stamp(scene, at_s)}  {text}", file=self._stream, flush=True)

@@ -101,7 +101,8 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     FactPublisher(tmp_path / "n0", "n0", open_store).close()
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
     assert main(["--store", redis_url, "--run-id", "first"]) == 0
-    assert "finished: all 9 inner steps are done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished: all 9 inner steps are done" in said and "q: end" not in said
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
     assert main(["--store", redis_url, "--run-id", "first"]) == 2
     assert "run.token" in capsys.readouterr().err
