@@ -18,11 +18,11 @@ from rich.terminal_theme import MONOKAI
 
 from zeroband.config import load_config
 from zeroband.tools.cluster.interrupts import counted_interrupts
-from zeroband.tools.demo.scene import Scene
-from zeroband.tools.demo.screen import PlainScreen, draw
 from zeroband.tools.demo.story import NODES, Story, open_cluster
+from zeroband.tools.top.scene import Scene
+from zeroband.tools.top.screen import PlainScreen, draw
 
-COLUMNS = 100
+COLUMNS, LINES = 100, 30
 FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
 <style>
@@ -63,7 +63,7 @@ class Camera(PlainScreen):
 def picture(scene: Scene) -> str:
     """The scene as an SVG of a terminal."""
     console = Console(file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, color_system="truecolor")
-    console.print(draw(scene, COLUMNS))
+    console.print(draw(scene, COLUMNS, LINES))
     return console.export_svg(title="./scripts/demo.sh", theme=MONOKAI, code_format=FRAME, unique_id="demo")
 
 

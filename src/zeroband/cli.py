@@ -34,6 +34,7 @@ _COMMANDS = {
     "launch": _Command(
         "tools.cluster.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank"
     ),
+    "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says"),
     "simulate": _Command("tools.cluster", "NODES RANKS SCRIPT ...: a run of several nodes on this machine"),
     "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back"),
     "chaos": _Command("tools.chaos.command", "faults at random for minutes, what must hold checked, and a report"),
@@ -43,6 +44,8 @@ _COMMANDS = {
     "plan": _Command("tools.plan.command", "what fits: the memory of GPUs, and a link with each algorithm"),
     "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("tools.status", "RUN_DIR | --store URL --run-id ID: how a run goes, from files or its store"),
+    "top": _Command("tools.top.command", "[RUN_DIR | --store URL --run-id ID]: the same, redrawn until q"),
+    "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),

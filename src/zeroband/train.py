@@ -35,6 +35,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, Leaving, MachineUnfit, RunOver, ZerobandError
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import end_without_a_word, let_segments_grow, local_rank, tell_torchrun
+from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.runtime.signals import Ending
 
@@ -57,7 +58,11 @@ def _main(argv: Sequence[str] | None) -> int:
     end_without_a_word()
     let_segments_grow(os.environ)
     try:
-        config = asked_config(sys.argv[1:] if argv is None else argv)
+        asked = asked_config(sys.argv[1:] if argv is None else argv)
+        is_only_process = local_world_size(os.environ) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+        config = named(asked, is_only_process=is_only_process)
+        if config is not asked:
+            print(f"zeroband: this run is {config.run.id}", file=sys.stderr, flush=True)
         departure = Departure(config.fault.grace_s)
         with Ending(departure, ranks=local_world_size(os.environ)) as ending:
             survived = require_start(quick_checks(config, os.environ))

@@ -110,7 +110,7 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
             store.give_orders(lambda given: orders.roll_back(given, step, steps))
             return f"{_boundary(view)}, all nodes go back to the checkpoint of step {step}"
         case _:
-            return describe(config.run.id, store.view(_next_round(view)))
+            return describe(config.run.id, store.view(next_round(view)))
 
 
 def _good_steps(config: RunConfig, wanted: int) -> list[int]:
@@ -131,13 +131,14 @@ def _good_steps(config: RunConfig, wanted: int) -> list[int]:
     return steps
 
 
-def _next_round(view: View) -> int:
+def next_round(view: View) -> int:
+    """Return the round that follows the newest committed one."""
     return FOUNDING_ROUND if view.committed is None else view.committed.round + 1
 
 
 def _boundary(view: View) -> str:
-    begun = view.opening is not None and view.opening.round == _next_round(view)
-    return f"after round {_next_round(view)}" if begun else f"before round {_next_round(view)}"
+    begun = view.opening is not None and view.opening.round == next_round(view)
+    return f"after round {next_round(view)}" if begun else f"before round {next_round(view)}"
 
 
 def describe(run_id: str, view: View) -> str:

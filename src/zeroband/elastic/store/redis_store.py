@@ -293,6 +293,11 @@ class RedisStore(Store):
                 "run.token: the nodes of this run have another one; give theirs, as run.token or ZERO_BAND_RUN__TOKEN"
             )
 
+    def record(self) -> dict[str, str] | None:
+        """Return what the run's nodes share, as its first one wrote it. None: there is no such run, or it is forged."""
+        raw, _, _ = self._run(self._read, [self.keys.run, self.keys.opening, self.keys.committed], [])
+        return self._judge.run(self.keys.run, raw)
+
     def forget_dead_run(self) -> bool:
         keys = [self.keys.run, self.keys.leases, self.keys.clock]
         return bool(self._run(self._clear, keys, [self._lease_ms, self._silence_ms]))

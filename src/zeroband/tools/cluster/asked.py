@@ -9,19 +9,27 @@ from pathlib import Path
 
 from zeroband.config.keys import dotted, schema_keys
 from zeroband.config.layers import ENV_DELIMITER, ENV_PREFIX, layer_of_environment, layer_of_flags, parse_command_line
+from zeroband.errors import ConfigError
+from zeroband.node.run_names import AUTO, new_run_name
 
 
-def asked_run(arguments: Sequence[str], command: str) -> tuple[Path, str]:
-    """`run.dir` and `run.id` of nodes with these arguments: by flags, else by the environment, else after the command.
+def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path, str]:
+    """`run.dir` and `run.id` of nodes with these arguments: by flags, else by the environment, else a new name.
 
-    Files do not count: every start of one is another run. Raises: ConfigError.
+    Files do not count: every start of one is another run. `prefix`: before the time in a new name; None: it is one of
+    words. Raises: ConfigError.
     """
     schema = schema_keys()
     flags = parse_command_line(arguments, schema).flags
     settings = [*layer_of_environment(os.environ, schema), *layer_of_flags(flags, schema)]
     asked = {dotted(setting.path): setting.value for setting in settings}
-    by_time = time.strftime(f"{command}-%Y%m%d-%H%M%S", time.gmtime())
-    return Path(asked.get("run.dir", "runs")), asked.get("run.id", by_time)
+    directory, run_id = Path(asked.get("run.dir", "runs")), asked.get("run.id")
+    if run_id == AUTO:
+        raise ConfigError("run.id='auto': this command names its run by itself; drop it")
+    if run_id is None:
+        by_time = time.strftime(f"{prefix}-%Y%m%d-%H%M%S", time.gmtime())
+        run_id = new_run_name(directory) if prefix is None else by_time
+    return directory, run_id
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -85,7 +85,7 @@ def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalClu
 
     Arguments of another script than the trainer are its own business. Raises ConfigError.
     """
-    directory, run_id = asked_run(arguments if _is_trainer(script) else (), "simulate")
+    directory, run_id = asked_run(arguments if _is_trainer(script) else ())
     store_url = os.environ.get("ZERO_BAND_STORE__URL")
     return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
 

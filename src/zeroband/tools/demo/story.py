@@ -20,8 +20,9 @@ from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.demo.ending import epilogue, final_digests, is_one_state
-from zeroband.tools.demo.scene import Chronicle, Scene
-from zeroband.tools.demo.screen import Screen, open_screen
+from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
+from zeroband.tools.top.screen import Screen, open_screen
+from zeroband.tools.top.starting import process_words
 
 NODES = tuple(f"node{number}" for number in range(4))
 VICTIM = "node2"
@@ -92,7 +93,7 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
     arguments = [f"@{_CONFIG}", *overrides]
-    directory, run_id = asked_run(arguments, "demo")
+    directory, run_id = asked_run(arguments)
     store_url = os.environ.get("ZERO_BAND_STORE__URL")
     return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
 
@@ -110,13 +111,16 @@ class Story:
         self._from_s = time.monotonic()
         self._chronicle = Chronicle(self._started_at_s)
         self._act = Act.TOGETHER
+        self._starts: dict[str, tuple[int, float]] = {}
+        """How often each node was started, and when last, by the monotonic clock."""
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
         """Play until every node has ended or the user wants to stop. Raises DemoFailed."""
         self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with a launcher of its own")
         screen.show(self._scene())
         for node_id in NODES:
-            self._cluster.start(node_id)
+            self._start(node_id)
+            screen.show(self._scene())
         while not interrupts.count:
             is_over = not self._cluster.running
             scene = self._scene()
@@ -131,6 +135,7 @@ class Story:
         view = self._cluster.view()
         self._chronicle.add(view.events)
         return Scene(
+            title="zeroband demo",
             run=view,
             elapsed_s=time.monotonic() - self._from_s,
             node_ids=NODES,
@@ -138,10 +143,31 @@ class Story:
             total_steps=self._total_steps,
             total_rounds=self._total_rounds,
             notes=self._chronicle.notes,
-            next_act=self._act.value.format(
+            said=self._chronicle.said,
+            starting=self._starting(view),
+            waits=in_words(waited_for(view, time.time())),
+            footer=self._act.value.format(
                 kill_step=self._kill_step, restart_step=self._restart_step, total_steps=self._total_steps
             ),
         )
+
+    def _starting(self, run: RunView) -> dict[str, tuple[str, float]]:
+        """What the processes of those nodes do whose trainer has not said anything since its newest start."""
+        starts = {node.node_id: node.starts for node in run.nodes}
+        words: dict[str, tuple[str, float]] = {}
+        for node_id, (count, from_s) in self._starts.items():
+            node = self._cluster.nodes.get(node_id)
+            if node is not None and node.is_running and starts.get(node_id, 0) < count:
+                words[node_id] = (process_words(node.rank_pids), time.monotonic() - from_s)
+        return words
+
+    def _start(self, node_id: str) -> None:
+        count, _ = self._starts.get(node_id, (0, 0.0))
+        self._starts[node_id] = (count + 1, time.monotonic())
+        if count:
+            self._cluster.restart(node_id)
+        else:
+            self._cluster.start(node_id)
 
     def _advance(self, step: int) -> None:
         """Go to the next act when its time has come."""
@@ -150,7 +176,7 @@ class Story:
             self._chronicle.say(time.time(), f"SIGKILL: every process of {VICTIM} is gone")
             self._act = Act.WITHOUT
         elif self._act is Act.WITHOUT and step >= self._restart_step:
-            self._cluster.restart(VICTIM)
+            self._start(VICTIM)
             self._chronicle.say(time.time(), f"{VICTIM} is started again, as after a repair")
             self._act = Act.BACK
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from zeroband.tools.cluster.asked import without_secrets
+from zeroband.errors import ConfigError
+from zeroband.tools.cluster.asked import asked_run, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,16 @@ def test_secrets_of_a_node_go_into_its_environment(token: Sequence[str]) -> None
 def test_arguments_without_secrets_stay_as_they_are() -> None:
     arguments = ("@a.toml", "--run.token-file", "t", "--run.token_file=t", "--data.source.paths", "--run.token")
     assert without_secrets(arguments) == (arguments, {})
+
+
+def test_each_start_without_a_run_id_is_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZERO_BAND_RUN__ID", raising=False)
+    names = {asked_run([])[1] for _ in range(20)}
+    assert len(names) > 15
+    assert asked_run([], "chaos")[1].startswith("chaos-2")
+    assert asked_run(["--run.id", "mine"], "chaos")[1] == "mine"
+
+
+def test_auto_is_refused_where_the_command_names_its_run() -> None:
+    with pytest.raises(ConfigError, match="names its run by itself"):
+        asked_run(["--run.id", "auto"])

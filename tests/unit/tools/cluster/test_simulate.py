@@ -47,7 +47,7 @@ def test_cluster_looks_where_its_nodes_write(
     config = load_config(flags, cluster.environment("node0", 1))
     assert cluster.run_id == config.run.id
     assert cluster.run_dir / "node0" == node_dir_of(config).absolute()
-    expected = "elsewhere/mine" if flags or variables else "runs/simulate-2"
+    expected = "elsewhere/mine" if flags or variables else "runs/2"
     assert str(cluster.run_dir).startswith(str(Path(expected).absolute()))
 
 

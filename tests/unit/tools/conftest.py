@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from zeroband.observe.view import NodeView, RunView, run_view
-from zeroband.tools.demo.scene import Note, Scene
+from zeroband.tools.top.scene import Note, Scene
 
 NODE_IDS = ("node0", "node1", "node2", "node3")
 
@@ -54,15 +54,18 @@ def make_scene(run: RunView) -> Callable[..., Scene]:
     """The same as a scene; anything may be replaced."""
 
     def make(**fields: object) -> Scene:
+        notes = (Note(3.0, "the beginning"), Note(60.0, "node2 is gone"))
         scene = {
+            "title": "zeroband demo",
             "run": run,
             "elapsed_s": 61.5,
             "node_ids": NODE_IDS,
             "down": frozenset(["node2"]),
             "total_steps": 120,
             "total_rounds": 12,
-            "notes": (Note(3.0, "the beginning"), Note(60.0, "node2 is gone")),
-            "next_act": "Next: it comes back.",
+            "notes": notes,
+            "said": len(fields.get("notes", notes)),  # pyright: ignore[reportArgumentType]
+            "footer": "Next: it comes back.",
         }
         return Scene(**{**scene, **fields})  # pyright: ignore[reportArgumentType]
 

@@ -1,0 +1,170 @@
+"""`zeroband join URL --run-id ID --token-file F`: takes this machine into a run that others founded.
+
+Asks the store what the run's nodes share and how it stands, makes the configuration of it, looks whether this machine
+can take part, and starts `zeroband launch` in its own place. What nodes do not share, such as where texts lie, is given
+behind that as to `train`: @file.toml, --section.key value. Exit codes: those of launch; 1 the store is out of reach, 2
+it has no such run or the arguments are wrong, 3 this machine cannot take part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroband.config import RunConfig
+from zeroband.config.load import render_toml
+from zeroband.config.recorded import other_items, recorded_config
+from zeroband.config.schema import FaultConfig
+from zeroband.config.store_url import parse_store_url
+from zeroband.config.token_file import read_token
+from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.interface import PROTOCOL
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import ConfigError, JoinRefused, StoreLost
+from zeroband.node.identity import node_id_of
+from zeroband.tools.cluster.gpus import visible_gpus
+from zeroband.tools.ctl import describe, next_round
+
+_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_UNFIT = 1, 2, 3
+_STORE_PATIENCE_S = 5.0
+_RUN_ID = "ZERO_BAND_RUN__ID"
+_URL, _TOKEN, _TOKEN_FILE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE"
+
+
+@dataclass(frozen=True)
+class Join:
+    """How this machine takes part."""
+
+    config: RunConfig
+    file: Path
+    """Where that configuration is written, without its secrets."""
+    ranks: str
+    environment: Mapping[str, str]
+    """What the trainer gets beside the file: the address of the store, which may hold a password, and the token."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What launches this machine's ranks."""
+        return ("launch", "--nproc-per-node", self.ranks, f"@{self.file}")
+
+    @property
+    def shown(self) -> str:
+        """The command as somebody types it who has the password of the store, if there is one."""
+        settings = {**self.environment, _URL: parse_store_url(self.environment[_URL]).shown}
+        settings.pop(_TOKEN, None)
+        words = [*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), "zeroband", *self.command]
+        return " ".join(words)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Take part as the arguments say: this process becomes the launcher, or its exit code is returned."""
+    has_url = bool(argv) and "://" in argv[0]
+    options, own = _parser().parse_known_args(argv[has_url:])
+    try:
+        join = _prepare(argv[0] if has_url else os.environ.get(_URL, ""), options, own)
+    except ConfigError as error:
+        print(f"zeroband join: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except StoreLost as error:
+        print(f"zeroband join: {error}", file=sys.stderr)
+        return _EXIT_UNREACHED
+    print(f"\nthis machine's configuration is in {join.file}; it is started with\n  {join.shown}", flush=True)
+    if options.dry_run:
+        return 0
+    environment = {**os.environ, **join.environment}
+    print("\nwhether this machine can take part:", flush=True)
+    doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{join.file}"]
+    code = subprocess.run(doctor, env=environment, check=False).returncode
+    if code:
+        print("zeroband join: this machine cannot take part as it is; see above", file=sys.stderr)
+        return _EXIT_UNFIT
+    os.execve(sys.executable, [sys.executable, "-m", "zeroband.tools.cluster.launch", *join.command[1:]], environment)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband join",
+        usage="zeroband join URL --run-id ID [--token-file F] [--dry-run] [@file.toml ...] [--section.key value ...]",
+        description="Take part in a run with this machine: asks the run's store for all that its nodes share.\n"
+        f"URL: Redis of the run; or, where it holds a password, {_URL} in the environment.",
+        epilog="example: zeroband join redis://HOST:6379 --run-id first --token-file token",
+        allow_abbrev=False,
+    )
+    add, env = parser.add_argument, os.environ
+    add(
+        "--run-id",
+        "--run.id",
+        default=env.get("ZERO_BAND_RUN__ID", "default"),
+        metavar="ID",
+        help="run.id of its nodes",
+    )
+    add("--token-file", type=Path, metavar="FILE", help=f"file with run.token (or {_TOKEN_FILE}, {_TOKEN})")
+    add("--nproc-per-node", metavar="N", help="ranks of this machine (default: one for each GPU, or one)")
+    add("--dry-run", action="store_true", help="write the configuration and print the command; start nothing")
+    return parser
+
+
+def _prepare(url: str, options: argparse.Namespace, own: Sequence[str]) -> Join:
+    """Ask the store, and show what it says. Raises ConfigError and StoreLost."""
+    run_id: str = options.run_id
+    if not url:
+        raise ConfigError(f"no URL of the run's store: zeroband join redis://HOST:6379 ..., or {_URL}")
+    try:
+        place = parse_store_url(url).shown
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    secrets = _secrets(options.token_file)
+    record, standing = _look(url, run_id, _token(secrets))
+    if record["protocol"] != str(PROTOCOL):
+        raise JoinRefused("protocol", record["protocol"], PROTOCOL)
+    environment = {_URL: url, **secrets}
+    config = recorded_config(record, own, {**os.environ, **environment})
+    access = "the token is the run's" if secrets else "the run has no token"
+    print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
+    for key, value in other_items(record).items():
+        print(f"  {key}: {value or 'none'}, compared at join")
+    node_id = node_id_of(config)
+    file = config.run.dir / run_id / f"join-{node_id}.toml"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(render_toml(config))
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; set --run.dir to a folder of this user's") from error
+    ranks = options.nproc_per_node or ("gpu" if visible_gpus(os.environ) else "1")
+    return Join(config, file, ranks, environment)
+
+
+def _secrets(token_file: Path | None) -> dict[str, str]:
+    """The token as a node's environment has it, by its file where there is one."""
+    if token_file is not None:
+        return {_TOKEN_FILE: str(token_file.absolute())}
+    return {name: os.environ[name] for name in (_TOKEN, _TOKEN_FILE) if name in os.environ}
+
+
+def _token(secrets: Mapping[str, str]) -> str | None:
+    if _TOKEN_FILE in secrets:
+        return read_token(Path(secrets[_TOKEN_FILE])).get_secret_value()
+    return secrets.get(_TOKEN)
+
+
+def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str]:
+    """What the run's nodes share, and how it stands. Raises ConfigError and StoreLost."""
+    key, lease_s = RunKey.of(token, run_id), FaultConfig().time_outs.lease_s
+    with closing(RedisStore(url, run_id, key=key, lease_s=lease_s, patience_s=_STORE_PATIENCE_S)) as store:
+        store.require_token()
+        record = store.record()
+        if record is None:
+            raise ConfigError(f"this store has no run.id={run_id!r}; name the run and the store of its nodes")
+        return record, describe(run_id, store.view(next_round(store.view(FOUNDING_ROUND))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""`zeroband runs [DIR]`: the runs in a folder, newest first. Reads the ends of their files, whatever is in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from zeroband.errors import ConfigError
+from zeroband.observe.events import EVENTS_FILE
+from zeroband.observe.facts import is_node_folder
+from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.view import NodeHistory, NodeView, RunView, run_view
+
+_EXIT_CONFIG = 2
+_TAIL_BYTES = 1 << 17
+"""What is read of each file: many rounds, and little of a long run."""
+_SILENT_S = 120.0
+"""Seconds without a line after which nobody is taken to train any more."""
+_COLUMNS = ("run", "state", "step", "loss", "nodes", "newest line")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a line. None where its files do not say."""
+
+    run_id: str
+    path: str
+    state: str
+    """training, silent (nobody wrote for two minutes, and not all ended), finished, failed, left, empty."""
+    step: int
+    total_steps: int | None
+    loss: float | None
+    """Mean of its nodes' newest ones."""
+    nodes: int
+    """Nodes that ever wrote."""
+    nodes_in: int
+    """Nodes that train, or are on their way."""
+    last_at_s: float | None
+    """Wall clock of its newest line."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the runs of a folder. Returns the exit code: 2 for a folder that is none."""
+    parser = argparse.ArgumentParser(prog="zeroband runs", description="List the runs of a folder, newest first.")
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="run.dir (default: runs)")
+    parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
+    options = parser.parse_args(argv)
+    try:
+        found = runs_in(options.directory, now_s=time.time())
+    except ConfigError as error:
+        print(f"zeroband runs: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    if options.json:
+        print(json.dumps([asdict(run) for run in found], indent=2))
+    else:
+        print(render(found, now=time.time) if found else f"no run in {options.directory}")
+    return 0
+
+
+def runs_in(directory: Path, *, now_s: float) -> list[RunSummary]:
+    """The runs of a folder, newest first; folders in which no node has written are none. Raises ConfigError."""
+    found = [_summary(path, nodes, now_s) for path, nodes in _run_folders(directory)]
+    return sorted(found, key=lambda run: (run.last_at_s or 0.0, run.run_id), reverse=True)
+
+
+def newest_run(path: Path) -> Path:
+    """`path` where it is a run's folder, or may become one; else the run in it that was written to last.
+
+    Raises ConfigError where there is no such folder.
+    """
+    folders = _run_folders(path)
+    if not folders or _node_folders(path):
+        return path
+    return max(folders, key=lambda folder: max(map(_written_at_s, folder[1])))[0]
+
+
+def _run_folders(directory: Path) -> list[tuple[Path, list[Path]]]:
+    if not directory.is_dir():
+        raise ConfigError(f"no such folder: {directory}; runs are in run.dir, ./runs unless it is set")
+    runs = [(path, _node_folders(path)) for path in _folders(directory)]
+    return [(path, nodes) for path, nodes in runs if nodes]
+
+
+def _node_folders(run_dir: Path) -> list[Path]:
+    return [path for path in _folders(run_dir) if is_node_folder(path)]
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Folders in a folder; none where it cannot be read."""
+    try:
+        return sorted(path for path in directory.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _written_at_s(node_dir: Path) -> float:
+    times = [0.0]
+    for name in (EVENTS_FILE, METRICS_FILE):
+        try:
+            times.append((node_dir / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunSummary:
+    histories = [_history(path) for path in node_dirs]
+    lost = {member for history in histories for member in history.lost_member_ids}
+    run = run_view(run_dir.name, [history.view() for history in histories], lost)
+    losses = [node.loss for node in run.current or run.nodes if node.loss is not None]
+    last_at_s = max((node.last_at_s for node in run.nodes if node.last_at_s is not None), default=None)
+    return RunSummary(
+        run_id=run_dir.name,
+        path=str(run_dir),
+        state=_state(run, last_at_s, now_s),
+        step=max((node.step for node in run.nodes), default=0),
+        total_steps=max((node.total_steps for node in run.nodes if node.total_steps is not None), default=None),
+        loss=sum(losses) / len(losses) if losses else None,
+        nodes=len(run.nodes),
+        nodes_in=sum(_is_in(node) for node in run.nodes),
+        last_at_s=last_at_s,
+    )
+
+
+def _is_in(node: NodeView) -> bool:
+    return node.state in ("starting", "training", "recovering", "fenced")
+
+
+def _state(run: RunView, last_at_s: float | None, now_s: float) -> str:
+    if last_at_s is None:
+        return "empty"
+    if any(_is_in(node) for node in run.nodes):
+        return "training" if now_s - last_at_s < _SILENT_S else "silent"
+    states = {node.state for node in run.nodes}
+    return next((state for state in ("finished", "failed", "left") if state in states), "silent")
+
+
+def _history(node_dir: Path) -> NodeHistory:
+    """A node as the ends of its files show it; lines that are none are passed over."""
+    history = NodeHistory(node_dir.name)
+    records = _newest_records(node_dir / EVENTS_FILE) + _newest_records(node_dir / METRICS_FILE)
+    for record in sorted(records, key=_at_s):
+        try:
+            history.add(record)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return history
+
+
+def _newest_records(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).split(b"\n")
+    except OSError:
+        return []
+    records: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the rest of a long line, one half written, or none of ours
+            continue
+        if isinstance(record, dict):
+            records.append(cast("dict[str, Any]", record))
+    return records
+
+
+def _at_s(record: dict[str, Any]) -> float:
+    at_s = record.get("at_s")
+    return at_s if isinstance(at_s, (int, float)) else 0.0
+
+
+def render(runs: Sequence[RunSummary], *, now: Callable[[], float]) -> str:
+    """The runs as a table for a terminal."""
+    rows = [_COLUMNS, *(_row(run, now()) for run in runs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
+    return (
+        run.run_id,
+        run.state,
+        str(run.step) if run.total_steps is None else f"{run.step}/{run.total_steps}",
+        "-" if run.loss is None else f"{run.loss:.3f}",
+        f"{run.nodes_in} of {run.nodes}",
+        "-" if run.last_at_s is None else f"{age(now_s - run.last_at_s)} ago",
+    )
+
+
+def age(seconds: float) -> str:
+    """A time span with its largest unit: 5400 is `1 h`."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,150 @@
+"""`zeroband top [RUN_DIR | --store URL --run-id ID]`: a run on a terminal, redrawn in place; plain lines elsewhere.
+
+Touches nothing. Ends with q or Ctrl-C; where its output is no terminal, with the run. Exit codes: 0 shown, 1 the store
+is out of reach, 2 the arguments are wrong, 3 the run diverged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.observe.facts import FactSource, FolderFacts
+from zeroband.observe.status import RunReader
+from zeroband.observe.view import RunView
+from zeroband.tools.fact_source import add_source, open_source
+from zeroband.tools.runs import newest_run
+from zeroband.tools.top.scene import Chronicle, Scene, in_words, waited_for
+from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
+from zeroband.tools.top.starting import folder_words
+
+_FRAME_S = 0.5
+_ENDED = ("lost", "left", "finished", "failed")
+_EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
+_HINT = "q: end"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a run until the user has seen enough. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zeroband top",
+        description="Show a run on this terminal; of a folder of runs the newest one. Without arguments: of ./runs.",
+        allow_abbrev=False,
+    )
+    add_source(parser)
+    options = parser.parse_args(argv)
+    try:
+        if options.store is None and options.run_id is None and options.token_file is None:
+            run_dir = newest_run(options.run_dir or Path("runs"))
+            with closing(FolderFacts(run_dir)) as facts:
+                return show(facts, lambda known: folder_words(run_dir, known))
+        with closing(open_source(options)) as facts:
+            facts.node_ids()  # what is wrong with address or token is said at once
+            return show(facts)
+    except (ConfigError, StoreLost) as error:
+        print(f"zeroband top: {error}", file=sys.stderr)
+        return _EXIT_CONFIG if isinstance(error, ConfigError) else _EXIT_UNREACHED
+
+
+def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]] | None = None) -> int:
+    """Show the run of these facts until the user wants no more. Returns the exit code.
+
+    `starting`: what nodes do that have said nothing yet, given those that have; None: nobody knows.
+    """
+    with open_screen(sys.stdout, alternate=True) as screen:
+        is_live = isinstance(screen, LiveScreen)
+        watch = Watch(facts, starting or (lambda known: {}), hint=_HINT if is_live else "")
+        with key_presses() as is_pressed, suppress(KeyboardInterrupt):
+            watch.play(screen, lambda: is_pressed("q", _FRAME_S), ends_with_run=not is_live)
+    return _EXIT_DIVERGED if watch.run.disagreements else 0
+
+
+class Watch:
+    """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds."""
+
+    def __init__(
+        self,
+        facts: FactSource,
+        starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]],
+        *,
+        hint: str = _HINT,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._facts = facts
+        self._reader = RunReader(facts)
+        self._starting = starting
+        self._hint = hint
+        self._now = now
+        self._chronicle = Chronicle(0.0)
+        self.run = RunView(facts.run_id)
+        """As it was seen last."""
+
+    def play(self, screen: Screen, is_enough: Callable[[], bool], *, ends_with_run: bool) -> None:
+        """Show scenes until somebody has seen enough; `is_enough` waits for that until the next scene is due."""
+        while True:
+            screen.show(self.scene())
+            if (ends_with_run and is_over(self.run)) or is_enough():
+                return
+
+    def scene(self) -> Scene:
+        """The run now. What cannot be read is said; then the run stands as it was seen last."""
+        problem = ""
+        try:
+            self.run = self._reader.read()
+        except (ConfigError, StoreLost) as error:
+            problem = f"cannot read {self._facts.place}: {error}"
+        run, now_s = self.run, self._now()
+        self._chronicle.add(run.events)
+        known = [node.node_id for node in run.nodes]
+        starting = self._starting(known)
+        skipped = sum(node.skipped_lines for node in run.nodes)
+        footer = "; ".join(
+            filter(None, [problem or self._hint, f"{skipped} lines could not be read" if skipped else ""])
+        )
+        return Scene(
+            title=f"zeroband top: {run.run_id}",
+            run=run,
+            elapsed_s=now_s,
+            node_ids=tuple(sorted({*known, *starting})),
+            total_steps=max((node.total_steps for node in run.nodes if node.total_steps is not None), default=None),
+            notes=self._chronicle.notes,
+            said=self._chronicle.said,
+            footer=footer,
+            starting=starting,
+            waits=in_words(waited_for(run, now_s)),
+            is_wall_clock=True,
+        )
+
+
+def is_over(run: RunView) -> bool:
+    """Whether every node has ended."""
+    return bool(run.nodes) and all(node.state in _ENDED for node in run.nodes)
+
+
+@contextmanager
+def key_presses() -> Generator[Callable[[str, float], bool]]:
+    """Give a question: was this key pressed within so many seconds? Without a terminal to press it on it waits."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield lambda _key, within_s: bool(time.sleep(within_s))
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield lambda key, within_s: _is_pressed(terminal, key, within_s)
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _is_pressed(terminal: int, key: str, within_s: float) -> bool:
+    ready, _, _ = select.select([terminal], [], [], within_s)
+    return bool(ready) and key.encode() in os.read(terminal, 64).lower()

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeroband.errors import ConfigError
+from zeroband.tools.runs import age, main, newest_run, runs_in
+
+NOW_S = 10_000.0
+
+
+def _write(run_dir: Path, node_id: str, *lines: object, ended: str | None = None) -> Path:
+    """A node's files: metrics and events; a line that is a text is written as it is."""
+    node_dir = run_dir / node_id
+    node_dir.mkdir(parents=True)
+    events: list[object] = [
+        {"at_s": 1.0, "kind": "node_started", "total_steps": 100, "local_world_size": 1, "parameters": 7},
+        {"at_s": 2.0, "kind": "joined", "member_id": f"{node_id}#a", "round": 0},
+    ]
+    if ended is not None:
+        events.append({"at_s": NOW_S, "kind": ended, "step": 100, "error": "no", "reason": "asked"})
+    for name, records in (("events.jsonl", events), ("metrics.jsonl", lines)):
+        texts = (line if isinstance(line, str) else json.dumps(line) for line in records)
+        (node_dir / name).write_text("".join(f"{text}\n" for text in texts))
+    return node_dir
+
+
+def _step(step: int, at_s: float, loss: float = 2.0) -> dict[str, object]:
+    return {"at_s": at_s, "step": step, "train/loss": loss}
+
+
+def test_runs_are_listed_newest_first_with_what_they_have_reached(tmp_path: Path) -> None:
+    _write(tmp_path / "old", "a", _step(100, 50.0), ended="run_finished")
+    _write(tmp_path / "new", "a", _step(7, NOW_S - 1, 3.0))
+    _write(tmp_path / "new", "b", _step(8, NOW_S - 2, 4.0))
+    _write(tmp_path / "still", "a", _step(9, NOW_S - 500))
+    _write(tmp_path / "broken", "a", _step(9, NOW_S - 900), ended="run_failed")
+    found = {run.run_id: run for run in runs_in(tmp_path, now_s=NOW_S)}
+    assert {name: run.state for name, run in found.items()} == {
+        "old": "finished",
+        "new": "training",
+        "still": "silent",
+        "broken": "failed",
+    }
+    new = found["new"]
+    assert (new.step, new.total_steps, new.nodes, new.nodes_in, new.last_at_s) == (8, 100, 2, 2, NOW_S - 1)
+    assert [run.last_at_s for run in runs_in(tmp_path, now_s=NOW_S)] == sorted(
+        (run.last_at_s or 0 for run in found.values()), reverse=True
+    )
+
+
+def test_runs_survive_what_a_crash_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "half" / "node" / "metrics.jsonl").parent.mkdir(parents=True)
+    (tmp_path / "half" / "node" / "metrics.jsonl").write_bytes(b"\xff\xfe\x00{")
+    odd = ("{", "[1]", "null", '{"at_s": "x"}', '{"step": {}}', '{"kind": 3, "at_s": null}', '{"kind": "joined"')
+    _write(tmp_path / "odd", "a", *odd, _step(3, 20.0))
+    (tmp_path / "folder" / "a" / "metrics.jsonl").mkdir(parents=True)
+    found = {run.run_id: run for run in runs_in(tmp_path, now_s=NOW_S)}
+    assert set(found) == {"half", "odd", "folder"}
+    assert (found["half"].state, found["odd"].step) == ("empty", 3)
+
+
+def test_runs_read_little_of_a_long_run(tmp_path: Path) -> None:
+    node_dir = _write(tmp_path / "long", "a")
+    with (node_dir / "metrics.jsonl").open("w") as file:
+        file.truncate(1 << 40)  # sparse
+        file.seek(0, 2)
+        file.write("\n" + json.dumps(_step(10**6, NOW_S)) + "\n")
+    (run,) = runs_in(tmp_path, now_s=NOW_S)
+    assert (run.step, run.state) == (10**6, "training")
+
+
+def test_newest_run_is_the_folder_itself_or_the_one_written_to_last(tmp_path: Path) -> None:
+    assert newest_run(tmp_path) == tmp_path
+    _write(tmp_path / "one", "a", _step(1, 1.0))
+    assert newest_run(tmp_path) == tmp_path / "one"
+    assert newest_run(tmp_path / "one") == tmp_path / "one"
+    with pytest.raises(ConfigError, match="no such folder"):
+        newest_run(tmp_path / "none")
+
+
+def test_main_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path / "mine", "a", _step(5, 20.0, 2.5), ended="run_finished")
+    assert main([str(tmp_path)]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["run", "state"]
+    assert line.split()[:4] == ["mine", "finished", "5/100", "2.500"]
+    assert main([str(tmp_path), "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["run_id"], record["state"], record["loss"]) == ("mine", "finished", 2.5)
+
+
+def test_main_says_that_there_is_no_run_and_refuses_what_is_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 0
+    assert "no run in" in capsys.readouterr().out
+    assert main([str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(-5, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (3 * 86400, "3 d")]
+)
+def test_age_has_its_largest_unit(seconds: float, shown: str) -> None:
+    assert age(seconds) == shown

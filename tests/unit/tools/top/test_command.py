@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.fact_publisher import FactPublisher
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import StoreLost
+from zeroband.observe.events import EventLog
+from zeroband.observe.facts import Fact
+from zeroband.observe.metrics import MetricsLog
+from zeroband.observe.view import NodeView, RunView
+from zeroband.tools.top.command import Watch, is_over, main
+from zeroband.tools.top.screen import PlainScreen
+from zeroband.tools.top.starting import folder_words, process_words
+
+STARTED = {"kind": "node_started", "total_steps": 9, "local_world_size": 1, "parameters": 7}
+
+
+class Facts:
+    """A source that says what it is told to."""
+
+    run_id = "first"
+    place = "redis://somewhere"
+
+    def __init__(self, *answers: list[Fact] | StoreLost) -> None:
+        self._answers = list(answers)
+
+    def node_ids(self) -> list[str]:
+        return []
+
+    def read(self) -> list[Fact]:
+        answer = self._answers.pop(0) if self._answers else []
+        if isinstance(answer, StoreLost):
+            raise answer
+        return answer
+
+    def skipped_lines(self) -> dict[str, int]:
+        return {"a": 2}
+
+    def close(self) -> None: ...
+
+
+def _watch(*answers: list[Fact] | StoreLost) -> Watch:
+    return Watch(Facts(*answers), lambda known: {} if known else {"b": ("begins", 1.0)}, now=lambda: 100.0)
+
+
+def test_watch_shows_any_source_of_facts_and_says_when_it_cannot_be_read() -> None:
+    watch = _watch([], [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "step": 4})], StoreLost("away"))
+    assert watch.scene().node_ids == ("b",)
+    seen = watch.scene()
+    assert (seen.node_ids, seen.step, seen.total_steps, seen.title) == (("a",), 4, 9, "zeroband top: first")
+    assert "2 lines could not be read" in seen.footer
+    lost = watch.scene()
+    assert lost.run == seen.run
+    assert "cannot read redis://somewhere: away" in lost.footer
+
+
+@pytest.mark.parametrize(("states", "over"), [((), False), (("training", "lost"), False), (("finished", "lost"), True)])
+def test_a_run_is_over_when_every_node_has_ended(states: tuple[str, ...], over: bool) -> None:
+    nodes = tuple(NodeView(str(i), state=state) for i, state in enumerate(states))  # pyright: ignore[reportArgumentType]
+    assert is_over(RunView("first", nodes)) == over
+
+
+def test_play_ends_with_the_run_where_it_should_or_when_the_user_has_seen_enough() -> None:
+    end = [Fact("a", {"at_s": 1.0, **STARTED}), Fact("a", {"at_s": 2.0, "kind": "run_finished", "step": 9})]
+    looks: list[bool] = []
+
+    def count() -> bool:
+        looks.append(True)
+        return len(looks) == 5
+
+    _watch([], end).play(PlainScreen(io.StringIO()), count, ends_with_run=True)
+    assert len(looks) == 1
+    _watch([], end).play(PlainScreen(io.StringIO()), count, ends_with_run=False)
+    assert len(looks) == 5
+
+
+def test_main_refuses_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_main_shows_a_run_from_its_store_to_who_has_the_token(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_store() -> RedisStore:
+        return RedisStore(redis_url, "first", key=RunKey.of("the secret", "first"), lease_s=5.0, patience_s=5.0)
+
+    with closing(open_store()) as store:
+        store.found_or_match({"run.id": "first"})
+    events, metrics = EventLog(tmp_path / "n0"), MetricsLog(tmp_path / "n0")
+    events.emit("node_started", total_steps=9, local_world_size=1, parameters=7)
+    metrics.record(9, {"train/loss": 2.5})
+    events.emit("run_finished", step=9)
+    FactPublisher(tmp_path / "n0", "n0", open_store).close()
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
+    assert main(["--store", redis_url, "--run-id", "first"]) == 0
+    said = capsys.readouterr().out
+    assert "finished: all 9 inner steps are done" in said and "q: end" not in said
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
+    assert main(["--store", redis_url, "--run-id", "first"]) == 2
+    assert "run.token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--run-id", "first"], ["runs", "--store", "redis://localhost"]])
+def test_main_wants_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("zeroband top: ")
+
+
+def test_folder_words_tell_of_nodes_that_have_written_no_event(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name / "rank0.log").touch()
+    assert set(folder_words(tmp_path, ["a"])) == {"b"}
+    assert folder_words(tmp_path / "none", []) == {}
+
+
+def test_process_words_tell_only_what_is_seen() -> None:
+    assert "launcher" in process_words([])
+    assert "ended" in process_words([2**22 + 1])
+    assert "configuration" in process_words([1]) or "ended" in process_words([1])
