@@ -27,7 +27,7 @@ _IDLE_LOOK_S = 5.0
 _WATCHED_S = 20.0
 """How long after a request somebody counts as watching."""
 _SHARE = 0.0025
-"""Share of a core that reading, and each document, may take: after t seconds of work, t / _SHARE pass before the next."""
+"""Share of a core for reading, and for each document: after t seconds of work, t / _SHARE pass before the next."""
 _LONGEST_S = 10.0
 _STOP_S = 5.0
 _CHUNK_BYTES = 64 * 1024
