@@ -9,6 +9,7 @@ core and its memory from /proc, and the compressed bytes of everything that a br
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -109,7 +110,8 @@ def share(pid: int, seconds: float) -> float:
 
 def view(address: str, stop: threading.Event) -> None:
     """What a browser with the page open asks for: the state at every change, curves now and then."""
-    with httpx.Client(base_url=address, timeout=60.0, trust_env=False) as client:
+    ends = contextlib.suppress(httpx.HTTPError)  # the page is ended first
+    with ends, httpx.Client(base_url=address, timeout=60.0, trust_env=False) as client:
         curves_s, etag = 0.0, ""
         with client.stream("GET", "/api/stream") as stream:
             for line in stream.iter_lines():

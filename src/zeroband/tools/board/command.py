@@ -102,7 +102,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if not app_module.is_loopback(host):
         print("zeroband: everybody who reaches this address can read the run", file=sys.stderr, flush=True)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
+        app, log_level="critical", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
         timeout_graceful_shutdown=1, timeout_keep_alive=30,
     )  # fmt: skip
     os.nice(_NICE)

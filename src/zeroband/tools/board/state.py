@@ -26,8 +26,8 @@ LOOK_S = 0.5
 _IDLE_LOOK_S = 5.0
 _WATCHED_S = 20.0
 """How long after a request somebody counts as watching."""
-_SHARE = 0.005
-"""Share of a core that making documents may take: after one that took t seconds, t / _SHARE pass before the next."""
+_SHARE = 0.0025
+"""Share of a core for reading, and for each document: after t seconds of work, t / _SHARE pass before the next."""
 _LONGEST_S = 10.0
 _STOP_S = 5.0
 _CHUNK_BYTES = 64 * 1024
@@ -168,6 +168,7 @@ class RunWatch:
 
     def _follow(self) -> None:
         while not self._stopping.is_set():
+            worked_s = time.thread_time()
             try:
                 while self.look() and not self._stopping.is_set():
                     pass
@@ -175,12 +176,13 @@ class RunWatch:
                 _log.warning("the page cannot read the run", exc_info=error)
                 self._note(f"the page cannot read the run: {type(error).__name__}; its console says more")
             is_watched = time.monotonic() - self._asked_s <= _WATCHED_S
-            self._woken.wait(LOOK_S if is_watched else _IDLE_LOOK_S)
+            pause_s = min(_IDLE_LOOK_S, max(LOOK_S, (time.thread_time() - worked_s) / _SHARE))
+            self._woken.wait(pause_s if is_watched else _IDLE_LOOK_S)
             self._woken.clear()
 
     def state(self, at_s: float | None = None) -> Answer:
         """The document of a moment; of now at most twice a second a new one, and seldomer where it takes long."""
-        begun_s = time.monotonic()
+        begun_s, worked_s = time.monotonic(), time.thread_time()
         known = self._newest
         if at_s is None and known is not None and (known[0] == self.version or begun_s < known[1]):
             return known[2]
@@ -192,20 +194,20 @@ class RunWatch:
             )  # fmt: skip
         answer = Answer.of(body)
         if at_s is None:
-            took_s = time.monotonic() - begun_s
+            took_s = time.thread_time() - worked_s
             self._newest = (version, begun_s + max(LOOK_S, min(_LONGEST_S, took_s / _SHARE)), answer)
         return answer
 
     def series(self, by: Axis, points: int) -> Answer:
         """Curves; kept as `state` is."""
-        begun_s = time.monotonic()
+        begun_s, worked_s = time.monotonic(), time.thread_time()
         known = self._series.get((by, points))
         if known is not None and (known[0] == self.version or begun_s < known[1]):
             return known[2]
         version = self.version
         with self._lock:
             answer = Answer.of(series_document(self._history, by, points))
-        took_s = time.monotonic() - begun_s
+        took_s = time.thread_time() - worked_s
         if len(self._series) > 32:
             self._series.clear()
         self._series[(by, points)] = (version, begun_s + max(LOOK_S, min(_LONGEST_S, took_s / _SHARE)), answer)
