@@ -49,7 +49,7 @@ def test_default_tag_is_that_of_the_default_section() -> None:
 
 def test_kinds_of_keys_follow_their_types() -> None:
     keys = {dotted(path): found[0] for path, found in schema_keys().keys.items()}
-    assert {name for name, key in keys.items() if key.is_secret} == {"run.token", "store.url"}
+    assert {name for name, key in keys.items() if key.is_secret} == {"run.token", "store.url", "observe.webhook.url"}
     assert {name for name, key in keys.items() if key.is_list} == {
         "data.phases",
         "data.source.paths",
@@ -61,6 +61,7 @@ def test_kinds_of_keys_follow_their_types() -> None:
         "outer.settings",
         "model.settings",
         "model.lora.target_modules",
+        "observe.webhook.events",
     }
     assert {name for name, key in keys.items() if key.is_table} == {"model.config"}
     assert keys["model.d_ff"].is_nullable and not keys["model.d_model"].is_nullable
