@@ -23,8 +23,10 @@ version = release = zeroband.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "wheelhouse/*.md"]
-exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in {"docs", "wheelhouse"}]
+include_patterns = ["*.md", "docs/**.md", "deploy/README.md", "wheelhouse/*.md"]
+exclude_patterns = [
+    path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in {"deploy", "docs", "wheelhouse"}
+]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]

@@ -23,6 +23,7 @@ from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, R
 
 __all__ = [
     "Axis",
+    "JoinView",
     "LinkView",
     "NodeRound",
     "Promise",
@@ -87,8 +88,8 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "payload_refused": ("round", "member_id"),
 }
 """Events that every member records, and what makes two of them the same one."""
-_NOT_SHOWN = ("round_committed", "join_state")
-"""Too many beside what happened: they are rounds, and states of nodes."""
+_NOT_SHOWN = ("round_committed", "join_state", "join_progress", "links")
+"""Too many beside what happened: they are rounds, and states of nodes and links."""
 _TEXTS = ("kind", "digest", "member_id", "state", "reason", "why", "outer/digest")
 _TEXT_LISTS = ("members", "member_ids", "late")
 _COUNTS = ("step", "round", "epoch", "starts", "total_steps", "parameters", "outer/round", "outer/epoch", "eval/step")
@@ -154,6 +155,17 @@ class LinkView:
     mbit_s: float | None = None
     rtt_ms: float | None = None
     is_cut_off: bool = False
+
+
+@dataclass(frozen=True)
+class JoinView:
+    """Where a node stands on its way in."""
+
+    state: str
+    why: str
+    share: float | None = None
+    """Of the run's state that it fetches, what is there and verified."""
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -407,7 +419,9 @@ class _Node:
         self.fold = NodeHistory(node_id)
         self.moments = _Moments[NodeView]()
         self.stays: deque[_Stay] = deque(maxlen=KEPT_SPANS)
-        self.join: tuple[str, str] | None = None
+        self.join: JoinView | None = None
+        self.links: tuple[LinkView, ...] = ()
+        """To the other members, by its newest word."""
         self.mfu: float | None = None
         self.memory_bytes: int | None = None
         self.compute_s = 0.0
@@ -482,7 +496,6 @@ class RunHistory:
         self._checkpoints: dict[int, CheckpointView] = {}
         self._checkpoint_failed: EventView | None = None
         self._losses: deque[_LossCost] = deque(maxlen=32)
-        self._links: dict[tuple[str, str], LinkView] = {}
         self._odd_lines: Counter[str] = Counter()
         self._from: tuple[str, float] | None = None
         self._anchor_stride = 1
@@ -567,6 +580,11 @@ class RunHistory:
                 self._add_checkpoint(node_id, at_s, record)
             case "checkpoint_failed" | "checkpoint_left_out":
                 self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
+            case "links":
+                node.links = tuple(_link(node_id, link) for link in record["links"])
+            case "join_progress" if node.join is not None:
+                share = int(record["bytes"]) / max(1, int(record["of_bytes"]))
+                node.join = replace(node.join, share=share, bytes_per_s=_number(record, "bytes_per_s"))
             case "left" if node.fold.newest.member_id is not None:
                 _remember(self._gone, node.fold.newest.member_id, None)
             case _:
@@ -814,11 +832,12 @@ class RunHistory:
         return tuple(sorted((one for one in moved if at_s is None or one.at_s <= at_s), key=lambda one: one.step))
 
     def links(self) -> tuple[LinkView, ...]:
-        """What nodes said of the ways between them."""
-        return tuple(self._links.values())
+        """What the nodes that are there said last of the ways to one another."""
+        there = {one for one, node in self._nodes.items() if node.stays and node.stays[-1].standing not in _ENDED}
+        return tuple(link for one in sorted(there) for link in self._nodes[one].links if link.to_id in there)
 
-    def join_of(self, node_id: str) -> tuple[str, str] | None:
-        """Where a node stands on its way in, and why; None: it is in, or has ended."""
+    def join_of(self, node_id: str) -> JoinView | None:
+        """Where a node stands on its way in; None: it is in, or has ended."""
         node = self._nodes.get(node_id)
         return None if node is None else node.join
 
@@ -1087,7 +1106,8 @@ def _note_standing(node: _Node, at_s: float, kind: str, record: Mapping[str, Any
     standing, why = _STANDING_AFTER[kind], str(record.get("why") or record.get("reason") or record.get("error") or "")
     if kind == "join_state":
         state = str(record["state"])
-        node.join = None if state in ("member", "ended") else (state, why)
+        known = node.join or JoinView(state, why)
+        node.join = None if state in ("member", "ended") else replace(known, state=state, why=why)
         if state == "ended":
             return
         standing = "training" if state == "member" else standing
@@ -1099,6 +1119,11 @@ def _note_standing(node: _Node, at_s: float, kind: str, record: Mapping[str, Any
         node.took_s.clear()
         node.compute_s = 0.0
     node.stands(at_s, standing, why)
+
+
+def _link(from_id: str, link: Mapping[str, Any]) -> LinkView:
+    mbit_s, rtt_ms = _number(link, "mbit_s"), _number(link, "rtt_ms")
+    return LinkView(from_id, node_id_of_member(str(link["to"])), mbit_s, rtt_ms, bool(link["is_cut_off"]))
 
 
 def require_line(record: Mapping[str, Any]) -> None:

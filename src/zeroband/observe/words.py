@@ -30,6 +30,8 @@ EVENT_WORDS: Mapping[str, str] = {
     "run_abandoned": "{node} finds no living member of the run and waits {wait_s} s for {members}.",
     "fenced": "The run went on without {node}, which comes back: {reason}.",
     "join_state": "{node} is {state}: {why}.",
+    "links": "{node} measured its links to the other members.",
+    "join_progress": "{node} has fetched {bytes} of the {of_bytes} bytes of the run's state.",
     "recovering": "{node} is fetching the run's state from other members.",
     "recovered": "{node} holds the state of round {round}, verified, after {took_s} s.",
     "checkpoint_staged": "{node} copied the state of step {step} for a checkpoint.",
@@ -49,6 +51,20 @@ EVENT_WORDS: Mapping[str, str] = {
     "run_failed": "{node} failed: {error}.",
 }
 """A sentence for each kind of event, with its fields and `node`, who recorded it."""
+
+JOIN_WORDS: Mapping[str, str] = {
+    "outlasting": "waits until its earlier lease has run out",
+    "recalling": "takes over what is left in memory",
+    "looking": "looks into the store for the way in",
+    "agreeing": "agrees with others on a checkpoint",
+    "founding": "agrees with the other founders",
+    "fetching": "fetches the state from members",
+    "announcing": "waits for the next round",
+    "catching_up": "replays the rounds that it missed",
+    "returning": "takes another membership",
+    "going_back": "goes back to a checkpoint",
+}
+"""What a node does in each state of its way in."""
 
 _MEMBERS = ("members", "member_ids", "waiting_for", "member_id")
 _SHOWN_MEMBERS = 6

@@ -12,10 +12,10 @@ from typing import Any
 
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
-from zeroband.observe.history import Axis, LinkView, RoundView, RunHistory, Span
+from zeroband.observe.history import Axis, JoinView, LinkView, RoundView, RunHistory, Span
 from zeroband.observe.status import human_count
 from zeroband.observe.view import EventView, NodeView, RunView
-from zeroband.observe.words import event_in_words
+from zeroband.observe.words import JOIN_WORDS, event_in_words
 
 SHOWN_ROUNDS = 120
 SHOWN_EVENTS = 200
@@ -280,6 +280,11 @@ def _cost(known: RunHistory, nodes: int, price: float | None, shown_s: float | N
     return {"so_far": hours * price, "per_hour": nodes * price, "currency": "USD"}
 
 
+def _join(join: JoinView) -> dict[str, Any]:
+    percent = None if join.share is None else 100 * join.share
+    return {"state": JOIN_WORDS.get(join.state, join.state), "percent": percent, "bytes_per_s": join.bytes_per_s}
+
+
 def _node(known: RunHistory, node: NodeView, span: Span | None, at_s: float | None) -> dict[str, Any]:
     standing = "starting" if span is None else span.standing
     join = known.join_of(node.node_id) if at_s is None and standing in ("joining", "starting") else None
@@ -288,7 +293,7 @@ def _node(known: RunHistory, node: NodeView, span: Span | None, at_s: float | No
         "id": node.node_id,
         "state": standing,
         "why": "" if span is None else span.why,
-        "join": None if join is None else {"state": join[0], "percent": None, "bytes_per_s": None},
+        "join": None if join is None else _join(join),
         "step": node.step,
         "loss": node.loss,
         "tokens_per_s": node.tokens_per_s if is_at_work else None,

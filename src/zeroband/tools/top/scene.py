@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroband.observe.status import human_bytes
 from zeroband.observe.view import EventView, NodeView, RunView, node_id_of_member
+from zeroband.observe.words import JOIN_WORDS
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _KEPT_NOTES = 500
@@ -229,24 +230,11 @@ _WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], _Told]] = {
     "run_finished": _run_finished,
 }
 
-_JOINING = {
-    "outlasting": "waits until its earlier lease has run out",
-    "recalling": "takes over what is left in memory",
-    "looking": "looks into the store for the way in",
-    "agreeing": "agrees with others on a checkpoint",
-    "founding": "agrees with the other founders",
-    "fetching": "fetches the state from members",
-    "announcing": "waits for the next round",
-    "catching_up": "replays the rounds that it missed",
-    "returning": "takes another membership",
-    "going_back": "goes back to a checkpoint",
-}
-
 
 def on_its_way(node: NodeView) -> str | None:
     """What a node does that has not finished an inner step of this start, as its own events say; None: it trains."""
     if node.join_state is not None and node.state in ("starting", "recovering", "fenced"):
-        return _JOINING.get(node.join_state, node.join_state)
+        return JOIN_WORDS.get(node.join_state, node.join_state)
     if node.state == "starting" and node.starts:
         return "knows its model and data"
     return "in; first inner step" if node.state == "training" and node.step == 0 else None
