@@ -222,6 +222,11 @@ class NodeHistory:
             events=tuple(self._events),
         )
 
+    @property
+    def newest(self) -> NodeView:
+        """The view without its curve, digests and events: costs nothing."""
+        return self._view
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Fold a line of either file. Raises KeyError, TypeError or ValueError where it is none."""
         if "kind" in record:
@@ -234,27 +239,27 @@ class NodeHistory:
         old = self._view
         if old.state == "starting" and old.member_id is None:
             old = self._begin_anew()
-        view = replace(
-            old,
-            state="training" if old.state == "starting" else old.state,
-            step=int(record["step"]),
-            last_at_s=float(record["at_s"]),
-            tokens=int(record.get("train/tokens", old.tokens)),
-            tokens_per_s=float(record["train/tokens_per_s"]) if "train/tokens_per_s" in record else old.tokens_per_s,
-            sent_bytes=old.sent_bytes + int(record.get("outer/sent_bytes", 0)),
-            received_bytes=old.received_bytes + int(record.get("outer/received_bytes", 0)),
-            ddp_bytes=old.ddp_bytes + int(record.get("outer/ddp_bytes", 0)),
-            epoch=record.get("outer/epoch", old.epoch),
-        )
+        changed: dict[str, Any] = {
+            "state": "training" if old.state == "starting" else old.state,
+            "step": int(record["step"]),
+            "last_at_s": float(record["at_s"]),
+            "tokens": int(record.get("train/tokens", old.tokens)),
+            "sent_bytes": old.sent_bytes + int(record.get("outer/sent_bytes", 0)),
+            "received_bytes": old.received_bytes + int(record.get("outer/received_bytes", 0)),
+            "ddp_bytes": old.ddp_bytes + int(record.get("outer/ddp_bytes", 0)),
+            "epoch": record.get("outer/epoch", old.epoch),
+            "sources": _sources_after(old.sources, record),
+        }
+        if "train/tokens_per_s" in record:
+            changed["tokens_per_s"] = float(record["train/tokens_per_s"])
         if "train/loss" in record:
-            loss = float(record["train/loss"])
-            view = replace(view, loss=loss, first_loss=loss if old.first_loss is None else old.first_loss)
+            loss = changed["loss"] = float(record["train/loss"])
+            changed["first_loss"] = loss if old.first_loss is None else old.first_loss
             self._curve.add(loss)
-        view = replace(view, sources=_sources_after(old.sources, record))
         if "eval/step" in record:
             losses, bits = _by_source(record, "eval/loss"), _by_source(record, "eval/bits_per_byte")
-            view = replace(view, evaluation=EvaluationView(int(record["eval/step"]), losses, bits))
-        self._view = view
+            changed["evaluation"] = EvaluationView(int(record["eval/step"]), losses, bits)
+        self._view = replace(old, **changed)
         if "outer/round" in record:
             self._note_round(int(record["outer/round"]), record.get("outer/digest"))
 
@@ -281,7 +286,8 @@ class NodeHistory:
         elif kind == "peer_lost":
             self.lost_member_ids.update(fields["member_ids"])
         if kind in ("epoch_changed", "round_committed"):
-            self._view = replace(self._view, epoch=fields["epoch"], members=tuple(fields["members"]))
+            before, members = self._view.members, tuple(fields["members"])  # equal lists are kept once
+            self._view = replace(self._view, epoch=fields["epoch"], members=before if before == members else members)
         if kind == "round_committed":
             self._view = replace(self._view, committed_at_s=at_s)
             if "progress" in fields:
@@ -335,6 +341,8 @@ def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:
 
 def _sources_after(sources: Mapping[str, SourceView], record: Mapping[str, Any]) -> Mapping[str, SourceView]:
     """What was trained of each source after the step of a record."""
+    if not any(name.startswith("data/pass/") for name in record):
+        return sources
     losses, tokens, passes = (_by_source(record, name) for name in ("train/loss", "data/tokens", "data/pass"))
     after = dict(sources)
     for name in passes:

@@ -1,0 +1,1214 @@
+"""The long memory of a run: what its nodes recorded, folded into bounded memory however long it lasts. Pure.
+
+Facts come in the order of each node's own times, and in any order between nodes: a node's whole past may come before
+another's first line. Nothing is decided by comparing two nodes' clocks; only what is shown on one axis of time is
+shifted by what the nodes' clocks differ in the rounds that they committed together, one offset for each node.
+What a rollback or a new founding superseded is told apart by the line of rounds that it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from statistics import median, median_low
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from zeroband.observe.curves import Bucket, Buckets, thin
+from zeroband.observe.events import EVENTS
+from zeroband.observe.facts import Fact
+from zeroband.observe.view import EventView, NodeHistory, NodeState, NodeView, RunView, node_id_of_member, run_view
+
+__all__ = [
+    "Axis",
+    "LinkView",
+    "NodeRound",
+    "Promise",
+    "RoundView",
+    "RunHistory",
+    "Series",
+    "Span",
+    "Standing",
+    "WaitingFor",
+]
+
+Axis = Literal["tokens", "time", "bytes", "step"]
+Standing = Literal["starting", "joining", "training", "late", "paused", "leaving", "left", "lost", "failed", "finished"]
+
+NEWEST_ROUNDS = 120
+"""Rounds that are kept one by one; older ones as means over neighbours, in at most so many stretches."""
+KEPT_LINES = 8
+"""Lines of rounds: each founding, and each rollback, begins one."""
+KEPT_DIGESTS = 4096
+"""Rounds of a line whose digests and ledgers can still be compared with what comes later."""
+KEPT_EVENTS = 1000
+KEPT_SPANS = 256
+_ANCHORS = 64
+_MOMENTS = 60
+_SOURCES = 32
+_USUAL_ROUNDS = 32
+_USUAL_STEPS = 16
+_QUIET_S = 5.0
+"""Least silence after which a run counts as waiting for somebody."""
+_SAME_CLOCK_S = 2.0
+"""Differences of clocks below this are those of seeing one commit, and are not corrected."""
+_FEW_S = 5.0
+"""What detecting a loss may cost beside `fault.detect_s`: the round is opened and exchanged again."""
+
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What folding a line that is no such line raises."""
+
+_STANDING_AFTER: Mapping[str, Standing] = {
+    "node_started": "starting",
+    "join_state": "joining",
+    "recovering": "joining",
+    "joined": "training",
+    "fenced": "joining",
+    "paused": "paused",
+    "resumed": "training",
+    "rolled_back": "training",
+    "drained": "leaving",
+    "left": "left",
+    "run_finished": "finished",
+    "run_failed": "failed",
+}
+_ENDED: frozenset[Standing] = frozenset(["left", "lost", "failed", "finished"])
+_IN: frozenset[Standing] = frozenset(["training", "late", "paused", "leaving"])
+_SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
+    "epoch_changed": ("epoch", "members"),
+    "peer_lost": ("round", "member_ids"),
+    "paused": ("round",),
+    "resumed": ("round",),
+    "rolled_back": ("round", "step", "digest"),
+    "rollback_ordered": ("round", "step"),
+    "rollback_given_up": ("round", "step"),
+    "payload_refused": ("round", "member_id"),
+}
+"""Events that every member records, and what makes two of them the same one."""
+_NOT_SHOWN = ("round_committed", "join_state")
+"""Too many beside what happened: they are rounds, and states of nodes."""
+_TEXTS = ("kind", "digest", "member_id", "state", "reason", "why", "outer/digest")
+_TEXT_LISTS = ("members", "member_ids", "late")
+_COUNTS = ("step", "round", "epoch", "starts", "total_steps", "parameters", "outer/round", "outer/epoch", "eval/step")
+_MOST = 2**53
+_LOSS_OF = "train/loss/"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time in which a node stood so; `to_s` None: it still does."""
+
+    from_s: float
+    to_s: float | None
+    standing: Standing
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRound:
+    """What a round took a node, in seconds; of several rounds the means."""
+
+    end_s: float
+    """When it took the commit over."""
+    compute_s: float
+    """Inner steps, without standing still for the outer algorithm."""
+    wait_s: float
+    transfer_s: float
+    apply_s: float
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """A committed round, or neighbouring ones: of these the newest one's values, and means of seconds."""
+
+    round: int
+    rounds: int
+    epoch: int
+    committed_at_s: float
+    members: int
+    retries: int
+    nodes: Mapping[str, NodeRound]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve of the run. y: None where it was not a number."""
+
+    key: str
+    title: str
+    unit: str
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class LinkView:
+    """What is known of the way from one node to another."""
+
+    from_id: str
+    to_id: str
+    mbit_s: float | None = None
+    rtt_ms: float | None = None
+    is_cut_off: bool = False
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One of the four that the design makes, and what the facts say of it."""
+
+    key: Literal["divergence", "ledger", "checkpoint", "detection"]
+    title: str
+    state: Literal["good", "bad", "unknown"]
+    words: str
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WaitingFor:
+    """Whom the run waits for, and why. No nodes: an order, or nobody in particular."""
+
+    nodes: tuple[str, ...]
+    since_s: float
+    words: str
+
+
+class _Moments(Generic[T]):
+    """What a value was at earlier times: the newest ones, and evenly spaced ones before, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[float, T]] = deque(maxlen=_MOMENTS)
+        self._older: list[tuple[float, T]] = []
+        self._stride, self._seen = 1, 0
+
+    def add(self, at_s: float, value: T, *, apart_s: float) -> None:
+        """Keep a value, instead of the newest one where that is not `apart_s` older than the one before it."""
+        if len(self._newest) > 1 and 0 <= at_s - self._newest[-2][0] < apart_s:
+            self._newest[-1] = (at_s, value)
+            return
+        self._newest.append((at_s, value))
+        if self._seen % self._stride == 0:
+            if len(self._older) == 2 * _MOMENTS:
+                del self._older[1::2]
+                self._stride *= 2
+            self._older.append((at_s, value))
+        self._seen += 1
+
+    def at(self, at_s: float) -> T | None:
+        """The newest value that is not from later."""
+        for kept in (self._newest, self._older):
+            for known_s, value in reversed(kept):
+                if known_s <= at_s:
+                    return value
+        return None
+
+
+@dataclass(slots=True)
+class _NodeSums:
+    """What a node said of the rounds of a stretch."""
+
+    end_s: float = -math.inf
+    rounds: int = 0
+    parts_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def add(self, other: _NodeSums) -> None:
+        self.end_s = max(self.end_s, other.end_s)
+        self.rounds += other.rounds
+        mine, theirs = self.parts_s, other.parts_s
+        self.parts_s = (mine[0] + theirs[0], mine[1] + theirs[1], mine[2] + theirs[2], mine[3] + theirs[3])
+
+
+@dataclass(slots=True)
+class _Round:
+    first: int
+    last: int
+    epoch: int = 0
+    members: int = 0
+    retries: int = 0
+    nodes: dict[str, _NodeSums] = field(default_factory=dict[str, _NodeSums])
+
+    def merge(self, other: _Round) -> None:
+        if other.last >= self.last:
+            self.epoch, self.members = other.epoch, other.members
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        self.retries += other.retries
+        for node_id, sums in other.nodes.items():
+            self.nodes.setdefault(node_id, _NodeSums()).add(sums)
+
+
+class _Rounds:
+    """The rounds of a line: the newest one by one, older ones in stretches."""
+
+    def __init__(self) -> None:
+        self.newest: dict[int, _Round] = {}
+        self._older: dict[int, _Round] = {}
+        self._width = 1
+
+    def at(self, number: int) -> _Round:
+        found = self.newest.get(number)
+        if found is not None:
+            return found
+        if len(self.newest) < NEWEST_ROUNDS or number > min(self.newest):
+            self.newest[number] = found = _Round(number, number)
+            if len(self.newest) > NEWEST_ROUNDS:
+                self._put_away(self.newest.pop(min(self.newest)))
+            return found
+        return self._put_away(_Round(number, number))
+
+    def _put_away(self, round: _Round) -> _Round:
+        known = self._older.get(round.last // self._width)
+        if known is not None:
+            known.merge(round)
+            return known
+        while len(self._older) >= NEWEST_ROUNDS:
+            self._width *= 2
+            wide: dict[int, _Round] = {}
+            for kept in self._older.values():
+                index = kept.last // self._width
+                if index in wide:
+                    wide[index].merge(kept)
+                else:
+                    wide[index] = kept
+            self._older = wide
+        index = round.last // self._width
+        if index in self._older:
+            self._older[index].merge(round)
+        else:
+            self._older[index] = round
+        return self._older[index]
+
+    def all(self) -> list[_Round]:
+        both = [*self._older.values(), *self.newest.values()]
+        return sorted(both, key=lambda round: round.last)
+
+
+class _Checked:
+    """Digests and ledgers of a line's rounds, each held against the others'."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, tuple[str, int]] = {}
+        self._accounts: dict[int, tuple[int, int]] = {}
+        self.compared = 0
+        """Rounds of which two nodes or more recorded a digest."""
+        self.diverged: set[int] = set()
+        self.ledgers = 0
+        """Rounds whose ledger was held against the one before."""
+        self.trained = 0
+        self.wrong: dict[int, int] = {}
+        """Samples that a round's ledger settled beyond those that its members contributed."""
+
+    def digest(self, number: int, digest: str) -> None:
+        """A node's digest of a round."""
+        known = self._digests.get(number)
+        if known is None:
+            _keep(self._digests, number, (digest, 1))
+            return
+        first, seen = known
+        if seen == 1:
+            self.compared += 1
+        self._digests[number] = (first, seen + 1)
+        if digest != first and len(self.diverged) < KEPT_EVENTS:
+            self.diverged.add(number)
+
+    def account(self, number: int, settled: int, used: int) -> None:
+        """Samples that are settled after a round, and those that its members contributed."""
+        if number in self._accounts or not _keep(self._accounts, number, (settled, used)):
+            return
+        before, after = self._accounts.get(number - 1), self._accounts.get(number + 1)
+        if before is not None:
+            self._check(number, settled - before[0], used)
+        if after is not None:
+            self._check(number + 1, after[0] - settled, after[1])
+
+    def _check(self, number: int, settled: int, used: int) -> None:
+        self.ledgers += 1
+        self.trained += used
+        if settled != used and len(self.wrong) < KEPT_EVENTS:
+            self.wrong[number] = settled - used
+
+
+def _keep(table: dict[int, Any], number: int, value: object) -> bool:
+    """Keep a round's value; the lowest rounds go when there are too many. Whether it is kept."""
+    table[number] = value
+    if len(table) > KEPT_DIGESTS:
+        for old in sorted(table)[: KEPT_DIGESTS // 8]:  # in one go: sorting costs
+            del table[old]
+    return number in table
+
+
+class _Line:
+    """A line of rounds: what follows from one founding, or from going back to a checkpoint."""
+
+    def __init__(self, node_id: str, at_s: float) -> None:
+        self.since = (node_id, at_s)
+        self.follows: str | None = None
+        self.begin_step: int | None = None
+        self.newest_round = -1
+        self.newest_late: tuple[str, ...] = ()
+        self.progress_step: int | None = None
+        self.rounds = _Rounds()
+        self.checked = _Checked()
+        self.curve = Buckets()
+        self.sources: dict[str, Buckets] = {}
+        self.held_out: dict[int, tuple[float, str, float, int]] = {}
+        """Loss, whose clock, when, tokens; by step."""
+
+    def add_step(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        """What an inner step of a node measured."""
+        step, tokens = int(record["step"]), int(_number(record, "train/tokens") or 0)
+        bucket = self.curve.at(step, node_id, at_s)
+        bucket.lines += 1
+        bucket.tokens = max(bucket.tokens, tokens)
+        bucket.sent_bytes += int(_number(record, "outer/sent_bytes") or 0)
+        if (rate := _number(record, "train/tokens_per_s")) is not None:
+            step_s = _number(record, "train/step_s") or 1.0
+            bucket.steps_s += step_s
+            bucket.step_tokens += rate * step_s
+        if (mfu := _number(record, "train/mfu")) is not None:
+            bucket.mfu, bucket.mfu_lines = bucket.mfu + mfu, bucket.mfu_lines + 1
+        if (members := _number(record, "outer/nodes")) is not None:
+            bucket.members, bucket.members_lines = bucket.members + members, bucket.members_lines + 1
+        if "train/loss" in record:
+            bucket.add_loss(step, float(record["train/loss"]))
+        for name in record:
+            if name.startswith(_LOSS_OF):
+                self._add_source(name.removeprefix(_LOSS_OF), step, node_id, at_s, tokens, float(record[name]))
+        if "eval/loss" in record and "eval/step" in record:
+            self.evaluated(int(record["eval/step"]), float(record["eval/loss"]), node_id, at_s, tokens)
+
+    def _add_source(self, name: str, step: int, node_id: str, at_s: float, tokens: int, loss: float) -> None:
+        if name in self.sources or len(self.sources) < _SOURCES:
+            part = self.sources.setdefault(name, Buckets(most=NEWEST_ROUNDS)).at(step, node_id, at_s)
+            part.tokens = max(part.tokens, tokens)
+            part.add_loss(step, loss)
+
+    def evaluated(self, step: int, loss: float, node_id: str, at_s: float, tokens: int) -> None:
+        self.held_out.setdefault(step, (loss, node_id, at_s, tokens))
+        if len(self.held_out) > 2 * NEWEST_ROUNDS:
+            for old in sorted(self.held_out)[1:-1:2]:
+                del self.held_out[old]
+
+
+@dataclass(slots=True)
+class _Stay:
+    from_s: float
+    standing: Standing
+    why: str
+    member_id: str | None
+
+
+class _Node:
+    """What is remembered of a node, all by its own clock."""
+
+    def __init__(self, node_id: str) -> None:
+        self.fold = NodeHistory(node_id)
+        self.moments = _Moments[NodeView]()
+        self.stays: deque[_Stay] = deque(maxlen=KEPT_SPANS)
+        self.join: tuple[str, str] | None = None
+        self.mfu: float | None = None
+        self.memory_bytes: int | None = None
+        self.compute_s = 0.0
+        self.took_s: deque[float] = deque(maxlen=_USUAL_ROUNDS)
+        """Durations of its newest rounds."""
+        self.step_s: deque[float] = deque(maxlen=_USUAL_STEPS)
+        self.committed_at_s: float | None = None
+        self.lost_now: tuple[str, ...] = ()
+        """Members that the round under way was opened without."""
+        self.stalled_on: tuple[str, ...] = ()
+        self.anchors: dict[tuple[str, int], float] = {}
+        self.lates: dict[tuple[str, int], _Lateness] = {}
+        """By membership and round."""
+
+    def stands(self, at_s: float, standing: Standing, why: str) -> None:
+        """From now on it stands so."""
+        member_id = self.fold.newest.member_id
+        newest = self.stays[-1] if self.stays else None
+        if newest is not None and (newest.standing, newest.member_id) == (standing, member_id):
+            newest.why = why or newest.why
+        elif newest is None or newest.standing not in _ENDED or standing != "left":
+            self.stays.append(_Stay(at_s, standing, why, member_id))
+
+
+@dataclass(slots=True)
+class _Lateness:
+    """A round that went on without a node: who said so, when, and when the node was back by its own clock."""
+
+    told_by: str
+    told_at_s: float
+    back_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _LossCost:
+    member_ids: tuple[str, ...]
+    round: int
+    node_id: str
+    took_s: float
+    usual_s: float
+    at_s: float
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint that a node said is complete and durable."""
+
+    step: int
+    round: int
+    node_id: str
+    at_s: float
+    bytes: int | None
+    took_s: float | None
+
+
+class RunHistory:
+    """Folds the facts of a run. One thread.
+
+    Times that it gives, and takes as `at_s`, are seconds since 1970 by the clock that most nodes agree with.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._nodes: dict[str, _Node] = {}
+        self._lines: dict[str, _Line] = {}
+        self._lost: dict[str, tuple[str, float]] = {}
+        """Who said first that a membership was lost, and when."""
+        self._gone: dict[str, None] = {}
+        """Memberships that were given back."""
+        self._events: deque[EventView] = deque(maxlen=KEPT_EVENTS)
+        self._told: dict[tuple[object, ...], None] = {}
+        self._checkpoints: dict[int, CheckpointView] = {}
+        self._checkpoint_failed: EventView | None = None
+        self._losses: deque[_LossCost] = deque(maxlen=32)
+        self._links: dict[tuple[str, str], LinkView] = {}
+        self._odd_lines: Counter[str] = Counter()
+        self._from: tuple[str, float] | None = None
+        self._anchor_stride = 1
+        self._offsets: dict[str, float] | None = None
+
+    # -- folding ------------------------------------------------------------------------------------------------
+
+    def add(self, fact: Fact) -> None:
+        """Fold a line; one that is none of ours is counted."""
+        node_id, record = fact
+        if node_id not in self._nodes:
+            self._nodes[node_id] = _Node(node_id)
+        node = self._nodes[node_id]
+        try:
+            require_line(record)
+            at_s = float(record["at_s"])
+            node.fold.add(record)
+            if "kind" in record:
+                self._add_event(node, node_id, at_s, record)
+            else:
+                self._add_metrics(node, node_id, at_s, record)
+        except _BROKEN:
+            self._odd_lines[node_id] += 1
+            return
+        if self._from is None or (node_id != self._from[0] and at_s < self._from[1]):
+            self._from = (node_id, at_s)
+        node.moments.add(at_s, node.fold.newest, apart_s=1.0)
+
+    def appeared(self, node_id: str) -> None:
+        """There is such a node, although it has not written anything yet."""
+        self._nodes.setdefault(node_id, _Node(node_id))
+
+    def _line(self, node: _Node, node_id: str, at_s: float) -> _Line:
+        """The line of rounds that a node is in."""
+        founding = node.fold.newest.founding or ""
+        if founding not in self._lines:
+            if len(self._lines) >= KEPT_LINES:
+                del self._lines[min(self._lines, key=lambda name: self._time(*self._lines[name].since))]
+            self._lines[founding] = _Line(node_id, at_s)
+        line = self._lines[founding]
+        if self._time(node_id, at_s) < self._time(*line.since):
+            line.since = (node_id, at_s)
+        return line
+
+    def _add_metrics(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        if not node.stays or node.stays[-1].standing == "starting":  # a node that trains alone
+            node.stands(at_s, "training", "")
+        line = self._line(node, node_id, at_s)
+        step_s = _number(record, "train/step_s")
+        if step_s is not None:
+            node.step_s.append(step_s)
+            node.compute_s += max(0.0, step_s - (_number(record, "outer/blocked_s") or 0.0))
+        node.mfu = _number(record, "train/mfu") if "train/mfu" in record else node.mfu
+        memory = _number(record, "node/gpu_peak_bytes") or _number(record, "node/rss_bytes")
+        node.memory_bytes = node.memory_bytes if memory is None else int(memory)
+        line.add_step(node_id, at_s, record)
+        if "outer/round" in record:
+            self._finish_round(node, node_id, at_s, line, record)
+
+    def _finish_round(self, node: _Node, node_id: str, at_s: float, line: _Line, record: Mapping[str, Any]) -> None:
+        parts = tuple(_number(record, f"outer/{part}_s") or 0.0 for part in ("wait", "transfer", "apply"))
+        round = line.rounds.at(int(record["outer/round"]))
+        sums = round.nodes.setdefault(node_id, _NodeSums())
+        sums.add(_NodeSums(at_s, 1, (node.compute_s, parts[0], parts[1], parts[2])))
+        round.retries = max(round.retries, int(_number(record, "outer/retries") or 0))
+        round.epoch = max(round.epoch, int(record.get("outer/epoch") or 0))
+        round.members = round.members or int(_number(record, "outer/nodes") or 0)
+        node.compute_s = 0.0
+
+    def _add_event(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        kind = str(record["kind"])
+        if kind in _STANDING_AFTER:
+            _note_standing(node, at_s, kind, record)
+        match kind:
+            case "round_committed":
+                self._add_round(node, node_id, at_s, record)
+            case "peer_lost":
+                self._note_lost(node, node_id, at_s, record["member_ids"])
+            case "transfer_stalled":
+                node.stalled_on = tuple(str(member) for member in record["waiting_for"])
+            case "checkpoint_committed":
+                self._add_checkpoint(node_id, at_s, record)
+            case "checkpoint_failed" | "checkpoint_left_out":
+                self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
+            case "left" if node.fold.newest.member_id is not None:
+                _remember(self._gone, node.fold.newest.member_id, None)
+            case _:
+                pass
+        if kind not in _NOT_SHOWN:
+            self._show(node_id, at_s, kind, record)
+
+    def _note_lost(self, node: _Node, node_id: str, at_s: float, member_ids: Sequence[str]) -> None:
+        node.lost_now = tuple(member_ids)
+        for lost in node.lost_now:
+            known = self._lost.get(lost)
+            if known is None or self._time(node_id, at_s) < self._time(*known):
+                _remember(self._lost, lost, (node_id, at_s))
+
+    def _add_round(self, node: _Node, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        line, number = self._line(node, node_id, at_s), int(record["round"])
+        round = line.rounds.at(number)
+        round.epoch, round.members = max(round.epoch, int(record["epoch"])), len(record["members"])
+        sums = round.nodes.setdefault(node_id, _NodeSums())
+        sums.end_s = max(sums.end_s, at_s)
+        late = tuple(cast("Sequence[str]", record.get("late") or ()))
+        for member in late:
+            self._note_late(member, number, _Lateness(node_id, at_s))
+        if node.fold.newest.member_id in record["members"]:
+            for (_, missed), lateness in node.lates.items():
+                if missed < number and lateness.back_at_s is None:
+                    lateness.back_at_s = at_s
+        if number >= line.newest_round:
+            line.newest_round, line.newest_late = number, late
+        line.checked.digest(number, str(record["digest"]))
+        self._anchor(node, node.fold.newest.founding or "", number, at_s)
+        if node.committed_at_s is not None:
+            took_s = at_s - node.committed_at_s
+            if node.lost_now and node.took_s:
+                cost = _LossCost(node.lost_now, number, node_id, took_s, median(node.took_s), at_s)
+                self._losses.append(cost)
+            elif took_s >= 0 and not node.lost_now:
+                node.took_s.append(took_s)
+        node.committed_at_s, node.lost_now, node.stalled_on = at_s, (), ()
+        progress = record.get("progress")
+        if progress is not None:
+            self._add_progress(line, number, record, progress)
+
+    def _add_progress(self, line: _Line, number: int, record: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        line.progress_step = int(progress["inner_step"])
+        follows = progress.get("follows")
+        if follows is not None:
+            line.follows = str(follows[0])
+        if line.begin_step is None or line.progress_step < line.begin_step:
+            line.begin_step = line.progress_step
+        settled = _settled(progress)
+        if settled is not None:
+            weighed = zip(record["weights"], record["samples"], strict=True)
+            line.checked.account(number, settled, sum(int(samples) for weight, samples in weighed if weight > 0))
+
+    def _add_checkpoint(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        step, size, took_s = int(record["step"]), _number(record, "bytes"), _number(record, "took_s")
+        if step not in self._checkpoints:
+            self._checkpoints[step] = CheckpointView(
+                step, int(record["round"]), node_id, at_s, None if size is None else int(size), took_s
+            )
+        while len(self._checkpoints) > NEWEST_ROUNDS:
+            del self._checkpoints[min(self._checkpoints)]
+        failed = self._checkpoint_failed
+        if failed is not None and int(failed.fields.get("step", -1)) <= step:
+            self._checkpoint_failed = None
+
+    def _show(self, node_id: str, at_s: float, kind: str, record: Mapping[str, Any]) -> None:
+        fields = _usual_fields(kind, record)
+        if kind in _SHOWN_ONCE:
+            about = (kind, *(str(fields.get(name)) for name in _SHOWN_ONCE[kind]))
+            if about in self._told:
+                return
+            _remember(self._told, about, None)
+        self._events.append(EventView(at_s, node_id, kind, fields))
+
+    # -- clocks -------------------------------------------------------------------------------------------------
+
+    def _anchor(self, node: _Node, founding: str, number: int, at_s: float) -> None:
+        """Keep the time of some rounds by each node's clock; the same ones for all nodes."""
+        if number % self._anchor_stride:
+            return
+        node.anchors[(founding, number)] = at_s
+        self._offsets = None
+        while len(node.anchors) > _ANCHORS:
+            self._anchor_stride *= 2
+            for one in self._nodes.values():
+                one.anchors = {key: at for key, at in one.anchors.items() if key[1] % self._anchor_stride == 0}
+            if self._anchor_stride > _MOST:
+                node.anchors.clear()
+
+    def offsets(self) -> Mapping[str, float]:
+        """What each node's clock is ahead of the one that most agree with, in seconds; 0 where nothing shows it.
+
+        The median over rounds that it committed together with others.
+        """
+        if self._offsets is None:
+            seen: dict[tuple[str, int], dict[str, float]] = {}
+            for node_id, node in self._nodes.items():
+                for key, at_s in node.anchors.items():
+                    seen.setdefault(key, {})[node_id] = at_s
+            ahead: dict[str, list[float]] = {}
+            for times in seen.values():
+                if len(times) > 1:
+                    true_s = median_low(times.values())
+                    for node_id, at_s in times.items():
+                        ahead.setdefault(node_id, []).append(at_s - true_s)
+            found = {node_id: median(by) for node_id, by in ahead.items()}
+            self._offsets = {node_id: by for node_id, by in found.items() if abs(by) > _SAME_CLOCK_S}
+        return self._offsets
+
+    def _time(self, node_id: str, at_s: float) -> float:
+        return at_s - self.offsets().get(node_id, 0.0)
+
+    # -- what it knows ------------------------------------------------------------------------------------------
+
+    @property
+    def from_s(self) -> float | None:
+        """When the first fact was written."""
+        return None if self._from is None else self._time(*self._from)
+
+    @property
+    def to_s(self) -> float | None:
+        """When the newest fact was written."""
+        known = [(node_id, node.fold.newest.last_at_s) for node_id, node in self._nodes.items()]
+        return max((self._time(node_id, at_s) for node_id, at_s in known if at_s is not None), default=None)
+
+    def odd_lines(self) -> dict[str, int]:
+        """Lines that were no facts of ours, by node."""
+        return dict(self._odd_lines)
+
+    def view(self, at_s: float | None = None) -> RunView:
+        """The run now, or as it was then: older states are as exact as the moments that are kept, and without curves.
+
+        Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood, and
+        events, are exact.
+        """
+        skipped = self._odd_lines
+        if at_s is None:
+            views = [replace(node.fold.view(), skipped_lines=skipped[name]) for name, node in self._nodes.items()]
+            return run_view(self._run_id, views, self._lost.keys())
+        found: list[NodeView] = []
+        for node_id, node in self._nodes.items():
+            view = node.moments.at(at_s + self.offsets().get(node_id, 0.0))
+            if view is not None:
+                span = self.standing(node_id, at_s)
+                state = view.state if span is None else _node_state(span.standing, view.state)
+                found.append(replace(view, state=state))
+        return run_view(self._run_id, found, frozenset())
+
+    def membership(self) -> dict[str, tuple[Span, ...]]:
+        """Where each node stood when, oldest first; the oldest of very many are forgotten."""
+        return {node_id: self._spans(node_id, node) for node_id, node in sorted(self._nodes.items())}
+
+    def standing(self, node_id: str, at_s: float | None = None) -> Span | None:
+        """Where a node stands, or stood then; None: it was not there yet."""
+        node = self._nodes.get(node_id)
+        spans = () if node is None else self._spans(node_id, node)
+        before = [span for span in spans if at_s is None or span.from_s <= at_s]
+        return before[-1] if before else None
+
+    def _spans(self, node_id: str, node: _Node) -> tuple[Span, ...]:
+        spans: list[Span] = []
+        stays = list(node.stays)
+        lates = self._late_spans(node, node_id)
+        for stay, after in zip(stays, islice(chain(stays, [None]), 1, None), strict=False):
+            from_s = self._time(node_id, stay.from_s)
+            to_s = None if after is None else max(from_s, self._time(node_id, after.from_s))
+            span = Span(from_s, to_s, stay.standing, stay.why)
+            told = self._lost.get(stay.member_id or "") if stay.standing in {*_IN, "joining"} else None
+            if (
+                told is not None
+                and stay.member_id not in self._gone
+                and (after is None or after.standing not in _ENDED)
+            ):
+                lost_s = max(from_s, self._time(*told))
+                if to_s is None or lost_s < to_s:
+                    spans += _with_lates(Span(from_s, lost_s, stay.standing, stay.why), lates)
+                    spans.append(Span(lost_s, to_s, "lost", f"{told[0]} went on without it"))
+                    continue
+            spans += _with_lates(span, lates)
+        return tuple(spans)
+
+    def _late_spans(self, node: _Node, node_id: str) -> list[tuple[float, float | None, int]]:
+        """When a node was late: from the commit that others saw to its own next one."""
+        return [
+            (
+                self._time(lateness.told_by, lateness.told_at_s),
+                None if lateness.back_at_s is None else self._time(node_id, lateness.back_at_s),
+                number,
+            )
+            for (_, number), lateness in node.lates.items()
+        ]
+
+    def _note_late(self, member: str, number: int, lateness: _Lateness) -> None:
+        """A membership was late in a round, as another node says; what the late one did since may be known already."""
+        node_id = node_id_of_member(member)
+        if node_id not in self._nodes:
+            self._nodes[node_id] = _Node(node_id)
+        node = self._nodes[node_id]
+        if (member, number) in node.lates:
+            return
+        newest = node.fold.newest.round
+        if newest is not None and newest > number:
+            ends = [
+                round.nodes[node_id].end_s
+                for line in self._lines.values()
+                for round in line.rounds.newest.values()
+                if round.first > number and node_id in round.nodes
+            ]
+            lateness.back_at_s = min(ends, default=-math.inf)
+        node.lates[(member, number)] = lateness
+        if len(node.lates) > NEWEST_ROUNDS:
+            del node.lates[next(iter(node.lates))]
+
+    def rounds(self, at_s: float | None = None, *, most: int = NEWEST_ROUNDS) -> tuple[RoundView, ...]:
+        """The newest committed rounds, oldest first; those before the kept ones as means of neighbours."""
+        views: list[RoundView] = []
+        for line in self._ordered():
+            for round in line.rounds.all():
+                ends = [self._time(name, sums.end_s) for name, sums in round.nodes.items() if math.isfinite(sums.end_s)]
+                if ends and (at_s is None or min(ends) <= at_s):
+                    views.append(self._round_view(round, min(ends)))
+        return tuple(views[-most:])
+
+    def _round_view(self, round: _Round, committed_at_s: float) -> RoundView:
+        nodes = {
+            node_id: NodeRound(
+                self._time(node_id, sums.end_s), *(seconds / max(1, sums.rounds) for seconds in sums.parts_s)
+            )
+            for node_id, sums in sorted(round.nodes.items())
+            if math.isfinite(sums.end_s)
+        }
+        rounds = round.last - round.first + 1
+        return RoundView(round.last, rounds, round.epoch, committed_at_s, round.members, round.retries, nodes)
+
+    def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
+        """What happened, newest last; what all members record is told once. Times are corrected."""
+        moved = [replace(event, at_s=self._time(event.node_id, event.at_s)) for event in self._events]
+        return tuple(sorted((e for e in moved if at_s is None or e.at_s <= at_s), key=lambda event: event.at_s))
+
+    def checkpoints(self, at_s: float | None = None) -> tuple[CheckpointView, ...]:
+        """Complete ones, by step, ascending; removed ones among them."""
+        moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._checkpoints.values()]
+        return tuple(sorted((one for one in moved if at_s is None or one.at_s <= at_s), key=lambda one: one.step))
+
+    def links(self) -> tuple[LinkView, ...]:
+        """What nodes said of the ways between them."""
+        return tuple(self._links.values())
+
+    def join_of(self, node_id: str) -> tuple[str, str] | None:
+        """Where a node stands on its way in, and why; None: it is in, or has ended."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.join
+
+    def mfu_of(self, node_id: str) -> float | None:
+        """Model FLOP utilisation of its newest step."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.mfu
+
+    def memory_of(self, node_id: str) -> int | None:
+        """Bytes of its GPU's memory at the most, else of its trainer's."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.memory_bytes
+
+    def _ordered(self) -> list[_Line]:
+        """Lines in the order in which they began."""
+        return sorted(self._lines.values(), key=lambda line: self._time(*line.since))
+
+    @property
+    def _newest_line(self) -> _Line | None:
+        lines = [line for line in self._ordered() if line.newest_round >= 0] or self._ordered()
+        return lines[-1] if lines else None
+
+    def series(self, by: Axis = "tokens", *, points: int = 400) -> tuple[Series, ...]:
+        """Curves of the run, each of about `points` points at most; extremes of the loss are kept.
+
+        Axis: tokens of the whole run, seconds since 1970, bytes that all nodes sent, or inner steps. What a rollback
+        superseded is left out.
+        """
+        kept: list[tuple[_Line, Bucket, int]] = []
+        cut = self._cuts()
+        sent = 0
+        for line, until in cut:
+            for bucket in line.curve:
+                sent += bucket.sent_bytes
+                if until is None or bucket.first_step <= until:
+                    kept.append((line, bucket, sent))
+        return (
+            *self._bucket_series(by, kept, points),
+            *self._held_out_series(by, cut, kept, points),
+            *self._source_series(by, cut, kept, points),
+        )
+
+    def _cuts(self) -> list[tuple[_Line, int | None]]:
+        """The lines that led to the newest state, and the step up to which each counts."""
+        lines = self._ordered()
+        by_name = dict(self._lines)
+        line = lines[-1] if lines else None
+        chosen: list[tuple[_Line, int | None]] = []
+        until: int | None = None
+        while line is not None and all(line is not known for known, _ in chosen):
+            chosen.insert(0, (line, until))
+            until = line.begin_step
+            line = by_name.get(line.follows) if line.follows is not None else None
+        return chosen
+
+    def _bucket_series(self, by: Axis, kept: Sequence[tuple[_Line, Bucket, int]], points: int) -> list[Series]:
+        buckets = [bucket for _, bucket, _ in kept]
+        xs = [self._x(by, bucket, sent) for _, bucket, sent in kept]
+        found = [self._loss_series("loss", "Loss", buckets, xs, points)]
+        for key, title, unit, values in (
+            ("tokens_per_s", "Tokens per second, all nodes", "tokens/s", [b.tokens_per_s for b in buckets]),
+            ("mfu", "Model FLOP utilisation", "ratio", [b.mfu / b.mfu_lines if b.mfu_lines else None for b in buckets]),
+            ("nodes", "Nodes", "nodes", [b.nodes for b in buckets]),
+        ):
+            known = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
+            chosen = [known[i] for i in thin(len(known), points)]
+            found.append(Series(key, title, unit, *_ascending(chosen)))
+        return found
+
+    def _loss_series(self, key: str, title: str, buckets: Sequence[Bucket], xs: Sequence[float], points: int) -> Series:
+        groups = -(-len(buckets) // max(1, points // 2)) if len(buckets) > points // 2 else 1
+        found: list[tuple[float, float | None]] = []
+        for start in range(0, len(buckets), groups):
+            group = replace(buckets[start])
+            for bucket in buckets[start + 1 : start + groups]:
+                group.merge(bucket)
+            ys = group.points()
+            ends = (
+                (xs[min(start + groups, len(xs)) - 1],)
+                if len(ys) == 1
+                else (xs[start], xs[min(start + groups, len(xs)) - 1])
+            )
+            found += zip(ends, ys, strict=False)
+        return Series(key, title, "nats/token", *_ascending(found))
+
+    def _held_out_series(
+        self,
+        by: Axis,
+        cut: Sequence[tuple[_Line, int | None]],
+        kept: Sequence[tuple[_Line, Bucket, int]],
+        points: int,
+    ) -> list[Series]:
+        found: list[tuple[float, float | None]] = []
+        for line, until in cut:
+            for step, (loss, node_id, at_s, tokens) in sorted(line.held_out.items()):
+                if until is None or step <= until:
+                    bucket = Bucket(step, step, node_id, at_s, tokens=tokens)
+                    x = self._x(by, bucket, _sent_by(kept, line, step))
+                    found.append((x, loss if math.isfinite(loss) else None))
+        chosen = [found[i] for i in thin(len(found), points)]
+        return [Series("held_out", "Held-out loss", "nats/token", *_ascending(chosen))]
+
+    def _source_series(
+        self,
+        by: Axis,
+        cut: Sequence[tuple[_Line, int | None]],
+        kept: Sequence[tuple[_Line, Bucket, int]],
+        points: int,
+    ) -> list[Series]:
+        found: list[Series] = []
+        for name in sorted({name for line, _ in cut for name in line.sources}):
+            buckets: list[Bucket] = []
+            xs: list[float] = []
+            for line, until in cut:
+                for bucket in line.sources.get(name, ()):
+                    if until is None or bucket.first_step <= until:
+                        buckets.append(bucket)
+                        xs.append(self._x(by, bucket, _sent_by(kept, line, bucket.last_step)))
+            found.append(self._loss_series(f"loss/{name}", f"Loss of {name}", buckets, xs, points))
+        return found
+
+    def _x(self, by: Axis, bucket: Bucket, sent_bytes: int) -> float:
+        match by:
+            case "tokens":
+                return float(bucket.tokens)
+            case "time":
+                return self._time(bucket.node_id, bucket.at_s)
+            case "bytes":
+                return float(sent_bytes)
+            case "step":
+                return float(bucket.last_step)
+
+    # -- promises -----------------------------------------------------------------------------------------------
+
+    def promises(self, *, detect_s: float | None = None) -> tuple[Promise, Promise, Promise, Promise]:
+        """What the facts say of the four that the design makes. `detect_s`: the run's `fault.detect_s`, if known."""
+        return (self._divergence(), self._ledger(), self._checkpoint(), self._detection(detect_s))
+
+    def _divergence(self) -> Promise:
+        title = "No silent divergence"
+        lines = self._ordered()
+        compared = sum(line.checked.compared for line in lines)
+        rounds = sorted({number for line in lines for number in line.checked.diverged})
+        if rounds:
+            listed = ", ".join(map(str, rounds[:5])) + (", ..." if len(rounds) > 5 else "")
+            words = f"Nodes recorded different outer states after round {listed}."
+            return Promise("divergence", title, "bad", words, (f"{len(rounds)} of {compared} compared rounds differ",))
+        if not compared:
+            return Promise("divergence", title, "unknown", "No round was recorded by two nodes yet.")
+        evidence = [f"{compared} rounds were recorded by two nodes or more, each with equal digests"]
+        newest = self._newest_line
+        if newest is not None and newest.newest_round >= 0:
+            evidence.append(f"the newest committed round is {newest.newest_round}")
+        words = "After every round that two nodes or more recorded, all of them held the same outer state."
+        return Promise("divergence", title, "good", words, tuple(evidence))
+
+    def _ledger(self) -> Promise:
+        title = "No silent data loss"
+        lines = self._ordered()
+        checked, trained = (sum(getattr(line.checked, name) for line in lines) for name in ("ledgers", "trained"))
+        wrong = [(number, by) for line in lines for number, by in sorted(line.checked.wrong.items())]
+        if wrong:
+            number, by = wrong[0]
+            what = f"{abs(by)} samples {'skipped' if by > 0 else 'counted twice'}"
+            words = f"The ledger of round {number} does not add up: {what}."
+            return Promise("ledger", title, "bad", words, (f"{len(wrong)} of {checked} checked rounds do not add up",))
+        if not trained:
+            return Promise("ledger", title, "unknown", "No two neighbouring rounds with samples were recorded yet.")
+        evidence = (
+            f"{checked} rounds checked: each settled as many samples as its members contributed, {trained} in all",
+            "single samples are not compared here: `zeroband data audit` replays every range",
+        )
+        return Promise(
+            "ledger", title, "good", "Every round's ledger counts as many samples as were trained.", evidence
+        )
+
+    def _checkpoint(self) -> Promise:
+        title = "Only committed state is visible"
+        newest = max(self._checkpoints.values(), key=lambda one: (one.round, one.step), default=None)
+        failed = self._checkpoint_failed
+        if newest is None and failed is None:
+            return Promise("checkpoint", title, "unknown", "No checkpoint was committed yet.")
+        evidence: list[str] = []
+        if newest is not None:
+            size = "" if newest.bytes is None else f", {newest.bytes} bytes"
+            took = "" if newest.took_s is None else f", written in {newest.took_s:.1f} s"
+            evidence.append(f"step {newest.step} was committed by {newest.node_id}{size}{took}")
+            evidence.append(
+                "its files were hashed when they were written; they are verified when they are read, not here"
+            )
+        if failed is not None:
+            reason = str(failed.fields.get("reason", ""))
+            step = failed.fields.get("step")
+            words = f"The newest checkpoint, of step {step}, failed on {failed.node_id}: {reason}"
+            return Promise("checkpoint", title, "bad", words, tuple(evidence))
+        assert newest is not None, "one of the two"
+        return Promise(
+            "checkpoint", title, "good", f"The newest complete checkpoint is of step {newest.step}.", tuple(evidence)
+        )
+
+    def _detection(self, detect_s: float | None) -> Promise:
+        title = "Bounded detection"
+        losses = [one for one in self._losses if any(member not in self._gone for member in one.member_ids)]
+        if not losses:
+            return Promise("detection", title, "unknown", "No member was lost yet.")
+        newest = max(losses, key=lambda one: self._time(one.node_id, one.at_s))
+        same = [one for one in losses if one.round == newest.round and one.member_ids == newest.member_ids]
+        worst = max(same, key=lambda one: one.took_s - one.usual_s)
+        cost_s = max(0.0, worst.took_s - worst.usual_s)
+        who = ", ".join(sorted(map(node_id_of_member, worst.member_ids)))
+        words = f"Losing {who} cost the others {cost_s:.1f} s, once."
+        evidence = [
+            f"round {worst.round} took {worst.took_s:.1f} s on {worst.node_id}; usual are {worst.usual_s:.1f} s",
+        ]
+        if detect_s is None:
+            return Promise(
+                "detection", title, "unknown", f"{words} The run's fault.detect_s is not known here.", (*evidence,)
+            )
+        evidence.append(f"allowed are fault.detect_s, {detect_s:g} s, and {_FEW_S:g} s for opening the round again")
+        return Promise("detection", title, "good" if cost_s <= detect_s + _FEW_S else "bad", words, (*evidence,))
+
+    # -- now ----------------------------------------------------------------------------------------------------
+
+    def usual_step_s(self) -> float | None:
+        """Duration of an inner step of the slowest node, waits included; the median of its newest ones."""
+        return max((median(node.step_s) for node in self._nodes.values() if node.step_s), default=None)
+
+    def waiting_for(self, now_s: float) -> WaitingFor | None:
+        """Whom all wait for at this moment; None: nobody, as far as facts tell. `now_s`: as `to_s` counts."""
+        spans = {node_id: span for node_id in self._nodes if (span := self.standing(node_id)) is not None}
+        paused = [span for span in spans.values() if span.standing == "paused"]
+        if paused:
+            since_s = min(span.from_s for span in paused)
+            return WaitingFor((), since_s, "The run is paused, as an operator ordered: resume it to go on.")
+        members = sorted(node_id for node_id, span in spans.items() if span.standing in _IN)
+        last = {node_id: self._last_s(node_id) for node_id in members}
+        if not members:
+            return None
+        newest_s = max(last.values())
+        if now_s - newest_s < max(_QUIET_S, 4 * (self.usual_step_s() or 0.0)):
+            return None
+        stalled = sorted({node_id_of_member(m) for name in members for m in self._nodes[name].stalled_on} & {*members})
+        if stalled:
+            words = f"{_named(stalled)} sent no byte of the round's transfer; the others wait."
+            return WaitingFor(tuple(stalled), newest_s, words)
+        late = [node_id for node_id in members if spans[node_id].standing == "late"]
+        steps = {node_id: self._nodes[node_id].fold.newest.step for node_id in members}
+        behind = [node_id for node_id in members if steps[node_id] < max(steps.values())]
+        if behind and len(members) > 1:
+            silent_s = now_s - max(last[node_id] for node_id in behind)
+            is_late = "is late" if any(node_id in late for node_id in behind) else "is behind"
+            where = f"at step {min(steps.values())} of {max(steps.values())}, and silent for {silent_s:.0f} s"
+            words = f"{_named(behind)} {is_late}, {where}."
+            return WaitingFor(tuple(behind), newest_s, words)
+        silent_s = now_s - newest_s
+        words = f"No member has recorded anything for {silent_s:.0f} s: a long round, or a store that is away."
+        return WaitingFor((), newest_s, words)
+
+    def _last_s(self, node_id: str) -> float:
+        at_s = self._nodes[node_id].fold.newest.last_at_s
+        return -math.inf if at_s is None else self._time(node_id, at_s)
+
+
+def _note_standing(node: _Node, at_s: float, kind: str, record: Mapping[str, Any]) -> None:
+    """Where a node stands after an event of its own."""
+    standing, why = _STANDING_AFTER[kind], str(record.get("why") or record.get("reason") or record.get("error") or "")
+    if kind == "join_state":
+        state = str(record["state"])
+        node.join = None if state in ("member", "ended") else (state, why)
+        if state == "ended":
+            return
+        standing = "training" if state == "member" else standing
+    elif kind in ("joined", "node_started", "left", "run_failed"):
+        node.join = None
+    if kind in ("node_started", "resumed", "rolled_back"):
+        node.committed_at_s = None  # what the next round takes is no measure
+    if kind == "node_started":
+        node.took_s.clear()
+        node.compute_s = 0.0
+    node.stands(at_s, standing, why)
+
+
+def require_line(record: Mapping[str, Any]) -> None:
+    """Raise ValueError or KeyError for a record that no node writes: no time, or known fields of other types."""
+    at_s = record["at_s"]
+    if record.get("kind", "") is None:
+        raise ValueError("kind=None")
+    if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < 1e11:
+        raise ValueError(f"at_s={at_s!r}")
+    for name, value in record.items():
+        if value is not None and not _is_usual(name, value):
+            raise ValueError(f"{name}={value!r}")
+    if "kind" not in record and not isinstance(record["step"], int):
+        raise ValueError("no step")
+
+
+def _is_usual(name: str, value: object) -> bool:
+    """Whether a field is of the type that nodes write; those that nobody here reads are."""
+    if name in _COUNTS:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    if name in _TEXTS:
+        return isinstance(value, str)
+    if name in _TEXT_LISTS:
+        return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+    return "/" not in name or (isinstance(value, (int, float, str)) and _is_number(value))
+
+
+def _is_number(value: float | str) -> bool:
+    """Whether a metric is a number that a node writes; JSON's missing ones are strings, which raise ValueError."""
+    if isinstance(value, str):
+        float(value)
+        return True
+    return not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of a line; None where there is none."""
+    value = record.get(name)
+    if value is None or isinstance(value, (bool, list, dict)):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _settled(progress: Mapping[str, Any]) -> int | None:
+    """Samples of all corpora that count as learned from; None: recorded by an earlier version."""
+    ledgers = progress.get("ledgers")
+    if ledgers is None:
+        return None
+    settled = 0
+    for ledger in ledgers.values():
+        owed = [*ledger["returned"], *(span for spans in ledger["assigned"].values() for span in spans)]
+        settled += int(ledger["next"]) - sum(int(stop) - int(start) for start, stop in owed)
+    return settled
+
+
+def _usual_fields(kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    usual = EVENTS[kind].fields if kind in EVENTS else [name for name in record if name not in ("kind", "at_s")]
+    return {name: record[name] for name in usual if name in record}
+
+
+def _remember(table: dict[Any, Any], key: object, value: object) -> None:
+    """Keep a value; the oldest goes when there are too many."""
+    table[key] = value
+    if len(table) > 4 * KEPT_EVENTS:
+        del table[next(iter(table))]
+
+
+def _with_lates(span: Span, lates: Sequence[tuple[float, float | None, int]]) -> list[Span]:
+    """A span of training, with the stretches in it in which the node was late."""
+    if span.standing != "training":
+        return [span]
+    found: list[Span] = []
+    at_s, end_s = span.from_s, math.inf if span.to_s is None else span.to_s
+    for from_s, to_s, number in sorted(lates, key=lambda late: late[0]):
+        begin, stop = max(at_s, from_s), min(end_s, math.inf if to_s is None else to_s)
+        if begin >= stop:
+            continue
+        if begin > at_s:
+            found.append(Span(at_s, begin, "training", span.why))
+        found.append(Span(begin, stop if math.isfinite(stop) else None, "late", f"round {number} went on without it"))
+        at_s = stop
+    if at_s < end_s:
+        found.append(Span(at_s, span.to_s, "training", span.why))
+    return found
+
+
+def _node_state(standing: Standing, known: NodeState) -> NodeState:
+    match standing:
+        case "starting" | "training" | "left" | "lost" | "failed" | "finished":
+            return standing
+        case "late" | "paused" | "leaving":
+            return "training"
+        case "joining":
+            return known if known in ("starting", "recovering", "fenced") else "starting"
+
+
+def _sent_by(kept: Sequence[tuple[_Line, Bucket, int]], line: _Line, step: int) -> int:
+    """Bytes that all nodes had sent at a step of a line."""
+    return max((sent for one, bucket, sent in kept if one is line and bucket.first_step <= step), default=0)
+
+
+def _ascending(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Points with x that never falls, which a node's clock may do."""
+    xs: list[float] = []
+    for x, _ in points:
+        xs.append(max(x, xs[-1]) if xs else x)
+    return tuple(xs), tuple(y for _, y in points)
+
+
+def _named(node_ids: Sequence[str]) -> str:
+    shown = ", ".join(node_ids[:4])
+    return shown if len(node_ids) <= 4 else f"{shown} and {len(node_ids) - 4} more"

@@ -1,0 +1,83 @@
+"""Facts of made-up runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zeroband.observe.facts import Fact
+
+BEGIN_S = 1_700_000_000.0
+SAMPLES = 4
+
+
+def member(node_id: str) -> str:
+    return f"{node_id}#1"
+
+
+def event(node_id: str, at_s: float, kind: str, **fields: Any) -> Fact:
+    return Fact(node_id, {"at_s": BEGIN_S + at_s, "kind": kind, **fields})
+
+
+def step(node_id: str, at_s: float, number: int, **values: Any) -> Fact:
+    usual = {"train/loss": 4.0, "train/tokens_per_s": 100.0, "train/step_s": 1.0, "train/tokens": 100 * number}
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return Fact(node_id, {"step": number, "at_s": BEGIN_S + at_s, **usual, **named})
+
+
+def joined(node_id: str, at_s: float) -> list[Fact]:
+    return [
+        event(node_id, at_s, "node_started", total_steps=100, local_world_size=1, parameters=1000),
+        event(node_id, at_s + 0.1, "joined", member_id=member(node_id), round=0),
+    ]
+
+
+def committed(node_id: str, at_s: float, number: int, nodes: Sequence[str], **fields: Any) -> Fact:
+    """A round of these nodes, each with SAMPLES samples after the founding round."""
+    used = SAMPLES if number else 0
+    ledger = {
+        "next": (number + 1) * SAMPLES * len(nodes),
+        "returned": [],
+        "assigned": {
+            member(n): [[(number * len(nodes) + i) * SAMPLES, (number * len(nodes) + i + 1) * SAMPLES]]
+            for i, n in enumerate(nodes)
+        },
+    }
+    progress = {"inner_step": number, "tokens": number, "ledgers": {"": ledger}, "founding": "line", "follows": None}
+    record = {
+        "round": number,
+        "epoch": 1,
+        "members": [member(n) for n in nodes],
+        "digest": f"d{number}",
+        "weights": [used] * len(nodes),
+        "samples": [used] * len(nodes),
+        "late": [],
+        "progress": progress,
+        **fields,
+    }
+    return event(node_id, at_s, "round_committed", **record)
+
+
+def run_of(nodes: Sequence[str], rounds: int, *, round_s: float = 2.0, ahead_s: float = 0.0) -> Iterator[list[Fact]]:
+    """Each node's facts: one inner step and one round every `round_s`. `ahead_s`: of the last node's clock."""
+    for node_id in nodes:
+        by_s = ahead_s if node_id == nodes[-1] else 0.0
+        facts = [*joined(node_id, by_s), committed(node_id, by_s + 0.2, 0, nodes)]
+        for number in range(1, rounds + 1):
+            at_s = by_s + round_s * number
+            facts.append(committed(node_id, at_s, number, nodes))
+            facts.append(
+                step(
+                    node_id,
+                    at_s,
+                    number,
+                    outer__round=number,
+                    outer__wait_s=0.3,
+                    outer__transfer_s=0.2,
+                    outer__apply_s=0.1,
+                    outer__blocked_s=0.6,
+                    outer__sent_bytes=10,
+                    outer__nodes=len(nodes),
+                )
+            )
+        yield facts

@@ -1,0 +1,308 @@
+"""The long memory of a run: what it keeps, in which order facts may come, and what it says of them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.observe.runs import BEGIN_S, committed, event, joined, member, run_of, step
+
+from zeroband.observe.facts import Fact
+from zeroband.observe.history import NEWEST_ROUNDS, Promise, RunHistory
+
+NODES = ("a", "b", "c")
+
+
+def history(facts: Iterable[Fact]) -> RunHistory:
+    made = RunHistory("run")
+    for fact in facts:
+        made.add(fact)
+    return made
+
+
+def in_turn(runs: Iterable[list[Fact]]) -> list[Fact]:
+    return [fact for fact in itertools.chain(*itertools.zip_longest(*runs)) if fact is not None]
+
+
+def promise(made: RunHistory, key: str, **known: Any) -> Promise:
+    return next(one for one in made.promises(**known) if one.key == key)
+
+
+def standings(made: RunHistory, node_id: str) -> list[tuple[str, float, float | None]]:
+    spans = made.membership()[node_id]
+    return [
+        (s.standing, round(s.from_s - BEGIN_S, 1), None if s.to_s is None else round(s.to_s - BEGIN_S, 1))
+        for s in spans
+    ]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_order_between_nodes_changes_nothing(order: tuple[int, ...]) -> None:
+    runs = list(run_of(NODES, 30))
+    made, expected = history(itertools.chain(*(runs[i] for i in order))), history(in_turn(runs))
+    assert made.view() == expected.view()
+    assert made.rounds() == expected.rounds()
+    assert made.membership() == expected.membership()
+    assert made.promises(detect_s=5.0) == expected.promises(detect_s=5.0)
+    assert [s.y for s in made.series("step")] == [s.y for s in expected.series("step")]
+    assert made.view().round == 30
+
+
+def test_view_goes_back_in_time() -> None:
+    made = history(in_turn(run_of(NODES, 40)))
+    then = made.view(BEGIN_S + 20.5)
+    assert {node.step for node in then.nodes} == {10}
+    assert then.round == 10
+    assert [node.state for node in then.nodes] == ["training"] * 3
+    assert made.rounds(BEGIN_S + 20.5)[-1].round == 10
+    assert made.view(BEGIN_S - 1).nodes == ()
+
+
+@pytest.mark.slow
+def test_earlier_views_of_a_long_run_are_evenly_coarse() -> None:
+    made = history(in_turn(run_of(("a",), 4000)))
+    steps = [made.view(BEGIN_S + 2.0 * at).nodes[0].step for at in (500, 2000, 3990, 4000)]
+    assert steps[-1] == 4000
+    assert steps[-2] == 3990
+    assert 430 <= steps[0] <= 500
+    assert 1930 <= steps[1] <= 2000
+
+
+def test_clock_a_day_off_is_corrected_by_common_rounds() -> None:
+    made = history(in_turn(run_of(NODES, 20, ahead_s=86_400.0)))
+    assert made.offsets() == {"c": 86_400.0}
+    assert made.to_s == pytest.approx(BEGIN_S + 40.0)
+    assert standings(made, "c")[-1] == ("training", 0.1, None)
+    assert {round(part.end_s - BEGIN_S) for part in made.rounds()[-1].nodes.values()} == {40}
+
+
+def test_rounds_say_where_the_seconds_went() -> None:
+    newest = history(in_turn(run_of(NODES, 5))).rounds()[-1]
+    part = newest.nodes["b"]
+    assert (newest.round, newest.rounds, newest.members) == (5, 1, 3)
+    assert (part.compute_s, part.wait_s, part.transfer_s, part.apply_s) == (0.4, 0.3, 0.2, 0.1)
+
+
+def test_older_rounds_are_means_of_neighbours() -> None:
+    made = history(in_turn(run_of(("a", "b"), 3 * NEWEST_ROUNDS)))
+    views = made.rounds(most=10**6)
+    assert sum(view.rounds for view in views) == 3 * NEWEST_ROUNDS + 1
+    assert [view.rounds for view in views[-NEWEST_ROUNDS:]] == [1] * NEWEST_ROUNDS
+    assert len(views) <= 2 * NEWEST_ROUNDS
+    assert views[1].nodes["a"].compute_s == pytest.approx(0.4)
+
+
+def test_lost_member_comes_back() -> None:
+    a = [*joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])]
+    b = [*joined("b", 0), *joined("b", 20)]
+    b[-1] = event("b", 21, "joined", member_id="b#2", round=5)
+    for order in (a + b, b + a):
+        assert standings(history(order), "b") == [
+            ("starting", 0.0, 0.1), ("training", 0.1, 9.0), ("lost", 9.0, 20.0), ("starting", 20.0, 21.0),
+            ("training", 21.0, None),
+        ]  # fmt: skip
+
+
+def test_member_that_left_is_not_lost() -> None:
+    b = [*joined("b", 0), event("b", 8, "left", reason="asked to leave")]
+    made = history([*b, *joined("a", 0), event("a", 9, "peer_lost", round=3, member_ids=[member("b")])])
+    assert standings(made, "b")[-1] == ("left", 8.0, None)
+    assert made.membership()["b"][-1].why == "asked to leave"
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+def test_late_member_is_late_until_its_own_commit(late_first: bool) -> None:
+    both = ("a", "b")
+    a = [*joined("a", 0), committed("a", 5, 1, ["a"], late=[member("b")])]
+    b = [*joined("b", 0), committed("b", 12, 2, both)]
+    made = history(b + a if late_first else a + b)
+    assert standings(made, "b")[1:] == [("training", 0.1, 5.0), ("late", 5.0, 12.0), ("training", 12.0, None)]
+
+
+def test_paused_run_waits_for_its_operator() -> None:
+    made = history([*joined("a", 0), event("a", 5, "paused", round=2)])
+    waits = made.waiting_for(BEGIN_S + 6)
+    assert waits is not None
+    assert (waits.nodes, waits.since_s) == ((), BEGIN_S + 5)
+    assert "paused" in waits.words
+    assert history([*joined("a", 0), event("a", 5, "paused", round=2),
+                    event("a", 6, "resumed", round=2, paused_s=1)]).waiting_for(BEGIN_S + 7) is None  # fmt: skip
+
+
+def test_run_waits_for_the_silent_node_that_is_behind() -> None:
+    made = history([*in_turn(run_of(NODES, 10)), step("a", 21, 11), step("b", 21, 11)])
+    assert made.waiting_for(BEGIN_S + 22) is None
+    waits = made.waiting_for(BEGIN_S + 60)
+    assert waits is not None
+    assert waits.nodes == ("c",)
+    assert waits.since_s == BEGIN_S + 21
+
+
+def test_transfer_that_stalled_names_whom_it_waits_for() -> None:
+    stalled = event("a", 22, "transfer_stalled", round=11, waiting_for=[member("b")], since_s=10, at_byte=0,
+                    of_bytes=9, reason="silent")  # fmt: skip
+    waits = history([*in_turn(run_of(NODES, 10)), stalled]).waiting_for(BEGIN_S + 60)
+    assert waits is not None
+    assert waits.nodes == ("b",)
+
+
+def test_promises_without_facts_are_unknown() -> None:
+    assert [one.state for one in RunHistory("run").promises(detect_s=5.0)] == ["unknown"] * 4
+    lone = history(in_turn(run_of(("a",), 5)))
+    assert promise(lone, "divergence").state == "unknown"
+
+
+def test_divergence_counts_the_rounds_that_were_compared() -> None:
+    runs = list(run_of(NODES, 10))
+    assert promise(history(in_turn(runs)), "divergence").state == "good"
+    assert "11 rounds" in promise(history(in_turn(runs)), "divergence").evidence[0]
+    runs[1][7] = Fact("b", {**runs[1][7].record, "digest": "other"})
+    bad = promise(history(in_turn(runs)), "divergence")
+    assert bad.state == "bad"
+    assert bad.evidence == ("1 of 11 compared rounds differ",)
+
+
+def test_ledger_that_does_not_add_up_is_said() -> None:
+    nodes = ("a", "b")
+    good = history(committed("a", number, number, nodes) for number in range(6))
+    assert promise(good, "ledger").state == "good"
+    assert "5 rounds checked" in promise(good, "ledger").evidence[0]
+    assert "40 in all" in promise(good, "ledger").evidence[0]
+    skipped = [committed("a", n, n, nodes, **({"samples": [4, 3]} if n == 3 else {})) for n in range(6)]
+    bad = promise(history(skipped), "ledger")
+    assert (bad.state, bad.words) == ("bad", "The ledger of round 3 does not add up: 1 samples skipped.")
+    no_samples = history(committed("a", n, n, nodes, samples=[0, 0], progress=None) for n in range(6))
+    assert promise(no_samples, "ledger").state == "unknown"
+
+
+def test_detection_measures_what_a_loss_cost() -> None:
+    run = next(iter(run_of(NODES, 10)))
+    lost = [event("a", 27, "peer_lost", round=11, member_ids=[member("c")]), committed("a", 27, 11, ("a", "b"))]
+    made = history([*run, *lost])
+    assert promise(made, "detection", detect_s=5.0).state == "good"
+    assert promise(made, "detection", detect_s=5.0).words == "Losing c cost the others 5.0 s, once."
+    assert promise(made, "detection").state == "unknown"
+    slow = [replace_at(fact, 20) for fact in lost]
+    assert promise(history([*run, *slow]), "detection", detect_s=5.0).state == "bad"
+
+
+def replace_at(fact: Fact, later_s: float) -> Fact:
+    return Fact(fact.node_id, {**fact.record, "at_s": fact.record["at_s"] + later_s})
+
+
+def test_checkpoint_that_failed_is_said_until_the_next() -> None:
+    def state_after(*kinds: str) -> str:
+        return promise(history(
+            event("a", at, kind, round=at, step=at, bytes=5, took_s=1.0, reason="disk full")
+            for at, kind in enumerate(kinds, 1)
+        ), "checkpoint").state  # fmt: skip
+
+    assert state_after("checkpoint_committed") == "good"
+    assert state_after("checkpoint_committed", "checkpoint_failed") == "bad"
+    assert state_after("checkpoint_failed", "checkpoint_committed") == "good"
+    assert state_after("checkpoint_staged") == "unknown"
+
+
+def test_series_keeps_extremes_and_bounds() -> None:
+    facts = [step("a", at, at, train__loss=9.0 if at == 1234 else 2.0 + at % 2 / 10) for at in range(1, 5001)]
+    loss = history(facts).series("step", points=100)[0]
+    assert loss.key == "loss"
+    assert 50 <= len(loss.x) <= 110
+    assert max(y for y in loss.y if y is not None) == 9.0
+    assert list(loss.x) == sorted(loss.x)
+    assert loss.x[-1] == 5000
+
+
+def test_series_by_every_axis() -> None:
+    made = history(in_turn(run_of(NODES, 10)))
+    assert [max(made.series(by)[0].x) for by in ("step", "tokens", "bytes")] == [10, 1000, 300]
+    assert max(made.series("time")[0].x) == BEGIN_S + 20
+    by_key = {one.key: one.y for one in made.series()}
+    assert by_key["tokens_per_s"][-1] == 300.0
+    assert by_key["nodes"][-1] == 3
+
+
+def test_series_leaves_out_what_a_rollback_superseded() -> None:
+    def line(founding: str, at_s: float, numbers: range, follows: object) -> list[Fact]:
+        progress = {"founding": founding, "follows": follows, "ledgers": {}}
+        return [
+            fact
+            for number in numbers
+            for fact in (
+                committed("a", at_s + number, number, ("a",), progress={**progress, "inner_step": number}),
+                step("a", at_s + number, number, train__loss=float(len(founding))),
+            )
+        ]
+
+    facts = [*joined("a", -1), *line("1", 0, range(11), None), *line("22", 100, range(5, 8), ["1", 5])]
+    loss = history(facts).series("step")[0]
+    assert loss.x == (0, 1, 2, 3, 4, 5, 5, 6, 7)
+    assert loss.y[-3:] == (2.0, 2.0, 2.0)
+
+
+def test_loss_that_is_no_number_is_a_gap() -> None:
+    loss = history([step("a", 1, 1), step("a", 2, 2, train__loss="nan"), step("a", 3, 3)]).series("step")[0]
+    assert loss.y == (4.0, None, 4.0)
+
+
+def test_what_all_members_record_is_told_once() -> None:
+    facts = [event(n, 1, "epoch_changed", epoch=2, members=["a#1", "b#1"]) for n in NODES]
+    assert [e.kind for e in history(facts).events()] == ["epoch_changed"]
+
+
+TEXT = st.text(max_size=3)
+LISTS = st.lists(TEXT, max_size=3) | st.lists(st.integers(), max_size=2)
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | LISTS | st.dictionaries(TEXT, st.integers())
+STALL = {"waiting_for": ["a#1"], "since_s": 1, "at_byte": 1, "of_bytes": 2}
+WELL_FORMED = [
+    *in_turn(run_of(("a", "b"), 3)),
+    event("a", 9, "peer_lost", round=3, member_ids=["b#1"]),
+    event("b", 9, "join_state", state="fetching", why="first", since=1.0),
+    event("b", 9, "transfer_stalled", round=1, reason="x", **STALL),
+    event("b", 9, "checkpoint_committed", round=1, step=1, bytes=3, took_s=0.1),
+]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(WELL_FORMED), st.integers(0, 30), VALUES), max_size=20))
+def test_no_line_raises_whatever_is_in_it(lines: list[tuple[Fact, int, object]]) -> None:
+    made = RunHistory("run")
+    for (node_id, record), at, value in lines:
+        names = list(record)
+        broken = {**record, names[at % len(names)]: value} if at else record
+        made.add(Fact(node_id, broken))
+    for at_s in (None, BEGIN_S + 3):
+        assert made.view(at_s).run_id == "run"
+        made.rounds(at_s), made.events(at_s), made.checkpoints(at_s)
+    made.membership(), made.promises(detect_s=5.0), made.waiting_for(BEGIN_S + 100)
+    for by in ("tokens", "time", "bytes", "step"):
+        assert all(len(one.x) == len(one.y) for one in made.series(by, points=10))
+
+
+def test_broken_lines_are_counted() -> None:
+    made = history([Fact("a", {}), Fact("a", {"at_s": "x"}), Fact("a", {"at_s": 1.0, "step": True, "kind": 3})])
+    assert made.odd_lines() == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "more"),
+    [pytest.param(5000, 2500, marks=pytest.mark.slow), pytest.param(10_000, 90_000, marks=pytest.mark.soak)],
+)
+def test_memory_does_not_grow_with_rounds(rounds: int, more: int) -> None:
+    made = RunHistory("run")
+
+    def size_after(numbers: range) -> int:
+        for number in numbers:
+            for node_id in ("a", "b"):
+                made.add(committed(node_id, 2.0 * number, number, ("a", "b")))
+                made.add(step(node_id, 2.0 * number, number, outer__round=number))
+        return len(pickle.dumps(made))
+
+    full = size_after(range(rounds))
+    assert size_after(range(rounds, rounds + more)) < 1.2 * full
+    assert made.view().round == rounds + more - 1
