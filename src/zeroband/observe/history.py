@@ -1118,7 +1118,7 @@ def require_line(record: Mapping[str, Any]) -> None:
 def _is_usual(name: str, value: object) -> bool:
     """Whether a field is of the type that nodes write; those that nobody here reads are."""
     if name in _COUNTS:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+        return isinstance(value, int) and not isinstance(value, bool) and -1 <= value < _MOST  # -1: no round yet
     if name in _TEXTS:
         return isinstance(value, str)
     if name in _TEXT_LISTS:

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from zeroband.checkpoint.authenticity import Trust
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
@@ -34,14 +35,9 @@ def main(argv: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     try:
         config = load_config(rest)
-        if config.store.url is None:
-            raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
-        url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
-        token = config.run.token.get_secret_value() if config.run.token else None
-        key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
-        with closing(RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)) as store:
-            store.require_token()
-            print(_obey(options, config, store))
+        order = Order(options.action, getattr(options, "node", ""), getattr(options, "step", 0))
+        with closing(open_store(config)) as store:
+            print(obey(order, config, store))
     except ConfigError as error:
         print(f"zeroband ctl: {error}", file=sys.stderr)
         return _EXIT_CONFIG
@@ -49,6 +45,32 @@ def main(argv: Sequence[str]) -> int:
         print(f"zeroband ctl: {error}", file=sys.stderr)
         return _EXIT_UNREACHED
     return 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an operator wants of a run."""
+
+    action: str
+    """pause, resume, drain, rollback or status."""
+    node: str = ""
+    step: int = 0
+
+
+def open_store(config: RunConfig) -> RedisStore:
+    """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
+    if config.store.url is None:
+        raise ConfigError("this configuration has no store.url: give the one of the run's nodes")
+    url, patience_s = config.store.url.get_secret_value(), _STORE_PATIENCE_S
+    token = config.run.token.get_secret_value() if config.run.token else None
+    key, lease_s = RunKey.of(token, config.run.id), config.fault.time_outs.lease_s
+    store = RedisStore(url, config.run.id, key=key, lease_s=lease_s, patience_s=patience_s)
+    try:
+        store.require_token()
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,12 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _obey(options: argparse.Namespace, config: RunConfig, store: Store) -> str:
-    """Do what the arguments say; what to tell the user. Raises ConfigError."""
+def obey(order: Order, config: RunConfig, store: Store) -> str:
+    """Give an order to the run of this store; what to tell the user. Raises ConfigError, StoreLost."""
     view = store.view(FOUNDING_ROUND)
     if not view.is_known:
         raise ConfigError(f"this store has no run.id={config.run.id!r}; name the run and the store of its nodes")
-    match options.action:
+    match order.action:
         case "pause":
             store.give_orders(orders.pause)
             return f"{_boundary(view)}, all nodes wait there until `zeroband ctl resume`"
@@ -79,12 +101,12 @@ def _obey(options: argparse.Namespace, config: RunConfig, store: Store) -> str:
             store.give_orders(orders.go_on)
             return "the run goes on"
         case "drain":
-            node_id: str = options.node
+            node_id = order.node
             alive = {member: view.peers[member].node_id for member in view.alive if member in view.peers}
             store.give_orders(lambda given: orders.drain(given, node_id, alive))
             return f"{node_id} leaves after its round"
         case "rollback":
-            step, steps = options.step, _good_steps(config, options.step)
+            step, steps = order.step, _good_steps(config, order.step)
             store.give_orders(lambda given: orders.roll_back(given, step, steps))
             return f"{_boundary(view)}, all nodes go back to the checkpoint of step {step}"
         case _:

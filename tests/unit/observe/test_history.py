@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.observe.runs import BEGIN_S, committed, event, joined, member, run_of, step
+from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, step
 
 from zeroband.observe.facts import Fact
 from zeroband.observe.history import NEWEST_ROUNDS, Promise, RunHistory
@@ -291,7 +291,7 @@ def test_broken_lines_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("rounds", "more"),
-    [pytest.param(5000, 2500, marks=pytest.mark.slow), pytest.param(10_000, 90_000, marks=pytest.mark.soak)],
+    [pytest.param(4000, 8000, marks=pytest.mark.slow), pytest.param(10_000, 90_000, marks=pytest.mark.soak)],
 )
 def test_memory_does_not_grow_with_rounds(rounds: int, more: int) -> None:
     made = RunHistory("run")
@@ -304,5 +304,5 @@ def test_memory_does_not_grow_with_rounds(rounds: int, more: int) -> None:
         return len(pickle.dumps(made))
 
     full = size_after(range(rounds))
-    assert size_after(range(rounds, rounds + more)) < 1.2 * full
+    assert size_after(range(rounds, rounds + more)) < 1.5 * full
     assert made.view().round == rounds + more - 1

@@ -1,0 +1,261 @@
+"""The page's server: routes, and the headers and checks that keep strangers' pages from using it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import math
+import mimetypes
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from http import HTTPStatus
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from zeroband.observe.history import Axis
+from zeroband.observe.log import get_logger
+from zeroband.tools.board.orders import OrderDesk, OrderRefused
+from zeroband.tools.board.state import LOOK_S, Answer, RunWatch
+
+STATIC = Path(__file__).parent / "static"
+STREAMS = 16
+"""Most pages that are told of changes at a time."""
+HEARTBEAT_S = 15.0
+_LONGEST_ORDER_BYTES = 4096
+_MOST_POINTS = 2000
+_AXES: Mapping[str, Axis] = {"tokens": "tokens", "time": "time", "bytes": "bytes", "step": "step"}
+
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+"""On every answer."""
+
+_log = get_logger(__name__)
+
+
+class Guard:
+    """Refuses requests by names that are not this server's, as of a rebound DNS name, and sets the headers."""
+
+    def __init__(self, app: ASGIApp, *, is_ours: Callable[[str], bool]) -> None:
+        self._app = app
+        self._is_ours = is_ours
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        if not self._is_ours(host_of(Request(scope).headers.get("host", ""))):
+            refusal = JSONResponse({"error": "this is not the name of this server"}, HTTPStatus.MISDIRECTED_REQUEST)
+            await refusal(scope, receive, send_guarded)
+            return
+        with contextlib.suppress(Exception):  # answered and logged by `_failed`
+            await self._app(scope, receive, send_guarded)
+
+
+def _failed(_request: Request, error: Exception) -> Response:
+    """A client gets no traceback."""
+    _log.warning("the page failed", exc_info=error)
+    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the page failed; its console says why")
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
+
+
+def names_of(host: str) -> Callable[[str], bool]:
+    """Which names in a Host header are this server's, that listens on `host`.
+
+    On loopback its own names only. Elsewhere this machine's names and addresses: a page whose name was rebound to one
+    of these still sends its own name.
+    """
+    loopback = {"localhost", "127.0.0.1", "::1", host.lower()}
+    if is_loopback(host):
+        return lambda name: name in loopback
+    names = {*loopback, socket.gethostname().lower(), socket.getfqdn().lower()}
+    return lambda name: name in names or _is_address(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", static: Path = STATIC) -> ASGIApp:
+    """The page of a run. `host`: where it listens; `static`: the page's own files."""
+    page = _Page(watch, desk, _static_files(static))
+    routes = [
+        Route("/", page.index),
+        Route("/static/{name}", page.file),
+        Route("/healthz", page.healthz),
+        Route("/api/state", page.state),
+        Route("/api/series", page.series),
+        Route("/api/stream", page.stream),
+        Route("/api/orders", page.order, methods=["POST"]),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={Exception: _failed}), is_ours=names_of(host))
+
+
+def _static_files(static: Path) -> dict[str, Path]:
+    """Every file that the page may ask for, by its name."""
+    files = {path.name: path for path in sorted(static.glob("*")) if path.is_file()}
+    found = find_spec("youplot")
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        vendor = Path(folder) / "vendor"
+        for name, file in (("uplot.js", "uplot.iife.min.js"), ("uplot.css", "uplot.min.css")):
+            if (vendor / file).is_file():
+                files[name] = vendor / file
+    return files
+
+
+class _Page:
+    def __init__(self, watch: RunWatch, desk: OrderDesk, files: Mapping[str, Path]) -> None:
+        self._watch = watch
+        self._desk = desk
+        self._files = files
+        self._kept: dict[str, tuple[int, Answer]] = {}
+        self._streams = 0
+
+    async def index(self, request: Request) -> Response:
+        return await self._send_file(request, "index.html")
+
+    async def file(self, request: Request) -> Response:
+        return await self._send_file(request, cast(str, request.path_params["name"]))
+
+    async def _send_file(self, request: Request, name: str) -> Response:
+        path = self._files.get(name)
+        if path is None:
+            return JSONResponse({"error": f"there is no file {name[:100]}"}, HTTPStatus.NOT_FOUND)
+        changed = path.stat().st_mtime_ns
+        known = self._kept.get(name)
+        if known is None or known[0] != changed:
+            known = self._kept[name] = (changed, Answer.of(path.read_bytes()))
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return _answer(request, known[1], f"{kind}; charset=utf-8" if kind.startswith("text/") else kind)
+
+    async def healthz(self, _request: Request) -> Response:
+        return PlainTextResponse("ok")
+
+    async def state(self, request: Request) -> Response:
+        self._watch.touch()
+        at_s: float | None = None
+        if "at" in request.query_params:
+            try:
+                at_s = float(request.query_params["at"])
+            except ValueError:
+                at_s = math.nan
+            if not 0 <= at_s < 1e11:
+                return _refusal(HTTPStatus.BAD_REQUEST, "at is a time in seconds since 1970")
+        return _answer(request, await run_in_threadpool(self._watch.state, at_s), "application/json")
+
+    async def series(self, request: Request) -> Response:
+        self._watch.touch()
+        by = _AXES.get(request.query_params.get("by", "tokens"))
+        points = request.query_params.get("points", "400")
+        if by is None or not points.isascii() or not points.isdigit() or not 2 <= int(points[:9]) <= _MOST_POINTS:
+            return _refusal(HTTPStatus.BAD_REQUEST, f"by is one of {', '.join(_AXES)}, points of 2 to {_MOST_POINTS}")
+        return _answer(request, await run_in_threadpool(self._watch.series, by, int(points)), "application/json")
+
+    async def stream(self, request: Request) -> Response:
+        if self._streams >= STREAMS:
+            return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{STREAMS} pages are open already; close one")
+        headers = {"x-accel-buffering": "no"}
+        return StreamingResponse(self._changes(), media_type="text/event-stream", headers=headers)
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        """An event whenever something changed, and a comment where nothing did for long."""
+        self._streams += 1
+        try:
+            told, quiet_s = -1, 0.0
+            while True:
+                self._watch.touch()
+                version = self._watch.version
+                if version != told:
+                    told, quiet_s = version, 0.0
+                    data = json.dumps({"to_s": self._watch.to_s, "version_of_state": version})
+                    yield f"event: state\ndata: {data}\n\n".encode()
+                elif quiet_s >= HEARTBEAT_S:
+                    quiet_s = 0.0
+                    yield b": still here\n\n"
+                await asyncio.sleep(LOOK_S)
+                quiet_s += LOOK_S
+        finally:
+            self._streams -= 1
+
+    async def order(self, request: Request) -> Response:
+        """An order to the run, from a page of this server only."""
+        origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
+        if origin not in (f"http://{host}", f"https://{host}"):
+            return _refusal(HTTPStatus.FORBIDDEN, "orders are taken from this server's own page only")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return _refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "an order is application/json")
+        try:
+            asked: object = json.loads(await _body(request))
+        except (ValueError, RecursionError):
+            return _refusal(HTTPStatus.BAD_REQUEST, "an order is a JSON object")
+        except ClientDisconnect:
+            return Response(status_code=HTTPStatus.BAD_REQUEST)
+        try:
+            words = await run_in_threadpool(self._desk.take, request.headers.get("authorization"), asked)
+        except OrderRefused as refused:
+            return _refusal(refused.status, str(refused))
+        return JSONResponse({"words": words})
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request. Raises ValueError where it is longer than an order."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LONGEST_ORDER_BYTES:
+            raise ValueError("too long")
+    return body
+
+
+def _refusal(status: HTTPStatus, why: str) -> Response:
+    return JSONResponse({"error": why}, status)
+
+
+def _answer(request: Request, answer: Answer, kind: str) -> Response:
+    headers = {"etag": answer.etag, "vary": "accept-encoding"}
+    if answer.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(answer.gzipped, headers={**headers, "content-encoding": "gzip"}, media_type=kind)
+    return Response(answer.body, headers=headers, media_type=kind)

@@ -1,0 +1,167 @@
+"""`zeroband board [RUN_DIR]`: a page that shows a run while it trains, and after it, from what its nodes record.
+
+Without RUN_DIR it shows the newest run in ./runs, and waits for one where there is none. It listens on this machine
+only; from another one: `ssh -L 8420:localhost:8420 HOST`. It takes orders where ZERO_BAND_STORE__URL and
+ZERO_BAND_RUN__TOKEN_FILE are set, from who knows the token.
+Exit codes: 0 ended, 2 the arguments are wrong or the port is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import webbrowser
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from zeroband.config import RunConfig, load_config
+from zeroband.errors import ConfigError
+from zeroband.tools.board.document import Setting
+from zeroband.tools.board.orders import OrderDesk, give_through_store
+from zeroband.tools.board.state import RunWatch, find_run
+
+PORT = 8420
+_EXIT_CONFIG = 2
+_ASKED = ("starlette", "uvicorn", "youplot")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C. Returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        serve(arguments)
+    except ConfigError as error:
+        print(f"zeroband board: {error}", file=sys.stderr)
+        return _EXIT_CONFIG
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroband board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        help="a run, or a folder of runs: the newest (default: runs)",
+    )
+    parser.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    parser.add_argument("--price-per-hour", type=_price, help="of a node, in US dollars: shows what the run costs")
+    parser.add_argument("--open", action="store_true", help="open it in a browser")
+    return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(text)
+    return port
+
+
+def _price(text: str) -> float:
+    price = float(text)
+    if not 0 <= price < 1e9:
+        raise ValueError(text)
+    return price
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Show the run that the arguments name until this process is asked to end. Raises ConfigError."""
+    require_installed()
+    app_module: Any = import_module("zeroband.tools.board.app")  # starlette
+    uvicorn: Any = import_module("uvicorn")
+    host: str = arguments.host
+    listener = listen(host, arguments.port)
+    port: int = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{'localhost' if app_module.is_loopback(host) else shown}:{port}"
+    desk = order_desk(arguments.run_dir)
+    setting = Setting(
+        place=str(arguments.run_dir),
+        price_per_hour=arguments.price_per_hour,
+        orders_allowed=desk.is_open,
+        orders_why=desk.why,
+    )
+    watch = RunWatch(partial(find_run, arguments.run_dir), setting=setting)
+    app = app_module.build_app(watch, desk, host=host)
+    print(f"zeroband: the page of {arguments.run_dir} is at {address} ; Ctrl-C ends it", flush=True)
+    if not app_module.is_loopback(host):
+        print("zeroband: everybody who reaches this address can read the run", file=sys.stderr, flush=True)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
+        timeout_graceful_shutdown=1, timeout_keep_alive=30,
+    )  # fmt: skip
+    watch.start()
+    try:
+        if arguments.open:
+            webbrowser.open(address)
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        watch.close()
+        listener.close()
+
+
+def require_installed() -> None:
+    """Raise ConfigError where what serves the page is not installed."""
+    missing = [name for name in _ASKED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the page needs {', '.join(missing)}; install with `uv sync --extra board`")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        another = port % 65535 + 1
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; give another one, for example --port {another}"
+        ) from error
+    return listener
+
+
+def order_desk(run_dir: Path) -> OrderDesk:
+    """Where orders are taken: with the token and the store of the environment, and what else a run's node has set."""
+    config = _config_of(run_dir)
+    if config is None or config.store.url is None or config.run.token is None:
+        return OrderDesk(None, None)
+    return OrderDesk(config.run.token.get_secret_value(), give_through_store(config))
+
+
+def _config_of(run_dir: Path) -> RunConfig | None:
+    """The configuration of a node of the run, under this environment; None where there is none to give orders by."""
+    if "ZERO_BAND_STORE__URL" not in os.environ:
+        return None
+    found = find_run(run_dir)
+    if found is None:
+        return None
+    with closing(found):
+        files = sorted(Path(found.place).glob("*/config.toml"))
+        run_id = found.run_id
+    if not files:
+        return None
+    try:
+        return load_config([f"@{files[0]}", f"--run.id={run_id}"])
+    except ConfigError as error:
+        print(f"zeroband board: no orders from this page: {error}", file=sys.stderr)
+        return None

@@ -1,0 +1,101 @@
+"""Orders that the page gives to a run: only to who knows its token, and on the road of `zeroband ctl`."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from http import HTTPStatus
+
+from zeroband.config import RunConfig
+from zeroband.errors import ConfigError, StoreLost, ZerobandError
+from zeroband.tools.ctl import Order, obey, open_store
+
+ACTIONS = ("pause", "resume", "drain", "rollback")
+WRONG_TOKENS, WRONG_TOKENS_S = 5, 60.0
+"""So many wrong tokens are heard in so many seconds; after that none, right or wrong."""
+
+Give = Callable[[Order], str]
+"""Gives an order to the run; returns what will happen. Raises ConfigError, StoreLost."""
+
+
+class OrderRefused(ZerobandError):
+    """Why an order was not given, in words for its operator, with the answer's status."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+def give_through_store(config: RunConfig) -> Give:
+    """Give orders to the run that a configuration names, as `zeroband ctl` does."""
+
+    def give(order: Order) -> str:
+        with closing(open_store(config)) as store:
+            return obey(order, config, store)
+
+    return give
+
+
+class OrderDesk:
+    """Takes orders from who knows the run's token. Any thread. `token` None: takes none."""
+
+    def __init__(self, token: str | None, give: Give | None, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._token = token
+        self._give = give
+        self._now = now
+        self._lock = threading.Lock()
+        self._wrong: deque[float] = deque(maxlen=WRONG_TOKENS)
+
+    @property
+    def is_open(self) -> bool:
+        return self._token is not None and self._give is not None
+
+    @property
+    def why(self) -> str:
+        """What an operator needs."""
+        if self.is_open:
+            return "give the run's token, run.token"
+        return "this page only shows: start it with the run's store.url and run.token, as `zeroband ctl` takes them"
+
+    def take(self, authorization: str | None, asked: object) -> str:
+        """Check who asks and what for, and give the order; what will happen. Raises OrderRefused."""
+        if self._token is None or self._give is None:
+            raise OrderRefused(HTTPStatus.FORBIDDEN, self.why)
+        self._require_token(self._token, authorization)
+        order = order_of(asked)
+        try:
+            return self._give(order)
+        except ConfigError as error:
+            raise OrderRefused(HTTPStatus.CONFLICT, str(error)) from error
+        except StoreLost as error:
+            raise OrderRefused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+
+    def _require_token(self, token: str, authorization: str | None) -> None:
+        scheme, _, given = (authorization or "").partition(" ")
+        with self._lock:
+            is_full = len(self._wrong) == WRONG_TOKENS
+            if is_full and self._now() - self._wrong[0] < WRONG_TOKENS_S:
+                raise OrderRefused(HTTPStatus.TOO_MANY_REQUESTS, "too many wrong tokens; try again in a minute")
+            is_right = hmac.compare_digest(given.encode(), token.encode()) and scheme.lower() == "bearer"
+            if not is_right:
+                self._wrong.append(self._now())
+                raise OrderRefused(HTTPStatus.FORBIDDEN, "this is not the run's token")
+
+
+def order_of(asked: object) -> Order:
+    """The order in a request. Raises OrderRefused."""
+    if not isinstance(asked, Mapping):
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, "an order is a JSON object")
+    fields: Mapping[object, object] = asked
+    action, node, step = fields.get("order"), fields.get("node"), fields.get("step")
+    if not isinstance(action, str) or action not in ACTIONS:
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, f"there are the orders {', '.join(ACTIONS)}")
+    if action == "drain" and not isinstance(node, str):
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, "drain needs node")
+    if action == "rollback" and (not isinstance(step, int) or isinstance(step, bool)):
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, "rollback needs step, of a checkpoint")
+    return Order(action, node if isinstance(node, str) else "", step if isinstance(step, int) else 0)

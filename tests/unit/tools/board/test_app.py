@@ -1,0 +1,288 @@
+"""The page's server: documents, and what strangers' pages and wrong requests get."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from tests.made_runs import BEGIN_S, event, joined, run_of
+
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.observe.facts import Fact
+from zeroband.tools.board.app import HEADERS, build_app, names_of
+from zeroband.tools.board.document import Setting
+from zeroband.tools.board.orders import WRONG_TOKENS, OrderDesk
+from zeroband.tools.board.state import RunWatch
+from zeroband.tools.ctl import Order
+
+NODES = ("a", "b", "c")
+TOKEN = "a-long-secret"
+STATE_KEYS = {
+    *("run_id", "place", "version", "now_s", "at_s", "from_s", "to_s", "age_s", "problem", "run", "nodes", "links"),
+    *("waiting_for", "promises", "rounds", "membership", "events", "checkpoints", "sample", "orders"),
+}
+RUN_KEYS = {
+    *("state", "words", "step", "total_steps", "round", "epoch", "tokens", "tokens_per_s", "mfu", "left_s", "loss"),
+    *("parameters", "held_out", "config_words", "cost", "sent_bytes", "ddp_bytes"),
+}
+NODE_KEYS = {
+    *("id", "state", "why", "join", "step", "loss", "tokens_per_s", "mfu", "round", "digest", "sent_bytes", "starts"),
+    *("received_bytes", "memory_bytes", "last_at_s"),
+}
+
+
+class MadeFacts:
+    """Facts that are there at once, and a problem at will."""
+
+    run_id, place = "run", "made up"
+
+    def __init__(self, facts: Sequence[Fact]) -> None:
+        self.facts = list(facts)
+        self.problem: Exception | None = None
+
+    def node_ids(self) -> list[str]:
+        return sorted({fact.node_id for fact in self.facts})
+
+    def read(self) -> list[Fact]:
+        if self.problem is not None:
+            raise self.problem
+        new, self.facts = self.facts, []
+        return new
+
+    def skipped_lines(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def watch_of(facts: Sequence[Fact], **setting: Any) -> RunWatch:
+    source = MadeFacts(facts)
+    watch = RunWatch(lambda: source, setting=Setting(**setting), now=lambda: BEGIN_S + 100)
+    watch.look()
+    return watch
+
+
+@pytest.fixture
+def static(tmp_path: Path) -> Path:
+    (tmp_path / "index.html").write_text("<!doctype html><p>page")
+    (tmp_path / "board.js").write_text("1")
+    return tmp_path
+
+
+@pytest.fixture
+def given() -> list[Order]:
+    return []
+
+
+@pytest.fixture
+def page(static: Path, given: list[Order]) -> Iterator[TestClient]:
+    """The page of a run of three nodes and twenty rounds."""
+
+    def give(order: Order) -> str:
+        if order.action == "rollback":
+            raise ConfigError("there is no good checkpoint of step 7")
+        given.append(order)
+        return "done"
+
+    watch = watch_of([fact for facts in run_of(NODES, 20) for fact in facts], price_per_hour=36.0)
+    return TestClient(build_app(watch, OrderDesk(TOKEN, give), static=static), base_url="http://localhost:8420")
+
+
+def ask(page: TestClient, **headers: str) -> Any:
+    usual = {"origin": "http://localhost:8420", "authorization": f"Bearer {TOKEN}"}
+    return page.post("/api/orders", json={"order": "pause"}, headers=usual | headers)
+
+
+def test_state_has_every_key_of_the_page(page: TestClient) -> None:
+    state = page.get("/api/state").json()
+    assert set(state) == STATE_KEYS
+    assert set(state["run"]) == RUN_KEYS
+    assert [set(node) for node in state["nodes"]] == [NODE_KEYS] * 3
+    assert [one["key"] for one in state["promises"]] == ["divergence", "ledger", "checkpoint", "detection"]
+    assert set(state["rounds"][0]) == {"round", "epoch", "committed_at_s", "members", "retries", "nodes"}
+    assert set(state["rounds"][0]["nodes"]["a"]) == {"end_s", "compute_s", "wait_s", "transfer_s", "apply_s"}
+    assert state["membership"][0] == {
+        "id": "a", "spans": [[BEGIN_S, BEGIN_S + 0.1, "starting"], [BEGIN_S + 0.1, None, "training"]],
+    }  # fmt: skip
+    assert state["events"][0]["words"] == "a has started."
+
+
+def test_state_without_a_run_has_the_same_keys(static: Path) -> None:
+    watch = RunWatch(lambda: None, setting=Setting(place="runs"))
+    watch.look()
+    state = TestClient(build_app(watch, OrderDesk(None, None), static=static), base_url="http://localhost").get(
+        "/api/state"
+    )
+    assert set(state.json()) == STATE_KEYS
+    assert set(state.json()["run"]) == RUN_KEYS
+    assert state.json()["run_id"] is None
+    assert state.json()["run"]["state"] == "waiting"
+
+
+def test_state_says_how_the_run_goes(page: TestClient) -> None:
+    state = page.get("/api/state").json()
+    run = state["run"]
+    assert (run["step"], run["total_steps"], run["round"], run["tokens_per_s"]) == (20, 100, 20, 300.0)
+    assert run["left_s"] == pytest.approx(160, rel=0.1)
+    assert run["cost"]["per_hour"] == 108.0
+    assert run["cost"]["so_far"] == pytest.approx(3 * 40 / 3600 * 36)
+    assert (state["age_s"], state["run"]["state"]) == (60.0, "training")
+
+
+def test_earlier_moment_is_shown(page: TestClient) -> None:
+    state = page.get("/api/state", params={"at": BEGIN_S + 20.5}).json()
+    assert (state["at_s"], state["run"]["step"], state["rounds"][-1]["round"]) == (BEGIN_S + 20.5, 10, 10)
+    assert state["to_s"] == BEGIN_S + 40
+
+
+@pytest.mark.parametrize("query", ["at=x", "at=nan", "at=-1", "at=1e99"])
+def test_moment_that_is_none_is_refused(page: TestClient, query: str) -> None:
+    assert page.get(f"/api/state?{query}").status_code == HTTPStatus.BAD_REQUEST
+
+
+def test_series_has_curves(page: TestClient) -> None:
+    series = page.get("/api/series?by=step&points=400").json()
+    assert [one["key"] for one in series["series"]][:4] == ["loss", "tokens_per_s", "mfu", "nodes"]
+    assert series["series"][0]["x"][-1] == 20
+    for query in ("by=weight", "points=1", "points=9999", "points=x", "points=-3"):
+        assert page.get(f"/api/series?{query}").status_code == HTTPStatus.BAD_REQUEST
+
+
+def test_numbers_that_json_lacks_are_null(static: Path) -> None:
+    facts = [*joined("a", 0), Fact("a", {"step": 1, "at_s": BEGIN_S, "train/loss": "nan", "train/mfu": math.inf})]
+    page = TestClient(build_app(watch_of(facts), OrderDesk(None, None), static=static), base_url="http://localhost")
+    assert json.loads(page.get("/api/state").text, parse_constant=pytest.fail)["nodes"][0]["loss"] is None
+
+
+def test_same_document_is_not_sent_twice(page: TestClient) -> None:
+    first = page.get("/api/state")
+    assert first.headers["content-encoding"] == "gzip"
+    again = page.get("/api/state", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (HTTPStatus.NOT_MODIFIED, b"")
+
+
+@pytest.mark.parametrize("path", ["/", "/static/board.js", "/api/state", "/healthz", "/nothing", "/api/orders"])
+def test_every_answer_carries_the_headers(page: TestClient, path: str) -> None:
+    answer = page.get(path)
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+
+
+def test_files_are_those_of_the_page_only(page: TestClient) -> None:
+    assert page.get("/").text.startswith("<!doctype html>")
+    assert page.get("/static/board.js").headers["content-type"].startswith("text/javascript")
+    assert "uPlot" in page.get("/static/uplot.js").text
+    assert page.get("/static/uplot.css").headers["content-type"].startswith("text/css")
+    for path in ("/static/../app.py", "/static/%2e%2e%2fapp.py", "/static/..%2fcommand.py", "/static/none.js"):
+        assert page.get(path).status_code == HTTPStatus.NOT_FOUND
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8420", "10.0.0.1:8420", ""])
+def test_names_of_others_are_refused(page: TestClient, host: str) -> None:
+    assert page.get("/api/state", headers={"host": host}).status_code == HTTPStatus.MISDIRECTED_REQUEST
+
+
+def test_wider_address_takes_addresses_and_no_strange_names() -> None:
+    is_ours = names_of("0.0.0.0")
+    assert is_ours("10.0.0.1")
+    assert is_ours("localhost")
+    assert not is_ours("evil.example")
+
+
+def test_order_with_the_token_is_given(page: TestClient, given: list[Order]) -> None:
+    assert ask(page).json() == {"words": "done"}
+    drain = page.post(
+        "/api/orders", json={"order": "drain", "node": "b"},
+        headers={"origin": "http://localhost:8420", "authorization": f"bearer {TOKEN}"},
+    )  # fmt: skip
+    assert drain.status_code == HTTPStatus.OK
+    assert given == [Order("pause"), Order("drain", "b")]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://evil.example"}, HTTPStatus.FORBIDDEN),
+        ({"origin": "null"}, HTTPStatus.FORBIDDEN),
+        ({"origin": ""}, HTTPStatus.FORBIDDEN),
+        ({"authorization": "Bearer wrong"}, HTTPStatus.FORBIDDEN),
+        ({"authorization": ""}, HTTPStatus.FORBIDDEN),
+        ({"authorization": f"Basic {TOKEN}"}, HTTPStatus.FORBIDDEN),
+        ({"content-type": "text/plain"}, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
+    ],
+)
+def test_order_of_a_stranger_is_refused(
+    page: TestClient, given: list[Order], headers: dict[str, str], status: HTTPStatus
+) -> None:
+    answer = ask(page, **headers)
+    assert (answer.status_code, given) == (status, [])
+    assert set(answer.json()) == {"error"}
+    assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize(
+    "body", ["", "[]", "{", '{"order":"stop"}', '{"order":"drain"}', '{"order":"rollback","step":"1"}', "[" * 9000]
+)
+def test_order_that_is_none_is_refused(page: TestClient, given: list[Order], body: str) -> None:
+    headers = {
+        "origin": "http://localhost:8420", "authorization": f"Bearer {TOKEN}", "content-type": "application/json",
+    }  # fmt: skip
+    assert page.post("/api/orders", content=body, headers=headers).status_code == HTTPStatus.BAD_REQUEST
+    assert given == []
+
+
+def test_order_that_makes_no_sense_says_why(page: TestClient) -> None:
+    headers = {"origin": "http://localhost:8420", "authorization": f"Bearer {TOKEN}"}
+    answer = page.post("/api/orders", json={"order": "rollback", "step": 7}, headers=headers)
+    assert answer.status_code == HTTPStatus.CONFLICT
+    assert answer.json() == {"error": "there is no good checkpoint of step 7"}
+
+
+def test_few_wrong_tokens_a_minute_are_heard() -> None:
+    now_s = [0.0]
+    desk = OrderDesk(TOKEN, lambda order: order.action, now=lambda: now_s[0])
+    statuses: list[HTTPStatus] = []
+    for _ in range(WRONG_TOKENS + 1):
+        with pytest.raises(Exception, match="token") as refused:
+            desk.take("Bearer guess", {"order": "pause"})
+        statuses.append(refused.value.status)  # type: ignore[attr-defined]
+    assert statuses == [HTTPStatus.FORBIDDEN] * WRONG_TOKENS + [HTTPStatus.TOO_MANY_REQUESTS]
+    now_s[0] = 61.0
+    assert desk.take(f"Bearer {TOKEN}", {"order": "pause"}) == "pause"
+
+
+def test_page_without_token_takes_no_orders(static: Path) -> None:
+    page = TestClient(build_app(watch_of([]), OrderDesk(None, None), static=static), base_url="http://localhost:8420")
+    answer = ask(page, authorization="Bearer ")
+    assert answer.status_code == HTTPStatus.FORBIDDEN
+    assert "run.token" in answer.json()["error"]
+
+
+def test_failure_inside_gives_no_traceback(static: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of([])
+    monkeypatch.setattr(watch, "state", lambda at_s: 1 / 0)
+    page = TestClient(build_app(watch, OrderDesk(None, None), static=static), base_url="http://localhost")
+    answer = page.get("/api/state")
+    assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+    assert answer.json() == {"error": "the page failed; its console says why"}
+    assert "x-content-type-options" in answer.headers
+
+
+def test_store_that_is_away_is_said_and_comes_back() -> None:
+    source = MadeFacts(joined("a", 0))
+    watch = RunWatch(lambda: source)
+    watch.look()
+    source.problem = StoreLost("the store is away")
+    watch.look()
+    assert json.loads(watch.state().body)["problem"] == "the store is away"
+    source.problem, source.facts = None, [event("a", 5, "left", reason="done")]
+    watch.look()
+    state = json.loads(watch.state(BEGIN_S + 5).body)
+    assert (state["problem"], state["nodes"][0]["state"]) == (None, "left")

@@ -1,0 +1,135 @@
+"""`zeroband board`: which run it shows, what it says when it cannot, and the page over a real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.made_runs import run_of
+
+from zeroband.observe.facts import Fact
+from zeroband.tools.board import command
+from zeroband.tools.board.state import RunWatch, find_run
+
+
+def write(run_dir: Path, facts: Sequence[Fact]) -> None:
+    for node_id, record in facts:
+        node_dir = run_dir / node_id
+        node_dir.mkdir(parents=True, exist_ok=True)
+        with (node_dir / ("events.jsonl" if "kind" in record else "metrics.jsonl")).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def facts_of(rounds: int) -> list[Fact]:
+    return [fact for facts in run_of(("a", "b"), rounds) for fact in facts]
+
+
+def test_newest_run_in_a_folder_is_shown(tmp_path: Path) -> None:
+    assert find_run(tmp_path / "none") is None
+    assert find_run(tmp_path) is None
+    write(tmp_path / "old", facts_of(1))
+    for path in (tmp_path / "old").glob("*/*"):
+        os.utime(path, (1.0, 1.0))
+    write(tmp_path / "new", facts_of(1))
+    found = find_run(tmp_path)
+    assert found is not None
+    assert found.run_id == "new"
+    named = find_run(tmp_path / "old")
+    assert named is not None
+    assert named.run_id == "old"
+
+
+def test_run_that_appears_later_is_shown(tmp_path: Path) -> None:
+    watch = RunWatch(lambda: find_run(tmp_path / "runs"))
+    watch.look()
+    assert json.loads(watch.state().body)["run_id"] is None
+    before = watch.version
+    write(tmp_path / "runs" / "first", facts_of(3))
+    watch.look()
+    assert watch.version > before
+    state = json.loads(watch.state(2e9).body)
+    assert (state["run_id"], state["run"]["round"]) == ("first", 3)
+
+
+def test_broken_lines_are_said(tmp_path: Path) -> None:
+    write(tmp_path / "run", facts_of(3))
+    with (tmp_path / "run" / "a" / "events.jsonl").open("a") as file:
+        file.write('not json\n{"kind": "left"}\n{"half')
+    watch = RunWatch(lambda: find_run(tmp_path))
+    watch.look()
+    state = json.loads(watch.state().body)
+    assert state["problem"] == "2 lines of this run's files could not be read; the others are shown"
+    assert state["run"]["round"] == 3
+
+
+def test_setting_is_read_beside_the_facts(tmp_path: Path) -> None:
+    write(tmp_path / "run", facts_of(1))
+    (tmp_path / "run" / "a" / "config.toml").write_text('[outer]\ntype = "diloco"\ninner_steps = 15\n')
+    watch = RunWatch(lambda: find_run(tmp_path))
+    watch.look()
+    run = json.loads(watch.state().body)["run"]
+    assert run["config_words"] == "1k parameters, diloco, a round every 15 steps"
+
+
+def test_port_that_is_taken_is_said_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main([str(tmp_path), "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"port {port}" in said
+    assert f"--port {port % 65535 + 1}" in said
+
+
+def test_missing_extra_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert command.main([]) == 2
+    assert "uv sync --extra board" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["--port=70000", "--port=x", "--price-per-hour=-1"])
+def test_wrong_arguments_are_refused(argument: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main([argument])
+    assert refused.value.code == 2
+
+
+@pytest.mark.slow
+def test_page_over_a_real_socket(tmp_path: Path) -> None:
+    write(tmp_path / "run", facts_of(2))
+    arguments = [sys.executable, "-m", "zeroband.tools.board", str(tmp_path), "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ZERO_BAND_")}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split(" is at ")[1].split()[0]
+            with httpx.Client(base_url=address, timeout=20.0, trust_env=False) as client:
+                assert client.get("/healthz").text == "ok"
+                with client.stream("GET", "/api/stream") as stream:
+                    lines = stream.iter_lines()
+                    first = read_event(lines)
+                    write(tmp_path / "run", facts_of(3)[-2:])
+                    until_s = time.monotonic() + 20
+                    while read_event(lines) <= first and time.monotonic() < until_s:
+                        pass
+                assert client.get("/api/state").json()["run"]["round"] == 3
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def read_event(lines) -> int:  # type: ignore[no-untyped-def]
+    """The version that the next event tells."""
+    for line in lines:
+        if line.startswith("data: "):
+            return int(json.loads(line.removeprefix("data: "))["version_of_state"])
+    raise AssertionError("the stream ended")
