@@ -44,6 +44,7 @@ _COMMANDS = {
     "ctl": _Command("tools.ctl", "pause | resume | drain NODE | rollback --step N | status: orders to a whole run"),
     "status": _Command("observe.status", "RUN_DIR: how a run goes, from the files of its nodes"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
+    "report": _Command("tools.report.command", "RUN_DIR: everything about a run in one HTML file, for later"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),

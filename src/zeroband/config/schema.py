@@ -179,6 +179,9 @@ class ObserveConfig(Section):
     """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
     """Length of that continuation in tokens."""
+    report: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
+    """Write `report.html` into the run directory when the last node in it has finished. `zeroband report` writes it at
+    any time."""
 
 
 _STEPS_BETWEEN = 500

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from zeroband import __version__
 from zeroband.errors import ConfigError
+from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.status import find_run_dir
 from zeroband.tools.report.facts_in_words import Cost, node_hours
 from zeroband.tools.report.page import page
 from zeroband.tools.report.record import read_record
 
-REPORT_FILE = "report.html"
 _EXIT_CONFIG = 2
 
 
