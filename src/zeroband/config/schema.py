@@ -182,6 +182,10 @@ class ObserveConfig(Section):
     report: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
     """Write `report.html` into the run directory when the last node in it has finished. `zeroband report` writes it at
     any time."""
+    board: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
+    """Serve the run's page from this node, on this machine only, as long as its trainer runs (`zeroband board`)."""
+    board_port: PositiveInt = Field(default=8420, le=65535, json_schema_extra=NODE_LOCAL)
+    """Port of that page."""
 
 
 _STEPS_BETWEEN = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -54,12 +55,14 @@ class FactSource(Protocol):
 class FolderFacts(FactSource):
     """Follows the files of all nodes of a run; nodes may appear at any time.
 
-    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet.
+    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: a call of `read` takes no more of a file,
+    for who must not hold a long past in memory at once; calls go on until one gives nothing.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, most_bytes: int | None = None) -> None:
         self._run_dir = run_dir
-        self._nodes: dict[str, tuple[JsonlTail, JsonlTail]] = {}
+        self._most_bytes = most_bytes
+        self._nodes: dict[str, tuple[_File, _File]] = {}
 
     @property
     def run_id(self) -> str:
@@ -73,21 +76,53 @@ class FolderFacts(FactSource):
         if self._run_dir.is_dir():
             for folder in self._run_dir.iterdir():
                 if folder.name not in self._nodes and is_node_folder(folder):
-                    self._nodes[folder.name] = (JsonlTail(folder / EVENTS_FILE), JsonlTail(folder / METRICS_FILE))
+                    self._nodes[folder.name] = (_File(folder / EVENTS_FILE), _File(folder / METRICS_FILE))
         return sorted(self._nodes)
 
     def read(self) -> list[Fact]:
         """What is new; a node's two files are merged by the clock of the process that wrote both."""
         found: list[Fact] = []
         for node_id in self.node_ids():
-            events, metrics = self._nodes[node_id]
-            found += [Fact(node_id, record) for record in sorted(events.read() + metrics.read(), key=_at_s)]
+            files = self._nodes[node_id]
+            for file in files:
+                file.read(self._most_bytes)
+            until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
+            records = [record for file in files for record in file.take(until_s)]
+            found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
         return found
 
     def skipped_lines(self) -> dict[str, int]:
-        return {node_id: sum(tail.skipped_lines for tail in tails) for node_id, tails in self._nodes.items()}
+        return {node_id: sum(file.skipped_lines for file in files) for node_id, files in self._nodes.items()}
 
     def close(self) -> None: ...
+
+
+class _File:
+    """One file of a node, and what was read of it and not given out yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonlTail(path)
+        self._held: list[dict[str, Any]] = []
+
+    @property
+    def skipped_lines(self) -> int:
+        return self._tail.skipped_lines
+
+    def read(self, most_bytes: int | None) -> None:
+        """Read on, unless what was read before is still here."""
+        if not self._held:
+            self._held = self._tail.read(most_bytes)
+
+    @property
+    def known_until_s(self) -> float:
+        """Time of the newest record that was read; without end where there is no more for now."""
+        return max(map(_at_s, self._held)) if self._held and self._tail.has_more else math.inf
+
+    def take(self, until_s: float) -> list[dict[str, Any]]:
+        """Give out the records up to a time."""
+        taken = [record for record in self._held if not _at_s(record) > until_s]
+        self._held = [record for record in self._held if _at_s(record) > until_s]
+        return taken
 
 
 def is_node_folder(path: Path) -> bool:

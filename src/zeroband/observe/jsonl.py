@@ -96,16 +96,23 @@ class JsonlTail:
         self._inode = 0
         self.skipped_lines = 0
         """Whole lines that were no JSON object."""
+        self.has_more = False
+        """Whether the last call stopped at its bound."""
 
-    def read(self) -> list[dict[str, Any]]:
-        """The new records, in the order of the file."""
+    def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
+        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole."""
+        self.has_more = False
         try:
+            seen = self._path.stat()  # a tenth of what opening costs
+            if (seen.st_ino, seen.st_size) == (self._inode, self._offset):
+                return []
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset = status.st_ino, 0
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read() if most_bytes is None else file.read(most_bytes) + file.readline()
+                self.has_more = self._offset + len(data) < status.st_size
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]

@@ -21,6 +21,7 @@ from zeroband.data.ledger import Ledger, count
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import ConfigError, Leaving, RunOver
+from zeroband.node.page import open_page
 from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
@@ -390,6 +391,11 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
         return SilentReport()
     report = TrainerReport(node)
     stack.callback(report.close)
+    observe = node.config.observe
+    if observe.board:
+        address = open_page(node.node_dir.parent, node.node_dir, port=observe.board_port, stack=stack)
+        if address is not None:
+            _log.info(f"the page of this run is at {address}")
     report.started()
     stack.push(report.leave)
     departure = node.departure

@@ -29,6 +29,8 @@ from zeroband.tools.board.state import RunWatch, find_run
 
 PORT = 8420
 _EXIT_CONFIG = 2
+_NICE = 10
+"""Where processors are short, whoever trains beside the page goes first."""
 _ASKED = ("starlette", "uvicorn", "youplot")
 
 
@@ -103,6 +105,7 @@ def serve(arguments: argparse.Namespace) -> None:
         app, log_level="warning", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
         timeout_graceful_shutdown=1, timeout_keep_alive=30,
     )  # fmt: skip
+    os.nice(_NICE)
     watch.start()
     try:
         if arguments.open:

@@ -6,15 +6,15 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
 from zeroband import __version__
 from zeroband.observe.events import EVENTS
-from zeroband.observe.history import Axis, RoundView, RunHistory, Span
+from zeroband.observe.history import Axis, LinkView, RoundView, RunHistory, Span
 from zeroband.observe.status import human_count
-from zeroband.observe.view import NodeView, RunView
+from zeroband.observe.view import EventView, NodeView, RunView
 from zeroband.observe.words import event_in_words
 
 SHOWN_ROUNDS = 120
@@ -33,7 +33,7 @@ class Setting:
     detect_s: float | None = None
     config_words: str = ""
     price_per_hour: float | None = None
-    """Of a node, in US dollars."""
+    """What a node costs, in US dollars."""
     orders_allowed: bool = False
     orders_why: str = ""
     sample: tuple[str, float, str] | None = None
@@ -97,8 +97,6 @@ def state_document(
     spans = {node.node_id: known.standing(node.node_id, at_s) for node in view.nodes}
     waiting = known.waiting_for(to_s + age_s) if at_s is None and to_s is not None and age_s is not None else None
     state, words = _run_state(view, spans, None if at_s is not None else age_s, waiting is not None)
-    events = known.events(at_s)[-SHOWN_EVENTS:]
-    sample = setting.sample
     return {
         "run_id": run_id,
         "place": setting.place,
@@ -111,44 +109,43 @@ def state_document(
         "problem": problem,
         "run": {"state": state, "words": words, **_numbers(known, view, spans, setting, shown_s)},
         "nodes": [_node(known, node, spans[node.node_id], at_s) for node in view.nodes],
-        "waiting_for": None
-        if waiting is None
-        else {"nodes": list(waiting.nodes), "since_s": waiting.since_s, "words": waiting.words},
-        "promises": [
-            {"key": one.key, "title": one.title, "state": one.state, "words": one.words, "evidence": list(one.evidence)}
-            for one in known.promises(detect_s=setting.detect_s)
-        ],
-        "links": [
-            {
-                "from": link.from_id,
-                "to": link.to_id,
-                "mbit_s": link.mbit_s,
-                "rtt_ms": link.rtt_ms,
-                "is_cut_off": link.is_cut_off,
-            }
-            for link in known.links()
-        ],
+        "waiting_for": None if waiting is None else asdict(waiting),
+        "promises": [asdict(one) for one in known.promises(detect_s=setting.detect_s)],
+        "links": [_link(link) for link in known.links()],
         "rounds": [],
         "membership": [
             {"id": node_id, "spans": [[_ms(s.from_s), _ms(s.to_s), s.standing] for s in stays]}
             for node_id, stays in known.membership().items()
         ],
-        "events": [
-            {
-                "at_s": _ms(event.at_s),
-                "node_id": event.node_id,
-                "kind": event.kind,
-                "words": event_in_words(event),
-                "level": level_of(event.kind),
-            }
-            for event in events
-        ],
+        "events": [_event(event) for event in known.events(at_s)[-SHOWN_EVENTS:]],
         "checkpoints": [
             {"step": one.step, "round": one.round, "at_s": _ms(one.at_s), "bytes": one.bytes, "took_s": one.took_s}
             for one in known.checkpoints(at_s)[-SHOWN_CHECKPOINTS:]
         ],
-        "sample": None if sample is None else {"node_id": sample[0], "at_s": sample[1], "text": sample[2]},
+        "sample": None
+        if setting.sample is None
+        else dict(zip(("node_id", "at_s", "text"), setting.sample, strict=True)),
         "orders": {"allowed": setting.orders_allowed, "why": setting.orders_why},
+    }
+
+
+def _event(event: EventView) -> dict[str, Any]:
+    return {
+        "at_s": _ms(event.at_s),
+        "node_id": event.node_id,
+        "kind": event.kind,
+        "words": event_in_words(event),
+        "level": level_of(event.kind),
+    }
+
+
+def _link(link: LinkView) -> dict[str, Any]:
+    return {
+        "from": link.from_id,
+        "to": link.to_id,
+        "mbit_s": link.mbit_s,
+        "rtt_ms": link.rtt_ms,
+        "is_cut_off": link.is_cut_off,
     }
 
 

@@ -30,8 +30,11 @@ _SHARE = 0.005
 """Share of a core that making documents may take: after one that took t seconds, t / _SHARE pass before the next."""
 _LONGEST_S = 10.0
 _STOP_S = 5.0
+_CHUNK_BYTES = 64 * 1024
+"""Most that is read of a file at once: a long past is folded piece by piece."""
 _SAMPLE = "sample.txt"
 _SAMPLE_CHARS = 4000
+_SAMPLE_EVERY_S = 10.0
 
 _log = get_logger(__name__)
 
@@ -71,6 +74,9 @@ class RunWatch:
         self._problem: str | None = None
         self._arrived_s: float | None = None
         """When the newest fact came, by the monotonic clock; None: it was there when this began."""
+        self._has_caught_up = False
+        """Whether what was there before this page has been read."""
+        self._sample_due_s = 0.0
         self._asked_s = -_WATCHED_S
         self._encoder = Encoder()
         self._newest: tuple[int, float, Answer] | None = None
@@ -109,16 +115,16 @@ class RunWatch:
         if was_idle:
             self._woken.set()
 
-    def look(self) -> None:
-        """Read what is new."""
+    def look(self) -> bool:
+        """Read what is new, or the next piece of it. Whether there was something."""
         if self._source is None:
             try:
                 self._source = self._find()
             except (ConfigError, StoreLost, OSError) as error:
                 self._note(str(error))
-                return
+                return False
             if self._source is None:
-                return
+                return False
             with self._lock:
                 self._history, self._arrived_s = RunHistory(self._source.run_id), None
                 self._setting = read_setting(self._setting, self._source)
@@ -127,22 +133,26 @@ class RunWatch:
             facts = self._source.read()
         except (ConfigError, StoreLost, OSError) as error:
             self._note(str(error))
-            return
+            return False
         history = self._history
         assert history is not None, "there is one for each source"
         with self._lock:
-            is_first = self._arrived_s is None and history.to_s is None
             for node_id in self._source.node_ids():
                 history.appeared(node_id)
             for start in range(len(facts)):
                 history.add(facts[start])
         if facts:
-            self._arrived_s = None if is_first else time.monotonic()
+            self._arrived_s = time.monotonic() if self._has_caught_up else None
             if self._setting.detect_s is None:
                 self._setting = read_setting(self._setting, self._source)
-            self._setting = read_sample(self._setting, self._source)
             self.version += 1
+        else:
+            self._has_caught_up = True
+        if time.monotonic() >= self._sample_due_s:
+            self._setting = read_sample(self._setting, self._source)
+            self._sample_due_s = time.monotonic() + _SAMPLE_EVERY_S
         self._note(self._broken())
+        return bool(facts)
 
     def _broken(self) -> str | None:
         source, history = self._source, self._history
@@ -159,7 +169,8 @@ class RunWatch:
     def _follow(self) -> None:
         while not self._stopping.is_set():
             try:
-                self.look()
+                while self.look() and not self._stopping.is_set():
+                    pass
             except Exception as error:  # noqa: BLE001 - whatever it is, the page goes on and says so
                 _log.warning("the page cannot read the run", exc_info=error)
                 self._note(f"the page cannot read the run: {type(error).__name__}; its console says more")
@@ -215,9 +226,9 @@ def find_run(path: Path) -> FolderFacts | None:
     if not path.is_dir():
         return None
     if _written_s(path) is not None:
-        return FolderFacts(path)
+        return FolderFacts(path, most_bytes=_CHUNK_BYTES)
     runs = {child: at_s for child in path.iterdir() if child.is_dir() and (at_s := _written_s(child)) is not None}
-    return FolderFacts(max(runs, key=lambda run: runs[run])) if runs else None
+    return FolderFacts(max(runs, key=lambda run: runs[run]), most_bytes=_CHUNK_BYTES) if runs else None
 
 
 def _written_s(run_dir: Path) -> float | None:

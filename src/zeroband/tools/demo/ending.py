@@ -62,7 +62,7 @@ def epilogue(
         f"outer state  at the end, {verdict}:",
         *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
-        f"             look at them again: zeroband status {run_dir}",
+        f"             look at them again: zeroband board {run_dir}, or zeroband status {run_dir}",
         *([f"report       {report}"] if report is not None else []),
     ]
     if sample is not None:

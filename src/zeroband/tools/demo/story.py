@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 
 from zeroband.config import RunConfig, load_config
 from zeroband.config.outer import RoundsConfig
 from zeroband.errors import ConfigError, ZerobandError
+from zeroband.node.page import open_page
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster import LocalCluster
@@ -30,6 +32,7 @@ steps while the node imports torch, twice, on shared cores; so it is back for th
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "demo.toml"
 _SAMPLE = "sample.txt"
+_PAGE_PORT = 8420
 _FRAME_S = 0.25
 _DEADLINE_S = 1800.0
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
@@ -56,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the demo. Returns the exit code: 0 when all ended well and every node holds the same outer state."""
     _, overrides = _parser().parse_known_args(argv)
     try:
-        with counted_interrupts() as interrupts, open_cluster(overrides) as cluster:
+        with ExitStack() as stack, counted_interrupts() as interrupts, open_cluster(overrides) as cluster:
+            address = open_page(cluster.run_dir, cluster.run_dir, port=_PAGE_PORT, stack=stack, takes_another=True)
+            if address is not None:
+                print(f"Watch it in a browser: {address}\n", flush=True)
             story = Story(cluster, load_config(cluster.arguments, cluster.environment(NODES[0], 1)))
             with open_screen(sys.stdout) as screen:
                 story.play(screen, interrupts)

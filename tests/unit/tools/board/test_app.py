@@ -275,6 +275,19 @@ def test_failure_inside_gives_no_traceback(static: Path, monkeypatch: pytest.Mon
     assert "x-content-type-options" in answer.headers
 
 
+def test_age_counts_from_the_arrival_of_what_is_new() -> None:
+    source = MadeFacts(joined("a", 0))
+    watch = RunWatch(lambda: source, now=lambda: BEGIN_S + 1000)
+    for more in ([event("a", 1, "joined", member_id="a#1", round=0)], []):  # the past may come in pieces
+        watch.look()
+        source.facts = more
+    watch.look()
+    assert json.loads(watch.state(BEGIN_S + 1).body)["age_s"] == 999
+    source.facts = [event("a", 2, "left", reason="done")]
+    watch.look()
+    assert json.loads(watch.state(BEGIN_S + 2).body)["age_s"] < 100
+
+
 def test_store_that_is_away_is_said_and_comes_back() -> None:
     source = MadeFacts(joined("a", 0))
     watch = RunWatch(lambda: source)
