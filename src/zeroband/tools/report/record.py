@@ -21,8 +21,8 @@ from zeroband.observe.metrics import METRICS_FILE
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
 
 CONFIG_FILE, SAMPLE_FILE = "config.toml", "sample.txt"
-AUDITED_BYTES = 256 * 2**20
-"""Most bytes of events that are audited here: the audit holds every round in memory."""
+AUDITED_BYTES = 32 * 2**20
+"""Most bytes of events that are audited here: the audit holds every round in memory, some 15 times as much."""
 
 _SAMPLE_CHARS = 4000
 _SECRET_NAMES = ("token", "password", "secret", "api_key", "credentials")

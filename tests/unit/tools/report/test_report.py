@@ -272,3 +272,13 @@ def test_command_names_what_it_wrote_and_refuses_a_folder_without_a_run(
     assert zeroband.cli.main(["report", str(folder), "--out", str(tmp_path / "no" / "x.html")]) == 2
     assert "name another file with --out" in capsys.readouterr().err
     assert not list(tmp_path.glob(".x*"))
+
+
+def test_events_too_large_to_hold_are_not_audited_and_that_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroband.tools.report.record.AUDITED_BYTES", 100)
+    said = Checked(page(read_record(folder, now_s=AT_S))).text
+    assert (
+        f"Data audit: not measured; the events are too large to replay here; run `zeroband data audit {folder}`" in said
+    )
