@@ -12,6 +12,7 @@ from zeroband.tools.report.facts_in_words import PHASES, duration, phases, when
 _WIDTH, _LEFT, _TOP, _BOTTOM = 960, 56, 8, 36
 _ROUNDS_HEIGHT, _LANE, _NAME = 240, 22, 110
 _MOST_LANES = 200
+_CLOSE = "</svg></div>"
 
 
 def draw_rounds(rounds: Sequence[RoundView]) -> str:
@@ -43,7 +44,9 @@ def draw_rounds(rounds: Sequence[RoundView]) -> str:
     for number in sorted({0, len(shown) // 2, len(shown) - 1}):
         x = _LEFT + (number + 0.5) * step
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{shown[number][0].round}</text>')
-    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_ROUNDS_HEIGHT - 4}" text-anchor="middle">round</text></svg>')
+    parts.append(
+        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_ROUNDS_HEIGHT - 4}" text-anchor="middle">round</text></svg></div>'
+    )
     return f"<figure>{legend_of([(name, f'{name}, s') for name in PHASES])}{''.join(parts)}</figure>"
 
 
@@ -77,13 +80,15 @@ def draw_membership(membership: Mapping[str, Sequence[Span]], from_s: float | No
             parts.append(f'<rect class="block {span.standing}" {at}><title>{text(said)}</title></rect>')
     bottom = len(lanes) * _LANE + 14
     parts.append(f'<text x="{_NAME}" y="{bottom}">start</text>')
-    parts.append(f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">{text(duration(to_s - from_s))}</text></svg>')
+    parts.append(
+        f'<text x="{_WIDTH - 8}" y="{bottom}" text-anchor="end">{text(duration(to_s - from_s))}</text></svg></div>'
+    )
     standings = dict.fromkeys(span.standing for _, spans in lanes for span in spans)
     return f"<figure>{legend_of([(name, name) for name in standings])}{''.join(parts)}</figure>"
 
 
 def _open(height: float, label: str) -> str:
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}" '
-        'xmlns="http://www.w3.org/2000/svg">'
+        f'<div class="scroll"><svg class="chart is-wide" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{label}" xmlns="http://www.w3.org/2000/svg">'
     )
