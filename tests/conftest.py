@@ -6,6 +6,7 @@ mesh of a node with one rank.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -22,8 +23,10 @@ from zeroband.tools.cluster import RedisServer
 def pytest_configure() -> None:
     """Set what all tests rely on, whatever shell started them.
 
-    Interrupts interrupt, also where they were ignored; no example of a property fails because it was slow.
+    Interrupts interrupt, also where they were ignored; no example of a property fails because it was slow; a run writes
+    a report where its test asks for one.
     """
+    os.environ["ZERO_BAND_OBSERVE__REPORT"] = "false"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("busy machines", deadline=None)

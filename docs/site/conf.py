@@ -16,6 +16,7 @@ from sphinx.application import Sphinx
 import zeroband
 
 ROOT = Path(__file__).resolve().parents[2]
+READ = {"deploy", "docs", "wheelhouse"}
 
 project = "zeroband"
 author = "the authors of zeroband"
@@ -24,9 +25,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "deploy/README.md", "wheelhouse/*.md"]
-exclude_patterns = [
-    path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in {"deploy", "docs", "wheelhouse"}
-]
+exclude_patterns = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in READ]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]

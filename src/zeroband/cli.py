@@ -47,6 +47,7 @@ _COMMANDS = {
     "top": _Command("tools.top.command", "[RUN_DIR | --store URL --run-id ID]: the same, redrawn until q"),
     "runs": _Command("tools.runs", "[DIR]: the runs of a folder, newest first"),
     "board": _Command("tools.board.command", "a page that shows a run: its nodes, rounds, curves, events and promises"),
+    "report": _Command("tools.report.command", "RUN_DIR: everything about a run in one HTML file, for later"),
     "health": _Command("tools.health", "whether the trainers on this machine live and get on, for health checks"),
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load"),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),

@@ -6,6 +6,7 @@ import ast
 import gzip
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ SETTINGS = {
     "eval.sources": f"schema={ROOT / 'src' / 'zeroband' / 'config' / 'schema.py'}",
     "observe.sample_prompt": PROMPT,
     "observe.sample_tokens": 20,
+    "observe.report": "true",
     "observe.wandb.mode": "offline",
     "run.token": SECRETS[0],  # in reach of whoever lists processes, but in no file
 }
@@ -306,6 +308,20 @@ def test_nodes_record_their_links(run: Observed) -> None:
         first = next(event["links"] for event in events if event["kind"] == "links")
         assert [link["to"].partition("#")[0] for link in first] == [other]
         assert first[0]["rtt_ms"] > 0 and not first[0]["is_cut_off"]
+
+
+@pytest.mark.slow
+def test_report_of_the_run_lies_beside_its_nodes_and_holds_its_figures(run: Observed) -> None:
+    report = (run.folder / "report.html").read_text()
+    last = [records[-1] for records in run.metrics.values()]
+    loss = sum(record["train/loss"] for record in last) / len(last)
+    for figure in (f"{loss:.4f}", f"{last[0]['eval/loss']:.4f}", f"of {STEPS}", "node0 has done all 6 steps."):
+        assert figure in report, figure
+    assert report.count('data-state="good"><span class="light"') >= 3  # promises that this run kept
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(|<script", report)
+    consoles = [(run.folder / name / "console.log").read_text() for name in run.metrics]
+    assert sum(f"report      {run.folder / 'report.html'}" in console for console in consoles) >= 1  # the last one's
+    assert all(str(run.folder.parent.parent / "checkpoints") in console for console in consoles)
 
 
 @pytest.mark.slow

@@ -11,6 +11,9 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
 
+REPORT_FILE = "report.html"
+"""Name of the report inside the run directory."""
+
 
 class Fact(NamedTuple):
     """One line that a node wrote."""

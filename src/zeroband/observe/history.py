@@ -580,11 +580,8 @@ class RunHistory:
                 self._add_checkpoint(node_id, at_s, record)
             case "checkpoint_failed" | "checkpoint_left_out":
                 self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
-            case "links":
-                node.links = tuple(_link(node_id, link) for link in record["links"])
-            case "join_progress" if node.join is not None:
-                share = int(record["bytes"]) / max(1, int(record["of_bytes"]))
-                node.join = replace(node.join, share=share, bytes_per_s=_number(record, "bytes_per_s"))
+            case "links" | "join_progress":
+                _note_ways(node, node_id, kind, record)
             case "left" if node.fold.newest.member_id is not None:
                 _remember(self._gone, node.fold.newest.member_id, None)
             case _:
@@ -1119,6 +1116,15 @@ def _note_standing(node: _Node, at_s: float, kind: str, record: Mapping[str, Any
         node.took_s.clear()
         node.compute_s = 0.0
     node.stands(at_s, standing, why)
+
+
+def _note_ways(node: _Node, node_id: str, kind: str, record: Mapping[str, Any]) -> None:
+    """How its links are, or how far it has come over them."""
+    if kind == "links":
+        node.links = tuple(_link(node_id, link) for link in record["links"])
+    elif node.join is not None:
+        share = int(record["bytes"]) / max(1, int(record["of_bytes"]))
+        node.join = replace(node.join, share=share, bytes_per_s=_number(record, "bytes_per_s"))
 
 
 def _link(from_id: str, link: Mapping[str, Any]) -> LinkView:

@@ -12,6 +12,7 @@ from pathlib import Path
 from zeroband.config import load_config
 from zeroband.config.load import require_asked
 from zeroband.errors import ConfigError
+from zeroband.observe.facts import REPORT_FILE
 from zeroband.tools.cluster.asked import asked_run
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import TRAINER, LocalCluster
@@ -77,6 +78,8 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
             print("zeroband: ending all nodes; once more to kill them", file=sys.stderr, flush=True)
             cluster.stop(grace_s=_GRACE_S, in_hurry=lambda: interrupts.count > 1)
             return interrupts.exit_code
+        if (report := cluster.run_dir / REPORT_FILE).exists():
+            print(f"zeroband: the whole run is told in {report}", flush=True)
         return worst(cluster)
 
 

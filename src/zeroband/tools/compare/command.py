@@ -34,6 +34,7 @@ from zeroband.tools.compare.search import Losses, best_lr, next_lr
 from zeroband.tools.compare.table import Row, row_of
 from zeroband.tools.compare.trial_progress import Bar, line_of
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
+from zeroband.tools.document.model_words import model_in_words
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET = 1, 2, 3
 _PAGE, _TABLE = "index.html", "table.md"
@@ -207,11 +208,8 @@ class Comparison:
                 "machine",
                 f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
             ),
-            ("model", f"{params} parameters: {config.model.model_dump(exclude_none=True)}"),
-            (
-                "data",
-                f"{read}, {config.data.tokenizer}, {config.data.seq_length} tokens a sample",
-            ),
+            ("model", model_in_words(config.model, params)),
+            ("data", f"{read}, tokenizer {config.data.tokenizer}, {config.data.seq_length} tokens a sample"),
             (
                 "run",
                 f"{config.train.total_steps} steps of {config.train.batch_size} samples a node, {options.nodes} nodes",

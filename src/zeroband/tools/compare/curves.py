@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from zeroband.tools.compare.table import Row
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart."""
-
-    name: str
-    number: int
-    """Number of the method in the table: the same colour in every chart."""
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines over one axis."""
-
-    name: str
-    """Name of its file."""
-    x_label: str
-    is_log: bool
-    series: tuple[Series, ...]
-    y_label: str = "held-out loss, nats per token"
+from zeroband.tools.document.line_chart import Chart, Series
 
 
 def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
@@ -72,22 +48,3 @@ def _mean_loss(row: Row, step: int) -> float | None:
     """Mean over the seeds; None where one has none: a checkpoint is skipped while the one before is being written."""
     losses = [point.loss for run in row.runs for point in run.points if point.step == step and point.loss is not None]
     return statistics.mean(losses) if len(losses) == len(row.runs) else None
-
-
-def ticks(low: float, high: float, *, is_log: bool) -> tuple[float, ...]:
-    """Round numbers that lie in a range, about five of them."""
-    if not low < high:
-        return (low,)
-    if is_log:
-        decades = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        if len(decades) >= 2:
-            return tuple(10.0**d for d in decades)
-        steps = (
-            m * 10.0**d for d in range(math.floor(math.log10(low)), math.ceil(math.log10(high))) for m in (1, 2, 5)
-        )
-        return tuple(t for t in steps if low <= t <= high)
-    raw = (high - low) / 5
-    unit = 10 ** math.floor(math.log10(raw))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw)
-    first = math.ceil(low / step - 1e-9)
-    return tuple(round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from zeroband.observe.status import human_bytes
 from zeroband.tools.compare.claims import ClaimVerdict
-from zeroband.tools.compare.curves import Chart
 from zeroband.tools.compare.results import Outcome
-from zeroband.tools.compare.svg import draw
 from zeroband.tools.compare.table import ALONE, REFERENCE, Row, find, gap, ppl_ratio, statement
+from zeroband.tools.document import html as parts
+from zeroband.tools.document.line_chart import Chart, draw
 
 COLUMNS: Mapping[str, str] = {
     "method": "settings behind the name",
@@ -30,6 +29,19 @@ COLUMNS: Mapping[str, str] = {
     "wall": "of the run here, with starting and ending its processes; at the link: simulated",
 }
 """Columns of the table, and what they mean."""
+UNITS: Mapping[str, str] = {
+    "loss": "nats/token",
+    "of ddp": "ratio",
+    "gap closed": "%",
+    "2N/up": "ratio",
+    "up": "bytes/token",
+    "down": "bytes/token",
+    "peak": "bytes",
+    "computes": "% of time",
+    "at link": "% of time",
+    "wall": "here, at the link",
+}
+"""Units of columns, for the page."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +101,37 @@ def markdown(report: ResultPage) -> str:
 
 def html(report: ResultPage) -> str:
     """The whole page."""
-    sections = [
-        f"<h1>{escape(report.title)}</h1>",
-        _definitions(report.setting),
-        f"<pre>{escape(report.command)}</pre>",
-        _table(tuple(COLUMNS), [cells(row, report.rows) for row in report.rows], COLUMNS),
-        _list("Before believing it", statement(report.rows)),
-        _list("What it should show", [str(verdict) for verdict in report.verdicts]),
-        *(f"<figure>{draw(chart)}</figure>" for chart in report.charts),
-        _list("Known of these settings", report.cautions),
-        "<h2>All runs</h2>",
-        _table(("method", "lr", "seed", "state", "loss", "seconds", "why"), [_run(o) for o in report.outcomes], {}),
-        "<h2>Columns</h2>",
-        _definitions(list(COLUMNS.items())),
+    body = [
+        f"<h1>{parts.text(report.title)}</h1>",
+        '<p class="lead">Methods of distributed training, from one start, on the same data, each at its best learning '
+        "rate.</p>",
+        parts.section(
+            "Results",
+            parts.table(
+                tuple(COLUMNS), [cells(row, report.rows) for row in report.rows], units=UNITS, meanings=COLUMNS
+            ),
+            parts.folded("What the columns mean", parts.definitions(list(COLUMNS.items()))),
+        ),
+        parts.section("Before believing it", parts.bullets(statement(report.rows))),
+        parts.section("What it should show", parts.bullets([str(verdict) for verdict in report.verdicts])),
+        parts.section(
+            "Held-out loss",
+            parts.side_by_side(*(parts.card(f"Against {chart.x_label}", draw(chart)) for chart in report.charts)),
+        ),
+        parts.section(
+            "Setting", parts.definitions(report.setting), f"<pre>{parts.text(report.command)}</pre>", anchor="setting"
+        ),
+        parts.section("Known of these settings", parts.bullets(report.cautions)),
+        parts.section(
+            "All runs",
+            parts.table(
+                ("method", "lr", "seed", "state", "loss", "took", "why"),
+                [_run(outcome) for outcome in report.outcomes],
+                units={"loss": "nats/token", "took": "s"},
+            ),
+        ),
     ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(report.title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(filter(None, sections)) + "\n</body></html>\n"
-    )
+    return parts.document(report.title, body)
 
 
 def _run(outcome: Outcome) -> tuple[str, ...]:
@@ -114,30 +139,3 @@ def _run(outcome: Outcome) -> tuple[str, ...]:
     why = outcome.failure.splitlines()[0] if outcome.failure else ""
     place = (outcome.arm, f"{outcome.lr:g}", str(outcome.seed))
     return (*place, outcome.state, loss, f"{outcome.took_s:.0f}", why)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], meanings: Mapping[str, str]) -> str:
-    head = "".join(f'<th title="{escape(meanings.get(name, name))}">{escape(name)}</th>' for name in header)
-    body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _list(title: str, lines: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h2>{escape(title)}</h2><ul>{items}</ul>" if lines else ""
-
-
-def _definitions(pairs: Sequence[tuple[str, str]]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in pairs)}</dl>"
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
-table { display: block; overflow-x: auto }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
-pre { background: #f5f5f5; padding: .6rem; overflow-x: auto }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem } dt { font-weight: 600 } dd { margin: 0 }
-figure { margin: 1rem 0 } svg { width: 100%; max-width: 760px; font: 12px system-ui, sans-serif }
-svg .frame { fill: none; stroke: #999 } svg .grid { stroke: #eee }
-"""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.observe.status import human_count
-from zeroband.tools.compare.curves import Chart, ticks
-from zeroband.tools.compare.svg import COLOURS
+from zeroband.tools.document.line_chart import Chart, ticks
+
+COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#565f67")
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> tuple[Path, ...]:

@@ -41,7 +41,15 @@ def first_and_last_loss(run: RunView) -> tuple[float, float]:
     return (fmean(first), fmean(last)) if first and last else (math.nan, math.nan)
 
 
-def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: str | None, took_s: float) -> str:
+def epilogue(
+    run: RunView,
+    node_ids: Sequence[str],
+    *,
+    run_dir: Path,
+    sample: str | None,
+    took_s: float,
+    report: Path | None = None,
+) -> str:
     """Write everything that the demo prints when it is over."""
     first, last = first_and_last_loss(run)
     digests = final_digests(run, node_ids)
@@ -55,6 +63,7 @@ def epilogue(run: RunView, node_ids: Sequence[str], *, run_dir: Path, sample: st
         *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
         f"             look at them again: zeroband board {run_dir}, or zeroband status {run_dir}",
+        *([f"report       {report}"] if report is not None else []),
     ]
     if sample is not None:
         lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]

@@ -15,6 +15,7 @@ from zeroband.config import RunConfig, load_config
 from zeroband.config.outer import RoundsConfig
 from zeroband.errors import ConfigError, ZerobandError
 from zeroband.node.page import open_page
+from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.view import RunView
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.asked import asked_run
@@ -197,10 +198,12 @@ class Story:
     def epilogue(self) -> str:
         """The last words."""
         sample = self._cluster.run_dir / NODES[0] / _SAMPLE
+        report = self._cluster.run_dir / REPORT_FILE
         return epilogue(
             self._cluster.view(),
             NODES,
             run_dir=self._cluster.run_dir,
+            report=report if report.exists() else None,
             sample=sample.read_text(errors="replace") if sample.exists() else None,
             took_s=time.monotonic() - self._from_s,
         )

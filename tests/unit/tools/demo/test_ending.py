@@ -68,6 +68,10 @@ def test_epilogue_says_what_was_shown(ended: RunView, said: str) -> None:
 
 def test_epilogue_puts_no_secret_on_a_command_line(run: RunView) -> None:
     text = epilogue(run, NODE_IDS, run_dir=Path("runs/demo"), sample=None, took_s=83.2)
+    assert "report.html" not in text
+    report = Path("runs/demo/report.html")
+    told = epilogue(run, NODE_IDS, run_dir=report.parent, sample=None, took_s=83.2, report=report)
+    assert "report       runs/demo/report.html" in told.splitlines()
     assert "ZERO_BAND_RUN__TOKEN_FILE=token" in text
     assert "--run.token" not in text and "SECRET" not in text
 
