@@ -164,7 +164,7 @@ class JoinView:
     state: str
     why: str
     share: float | None = None
-    """Of the run's state that it fetches, what is there and verified."""
+    """What is there and verified of the state that it fetches."""
     bytes_per_s: float | None = None
 
 
