@@ -34,6 +34,11 @@ class FactSource(Protocol):
         """Where it reads, for people: a folder, or a store without its password."""
         ...
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the nodes' other files lie; None where only their facts can be had."""
+        return None
+
     def node_ids(self) -> Sequence[str]:
         """The nodes that there are."""
         ...
@@ -71,6 +76,10 @@ class FolderFacts(FactSource):
     @property
     def place(self) -> str:
         return str(self._run_dir)
+
+    @property
+    def folder(self) -> Path:
+        return self._run_dir
 
     def node_ids(self) -> list[str]:
         if self._run_dir.is_dir():

@@ -38,8 +38,14 @@ def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.env
         return FolderFacts(find_run_dir(run_dir))
     if url is None or run_id is None:
         raise ConfigError("--store needs --run-id: a store may hold several runs")
-    from zeroband.config.token_file import read_token
     from zeroband.elastic.store.facts import StoreFacts
 
-    token = environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
-    return StoreFacts(url, run_id, token)
+    return StoreFacts(url, run_id, token_of(options, environ))
+
+
+def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The run's token that the arguments or the environment name. Raises ConfigError."""
+    from zeroband.config.token_file import read_token
+
+    token_file: Path | None = options.token_file
+    return environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()

@@ -1,8 +1,8 @@
-"""`zeroband board [RUN_DIR]`: a page that shows a run while it trains, and after it, from what its nodes record.
+"""`zeroband board [RUN_DIR | --store URL --run-id ID]`: a page that shows a run while it trains, and after it.
 
-Without RUN_DIR it shows the newest run in ./runs, and waits for one where there is none. It listens on this machine
-only; from another one: `ssh -L 8420:localhost:8420 HOST`. It takes orders where ZERO_BAND_STORE__URL and
-ZERO_BAND_RUN__TOKEN_FILE are set, from who knows the token.
+It shows what the nodes record. Without arguments that is the newest run in ./runs; where there is none, it waits for
+one. It listens on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's
+token it takes orders: with --store, or where ZERO_BAND_STORE__URL and ZERO_BAND_RUN__TOKEN_FILE are set.
 Exit codes: 0 ended, 2 the arguments are wrong or the port is taken.
 """
 
@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from importlib import import_module
@@ -23,9 +23,11 @@ from typing import Any
 
 from zeroband.config import RunConfig, load_config
 from zeroband.errors import ConfigError
+from zeroband.observe.facts import FactSource
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.orders import OrderDesk, give_through_store
 from zeroband.tools.board.state import RunWatch, find_run
+from zeroband.tools.fact_source import TOKEN_VARIABLE, add_source, open_source, token_of
 
 PORT = 8420
 _EXIT_CONFIG = 2
@@ -36,7 +38,7 @@ _ASKED = ("starlette", "uvicorn", "youplot")
 
 def main(argv: Sequence[str]) -> int:
     """Serve the page until Ctrl-C. Returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         serve(arguments)
     except ConfigError as error:
@@ -47,22 +49,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    asked = argparse.ArgumentParser(
         prog="zeroband board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "run_dir",
-        type=Path,
-        nargs="?",
-        default=Path("runs"),
-        help="a run, or a folder of runs: the newest (default: runs)",
-    )
-    parser.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    parser.add_argument("--price-per-hour", type=_price, help="of a node, in US dollars: shows what the run costs")
-    parser.add_argument("--open", action="store_true", help="open it in a browser")
-    return parser
+    add_source(asked)
+    asked.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    asked.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    asked.add_argument("--price-per-hour", type=_price, help="of a node, in US dollars: shows what the run costs")
+    asked.add_argument("--open", action="store_true", help="open it in a browser")
+    return asked
 
 
 def _port(text: str) -> int:
@@ -89,16 +86,16 @@ def serve(arguments: argparse.Namespace) -> None:
     port: int = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if app_module.is_loopback(host) else shown}:{port}"
-    desk = order_desk(arguments.run_dir)
+    find, desk, place = watched(arguments)
     setting = Setting(
-        place=str(arguments.run_dir),
+        place=place,
         price_per_hour=arguments.price_per_hour,
         orders_allowed=desk.is_open,
         orders_why=desk.why,
     )
-    watch = RunWatch(partial(find_run, arguments.run_dir), setting=setting)
+    watch = RunWatch(find, setting=setting)
     app = app_module.build_app(watch, desk, host=host)
-    print(f"zeroband: the page of {arguments.run_dir} is at {address} ; Ctrl-C ends it", flush=True)
+    print(f"zeroband: the page of {place} is at {address} ; Ctrl-C ends it", flush=True)
     if not app_module.is_loopback(host):
         print("zeroband: everybody who reaches this address can read the run", file=sys.stderr, flush=True)
     config = uvicorn.Config(
@@ -143,6 +140,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | None], OrderDesk, str]:
+    """How the run that is meant is found, where orders to it are taken, and where it lies. Raises ConfigError."""
+    if arguments.store is None and arguments.run_id is None and arguments.token_file is None:
+        run_dir: Path = arguments.run_dir or Path("runs")
+        return partial(find_run, run_dir), order_desk(run_dir), str(run_dir)
+    facts, token = open_source(arguments), token_of(arguments)
+    if token is None:
+        return lambda: facts, OrderDesk(None, None), facts.place
+    asked = ["--outer.type=ddp", f"--store.url={arguments.store}", f"--run.id={arguments.run_id}"]
+    config = load_config(asked, {TOKEN_VARIABLE: token})  # what an order goes by; which algorithm it is does not matter
+    return lambda: facts, OrderDesk(token, give_through_store(config)), facts.place
+
+
 def order_desk(run_dir: Path) -> OrderDesk:
     """Where orders are taken: with the token and the store of the environment, and what else a run's node has set."""
     config = _config_of(run_dir)
@@ -159,7 +169,7 @@ def _config_of(run_dir: Path) -> RunConfig | None:
     if found is None:
         return None
     with closing(found):
-        files = sorted(Path(found.place).glob("*/config.toml"))
+        files = sorted(found.folder.glob("*/config.toml"))
         run_id = found.run_id
     if not files:
         return None

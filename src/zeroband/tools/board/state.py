@@ -248,7 +248,7 @@ def _written_s(run_dir: Path) -> float | None:
 def read_setting(setting: Setting, source: FactSource) -> Setting:
     """What the configuration of a run's nodes says, where it lies beside their facts."""
     setting = replace(setting, place=source.place)
-    for path in sorted(Path(source.place).glob("*/config.toml"))[:1]:
+    for path in _files(source, "config.toml")[:1]:
         try:
             config = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -266,6 +266,11 @@ def read_setting(setting: Setting, source: FactSource) -> Setting:
     return setting
 
 
+def _files(source: FactSource, name: str) -> list[Path]:
+    """The nodes' files of this name, where they can be had."""
+    return [] if source.folder is None else sorted(source.folder.glob(f"*/{name}"))
+
+
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
@@ -274,7 +279,7 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def read_sample(setting: Setting, source: FactSource) -> Setting:
     """The newest text that a node generated, where it lies beside its facts."""
     newest: tuple[str, float, str] | None = setting.sample
-    for path in Path(source.place).glob(f"*/{_SAMPLE}"):
+    for path in _files(source, _SAMPLE):
         try:
             at_s = path.stat().st_mtime
             if newest is None or at_s > newest[1]:

@@ -40,7 +40,7 @@ NODE_KEYS = {
 class MadeFacts:
     """Facts that are there at once, and a problem at will."""
 
-    run_id, place = "run", "made up"
+    run_id, place, folder = "run", "made up", None
 
     def __init__(self, facts: Sequence[Fact]) -> None:
         self.facts = list(facts)

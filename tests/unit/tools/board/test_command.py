@@ -15,8 +15,12 @@ import httpx
 import pytest
 from tests.made_runs import run_of
 
+from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store.fact_publisher import FactPublisher
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.facts import Fact
 from zeroband.tools.board import command
+from zeroband.tools.board.orders import OrderRefused
 from zeroband.tools.board.state import RunWatch, find_run
 
 
@@ -101,6 +105,35 @@ def test_wrong_arguments_are_refused(argument: str) -> None:
     with pytest.raises(SystemExit) as refused:
         command.main([argument])
     assert refused.value.code == 2
+
+
+def test_run_is_shown_from_its_store_and_orders_are_taken_with_its_token(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "far", facts_of(3))
+    for node_id in ("a", "b"):
+        key = RunKey.of("s3cret", "far")
+        FactPublisher(
+            tmp_path / "far" / node_id, node_id, lambda key=key: RedisStore(redis_url, "far", key=key, patience_s=5.0)
+        ).close()
+    asked = command.parser().parse_args(["--store", redis_url, "--run-id", "far"])
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
+    find, desk, place = command.watched(asked)
+    shown, there = RunWatch(find), RunWatch(lambda: find_run(tmp_path))
+    for watch in (shown, there):
+        while watch.look():
+            pass
+    ours, theirs = (json.loads(watch.state(2e9).body) for watch in (shown, there))
+    assert ours["run"]["round"] == 3 and len(ours["nodes"]) == 2 and "far" in place
+    assert {key: ours[key] for key in ("nodes", "rounds", "membership")} == {
+        key: theirs[key] for key in ("nodes", "rounds", "membership")
+    }
+    with pytest.raises(OrderRefused, match="not the run's token"):
+        desk.take("Bearer other", {"order": "pause"})
+    with pytest.raises(OrderRefused, match="has no run"):  # facts alone are none
+        desk.take("Bearer s3cret", {"order": "pause"})
+    monkeypatch.delenv("ZERO_BAND_RUN__TOKEN")
+    assert not command.watched(asked)[1].is_open
 
 
 @pytest.mark.slow
