@@ -367,10 +367,12 @@ class _Line:
         self.sources: dict[str, Buckets] = {}
         self.held_out: dict[int, tuple[float, str, float, int]] = {}
         """Loss, whose clock, when, tokens; by step."""
+        self._committed: dict[str, int] = {}
+        """Tokens of the run after a node's newest round; before the first one, after its first step."""
 
-    def add_step(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
-        """What an inner step of a node measured."""
-        step, tokens = int(record["step"]), int(_number(record, "train/tokens") or 0)
+    def add_step(self, node_id: str, at_s: float, record: Mapping[str, Any], members: int) -> None:
+        """What an inner step of a node measured. `members`: of the node's epoch."""
+        step, tokens = int(record["step"]), self._tokens(node_id, record, members)
         bucket = self.curve.at(step, node_id, at_s)
         bucket.lines += 1
         bucket.tokens = max(bucket.tokens, tokens)
@@ -390,6 +392,14 @@ class _Line:
                 self._add_source(name.removeprefix(_LOSS_OF), step, node_id, at_s, tokens, float(record[name]))
         if "eval/loss" in record and "eval/step" in record:
             self.evaluated(int(record["eval/step"]), float(record["eval/loss"]), node_id, at_s, tokens)
+
+    def _tokens(self, node_id: str, record: Mapping[str, Any], members: int) -> int:
+        """Tokens of the run after a step: since a round a node knows only its own, and the others do as it, about."""
+        told = int(_number(record, "train/tokens") or 0)
+        if "outer/nodes" in record or node_id not in self._committed:
+            self._committed[node_id] = told
+        committed = min(told, self._committed[node_id])
+        return committed + (told - committed) * max(1, members)
 
     def _add_source(self, name: str, step: int, node_id: str, at_s: float, tokens: int, loss: float) -> None:
         if name in self.sources or len(self.sources) < _SOURCES:
@@ -551,7 +561,7 @@ class RunHistory:
         node.mfu = _number(record, "train/mfu") if "train/mfu" in record else node.mfu
         memory = _number(record, "node/gpu_peak_bytes") or _number(record, "node/rss_bytes")
         node.memory_bytes = node.memory_bytes if memory is None else int(memory)
-        line.add_step(node_id, at_s, record)
+        line.add_step(node_id, at_s, record, len(node.fold.newest.members))
         if "outer/round" in record:
             self._finish_round(node, node_id, at_s, line, record)
 

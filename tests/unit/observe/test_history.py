@@ -227,6 +227,25 @@ def test_series_by_every_axis() -> None:
     assert by_key["nodes"][-1] == 3
 
 
+def test_tokens_of_all_nodes_count_between_two_rounds() -> None:
+    """A node knows only its own tokens since the round: 2 nodes, 3 steps of 100 tokens a round, after 1000."""
+    history = RunHistory("run")
+    for node_id in ("a", "b"):
+        for fact in joined(node_id, 0):
+            history.add(fact)
+        told = 1000
+        for number in range(1, 7):
+            own = 100 * ((number - 1) % 3 + 1)
+            if number % 3:
+                history.add(step(node_id, number, number, train__tokens=told + own))
+            else:
+                told += 600
+                history.add(committed(node_id, number, number // 3, ("a", "b")))
+                history.add(step(node_id, number, number, train__tokens=told, outer__nodes=2))
+    loss = next(series for series in history.series("tokens") if series.key == "loss")
+    assert loss.x == (1600.0, 1800.0, 2000.0, 2200.0)
+
+
 def test_series_leaves_out_what_a_rollback_superseded() -> None:
     def line(founding: str, at_s: float, numbers: range, follows: object) -> list[Fact]:
         progress = {"founding": founding, "follows": follows, "ledgers": {}}
