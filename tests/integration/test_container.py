@@ -37,8 +37,10 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "elastic/store/local_server.py": ("redis-server",),
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
+    "runtime/afterword.py": ("python",),
     "tools/cluster/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
+    "tools/join.py": ("python",),
 }
 """What each file of the package starts, or looks for because torch starts it."""
 

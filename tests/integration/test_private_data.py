@@ -151,6 +151,8 @@ def dump(client: Any) -> Iterator[object]:
                 yield key, client.smembers(key)
             case b"zset":
                 yield key, client.zrange(key, 0, -1)
+            case b"stream":
+                yield key, client.xrange(key)
             case _:
                 yield key, client.lrange(key, 0, -1)
 

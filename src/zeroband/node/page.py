@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, way_to_extra
 from zeroband.node.processes import start_leashed
 from zeroband.observe.log import get_logger
 
@@ -20,6 +20,8 @@ PAGE_LOG = "board.log"
 
 _MODULE = "zeroband.tools.board"
 _NEEDED = ("starlette", "uvicorn", "youplot")
+
+_END_S = 3.0
 
 _log = get_logger(__name__)
 
@@ -32,7 +34,7 @@ def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, takes
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        _warn(f"{', '.join(missing)} is not installed", "uv sync --extra board")
+        _warn(f"{', '.join(missing)} is not installed", way_to_extra("board"))
         return None
     try:
         port = _free_port(port, takes_another=takes_another)
@@ -59,8 +61,13 @@ def _free_port(port: int, *, takes_another: bool) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to end; the leash sees to the rest."""
+    """Have it end, so that nothing of it is left."""
     process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _warn(why: str, way_out: str) -> None:

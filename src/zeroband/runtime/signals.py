@@ -116,8 +116,9 @@ class Ending:
     def _hear(self, signals: bytes, now_s: float) -> None:
         """The main thread takes them, too, if it can."""
         self._is_interrupted |= signal.SIGINT in signals
-        if any(number in _LEAVING_SIGNALS for number in signals) and self._heard.add(now_s):
-            self._departure.ask(now_s)
+        for number in signals:
+            if number in _LEAVING_SIGNALS and self._heard.add(now_s):
+                self._departure.ask(now_s)
         asked = self._heard.count
         if self._is_interrupted or asked > 1 or (asked and not self._departure.holds_work):
             self._end_at_s = min(self._end_at_s, now_s + _UNWIND_S)

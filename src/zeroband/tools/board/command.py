@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.config import RunConfig, load_config
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.facts import FactSource
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.orders import OrderDesk, give_through_store
@@ -117,7 +117,7 @@ def require_installed() -> None:
     """Raise ConfigError where what serves the page is not installed."""
     missing = [name for name in _ASKED if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the page needs {', '.join(missing)}; install with `uv sync --extra board`")
+        raise ConfigError(f"the page needs {', '.join(missing)}; {way_to_extra('board')}")
 
 
 def listen(host: str, port: int) -> socket.socket:
