@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from zeroband.errors import way_to_extra
 from zeroband.node import page
 
 
@@ -25,20 +28,17 @@ def test_missing_packages_leave_the_run_without_a_page(
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     with ExitStack() as stack:
         assert page.open_page(tmp_path, tmp_path, port=8420, stack=stack) is None
-    assert caplog.records[0].fields["way_out"] == "uv sync --extra board"  # type: ignore[attr-defined]
+    assert caplog.records[0].fields["way_out"] == way_to_extra("board")  # type: ignore[attr-defined]
 
 
 def test_page_is_served_until_its_owner_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    ended: list[bool] = []
+    children: list[subprocess.Popen[bytes]] = []
 
-    class Child:
-        def terminate(self) -> None:
-            ended.append(True)
-
-    def start(command: list[str], **_: object) -> Child:
+    def start(command: list[str], **_: object) -> subprocess.Popen[bytes]:
         started.append(command)
-        return Child()
+        children.append(subprocess.Popen(["sleep", "60"]))
+        return children[-1]
 
     monkeypatch.setattr(page, "start_leashed", start)
     with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as taken:
@@ -46,6 +46,6 @@ def test_page_is_served_until_its_owner_is_done(tmp_path: Path, monkeypatch: pyt
         address = page.open_page(tmp_path, tmp_path, port=port, stack=stack, takes_another=True)
         assert address == f"http://localhost:{started[0][-1]}"
         assert address != f"http://localhost:{port}"
-        assert ended == []
-    assert ended == [True]
+        assert children[0].poll() is None
+    assert children[0].returncode == -signal.SIGTERM
     assert started[0][1:4] == ["-m", "zeroband.tools.board", str(tmp_path)]
