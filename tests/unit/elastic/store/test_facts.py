@@ -600,7 +600,8 @@ def test_status_follows_a_store_that_goes_away_and_comes_back(
         (["--store", "nonsense", "--run-id", RUN_ID], 2, "no address of a Redis"),
         (["--store", "URL"], 2, "--store needs --run-id"),
         (["somewhere", "--store", "URL", "--run-id", RUN_ID], 2, "name one run"),
-        (["somewhere", "--run-id", RUN_ID], 2, "go with --store"),
+        (["somewhere", "--run-id", RUN_ID], 2, "name one run"),
+        (["--run-id", RUN_ID], 2, "give --store URL, or set ZERO_BAND_STORE__URL"),
         ([], 2, "name one run"),
     ],
 )
