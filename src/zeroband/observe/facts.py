@@ -68,6 +68,8 @@ class FolderFacts(FactSource):
         self._run_dir = run_dir
         self._most_bytes = most_bytes
         self._nodes: dict[str, tuple[_File, _File]] = {}
+        self._found: list[Fact] = []
+        """What was read and not given yet, as where a later file could not be read."""
 
     @property
     def run_id(self) -> str:
@@ -90,14 +92,14 @@ class FolderFacts(FactSource):
 
     def read(self) -> list[Fact]:
         """What is new; a node's two files are merged by the clock of the process that wrote both."""
-        found: list[Fact] = []
         for node_id in self.node_ids():
             files = self._nodes[node_id]
             for file in files:
                 file.read(self._most_bytes)
             until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
             records = [record for file in files for record in file.take(until_s)]
-            found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
+            self._found += [Fact(node_id, record) for record in sorted(records, key=_at_s)]
+        found, self._found = self._found, []
         return found
 
     def skipped_lines(self) -> dict[str, int]:

@@ -301,7 +301,8 @@ class _Checked:
     """Digests and ledgers of a line's rounds, each held against the others'."""
 
     def __init__(self) -> None:
-        self._digests: dict[int, tuple[str, int]] = {}
+        self._digests: dict[int, tuple[str, str, bool]] = {}
+        """Digest, who recorded it first, and whether another node did as well; by round."""
         self._accounts: dict[int, tuple[int, int]] = {}
         self.compared = 0
         """Rounds of which two nodes or more recorded a digest."""
@@ -312,16 +313,16 @@ class _Checked:
         self.wrong: dict[int, int] = {}
         """Samples that a round's ledger settled beyond those that its members contributed."""
 
-    def digest(self, number: int, digest: str) -> None:
-        """A node's digest of a round."""
+    def digest(self, node_id: str, number: int, digest: str) -> None:
+        """A node's digest of a round. One that goes on from memory records its newest again, which compares nothing."""
         known = self._digests.get(number)
         if known is None:
-            _keep(self._digests, number, (digest, 1))
+            _keep(self._digests, number, (digest, node_id, False))
             return
-        first, seen = known
-        if seen == 1:
+        first, by, is_compared = known
+        if node_id != by and not is_compared:
             self.compared += 1
-        self._digests[number] = (first, seen + 1)
+            self._digests[number] = (first, by, True)
         if digest != first and len(self.diverged) < KEPT_EVENTS:
             self.diverged.add(number)
 
@@ -383,8 +384,8 @@ class _Line:
             bucket.step_tokens += rate * step_s
         if (mfu := _number(record, "train/mfu")) is not None:
             bucket.mfu, bucket.mfu_lines = bucket.mfu + mfu, bucket.mfu_lines + 1
-        if (members := _number(record, "outer/nodes")) is not None:
-            bucket.members, bucket.members_lines = bucket.members + members, bucket.members_lines + 1
+        if (nodes := _number(record, "outer/nodes")) is not None:
+            bucket.members, bucket.members_lines = bucket.members + nodes, bucket.members_lines + 1
         if "train/loss" in record:
             bucket.add_loss(step, float(record["train/loss"]))
         for name in record:
@@ -586,10 +587,8 @@ class RunHistory:
                 self._note_lost(node, node_id, at_s, record["member_ids"])
             case "transfer_stalled":
                 node.stalled_on = tuple(str(member) for member in record["waiting_for"])
-            case "checkpoint_committed":
-                self._add_checkpoint(node_id, at_s, record)
-            case "checkpoint_failed" | "checkpoint_left_out":
-                self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
+            case "checkpoint_committed" | "checkpoints_removed" | "checkpoint_failed" | "checkpoint_left_out":
+                self._note_checkpoint(kind, node_id, at_s, record)
             case "links" | "join_progress":
                 _note_ways(node, node_id, kind, record)
             case "left" if node.fold.newest.member_id is not None:
@@ -621,7 +620,7 @@ class RunHistory:
                     lateness.back_at_s = at_s
         if number >= line.newest_round:
             line.newest_round, line.newest_late = number, late
-        line.checked.digest(number, str(record["digest"]))
+        line.checked.digest(node_id, number, str(record["digest"]))
         self._anchor(node, node.fold.newest.founding or "", number, at_s)
         if node.committed_at_s is not None:
             took_s = at_s - node.committed_at_s
@@ -647,11 +646,22 @@ class RunHistory:
             weighed = zip(record["weights"], record["samples"], strict=True)
             line.checked.account(number, settled, sum(int(samples) for weight, samples in weighed if weight > 0))
 
+    def _note_checkpoint(self, kind: str, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
+        match kind:
+            case "checkpoint_committed":
+                self._add_checkpoint(node_id, at_s, record)
+            case "checkpoints_removed":
+                for step in record["steps"]:
+                    self._checkpoints.pop(int(step), None)
+            case _:
+                self._checkpoint_failed = EventView(at_s, node_id, kind, _usual_fields(kind, record))
+
     def _add_checkpoint(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
-        step, size, took_s = int(record["step"]), _number(record, "bytes"), _number(record, "took_s")
-        if step not in self._checkpoints:
+        step, number, size = int(record["step"]), int(record["round"]), _number(record, "bytes")
+        known = self._checkpoints.get(step)
+        if known is None or number > known.round:  # one after going back takes the place of the one before
             self._checkpoints[step] = CheckpointView(
-                step, int(record["round"]), node_id, at_s, None if size is None else int(size), took_s
+                step, number, node_id, at_s, None if size is None else int(size), _number(record, "took_s")
             )
         while len(self._checkpoints) > NEWEST_ROUNDS:
             del self._checkpoints[min(self._checkpoints)]
@@ -834,13 +844,14 @@ class RunHistory:
         return tuple(sorted((e for e in moved if at_s is None or e.at_s <= at_s), key=lambda event: event.at_s))
 
     def checkpoints(self, at_s: float | None = None) -> tuple[CheckpointView, ...]:
-        """Complete ones, by step, ascending; removed ones among them."""
+        """Complete ones that were not removed since, by step, ascending."""
         moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._checkpoints.values()]
         return tuple(sorted((one for one in moved if at_s is None or one.at_s <= at_s), key=lambda one: one.step))
 
     def links(self) -> tuple[LinkView, ...]:
-        """What the nodes that are there said last of the ways to one another."""
+        """What the nodes that are there said last of the ways to one another; of an ended run all of them."""
         there = {one for one, node in self._nodes.items() if node.stays and node.stays[-1].standing not in _ENDED}
+        there = there or self._nodes.keys()
         return tuple(link for one in sorted(there) for link in self._nodes[one].links if link.to_id in there)
 
     def join_of(self, node_id: str) -> JoinView | None:

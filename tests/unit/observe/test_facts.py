@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from zeroband.observe.facts import Fact, FolderFacts
+from zeroband.observe.jsonl import JsonlTail
 
 
 def test_pieces_of_a_long_past_keep_the_order_of_a_node(tmp_path: Path) -> None:
@@ -22,3 +26,23 @@ def test_pieces_of_a_long_past_keep_the_order_of_a_node(tmp_path: Path) -> None:
     assert len(pieces) > 10
     assert [fact.record["at_s"] for fact in facts] == sorted(fact.record["at_s"] for fact in facts)
     assert len(facts) == len(events) + len(metrics)
+
+
+def test_node_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node_id in ("a", "b"):
+        (tmp_path / "run" / node_id).mkdir(parents=True)
+        (tmp_path / "run" / node_id / "metrics.jsonl").write_text('{"step": 1, "at_s": 1.0}\n')
+    source, read = FolderFacts(tmp_path / "run"), JsonlTail.read
+
+    def fails(tail: JsonlTail, most_bytes: int | None = None) -> list[dict[str, Any]]:
+        if len(calls) < 3:
+            calls.append(tail)
+            return read(tail, most_bytes)
+        raise PermissionError
+
+    calls: list[JsonlTail] = []
+    monkeypatch.setattr(JsonlTail, "read", fails)
+    with pytest.raises(PermissionError):
+        source.read()
+    monkeypatch.setattr(JsonlTail, "read", read)
+    assert sorted(fact.node_id for fact in source.read()) == ["a", "b"]

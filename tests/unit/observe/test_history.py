@@ -227,6 +227,43 @@ def test_series_by_every_axis() -> None:
     assert by_key["nodes"][-1] == 3
 
 
+def test_round_that_one_node_records_twice_compares_nothing() -> None:
+    history = RunHistory("run")
+    for fact in [*joined("a", 0), committed("a", 1, 1, ("a",)), committed("a", 2, 1, ("a",))]:
+        history.add(fact)
+    assert history.promises()[0].state == "unknown"
+
+
+def test_links_of_an_ended_run_are_those_that_were_known_last() -> None:
+    history, link = RunHistory("run"), {"to": member("b"), "mbit_s": 30, "rtt_ms": 2.5, "is_cut_off": False}
+    for fact in [*joined("a", 0), *joined("b", 0), event("a", 1, "links", links=[link])]:
+        history.add(fact)
+    assert [(one.from_id, one.to_id, one.mbit_s) for one in history.links()] == [("a", "b", 30)]
+    history.add(event("b", 2, "left", reason="done"))
+    assert history.links() == ()
+    history.add(event("a", 3, "run_finished", step=6))
+    assert len(history.links()) == 1
+
+
+def test_share_of_a_fetch_is_shown_while_a_node_joins() -> None:
+    history = RunHistory("run")
+    history.add(event("a", 0, "join_state", state="fetching", why="", since=0))
+    history.add(event("a", 1, "join_progress", bytes=25, of_bytes=100, bytes_per_s=5))
+    join = history.join_of("a")
+    assert join is not None and (join.state, join.share, join.bytes_per_s) == ("fetching", 0.25, 5)
+    history.add(event("a", 2, "join_state", state="member", why="", since=0))
+    assert history.join_of("a") is None
+
+
+def test_checkpoint_after_going_back_takes_the_place_of_the_one_before_and_removed_ones_go() -> None:
+    history = RunHistory("run")
+    for number, at_s in ((5, 1), (9, 2)):
+        history.add(event("a", at_s, "checkpoint_committed", round=number, step=50, bytes=1, took_s=0.1))
+    assert [one.round for one in history.checkpoints()] == [9]
+    history.add(event("a", 3, "checkpoints_removed", steps=[50]))
+    assert history.checkpoints() == ()
+
+
 def test_tokens_of_all_nodes_count_between_two_rounds() -> None:
     """A node knows only its own tokens since the round: 2 nodes, 3 steps of 100 tokens a round, after 1000."""
     history = RunHistory("run")

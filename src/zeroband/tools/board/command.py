@@ -14,7 +14,6 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,11 +22,11 @@ from typing import Any
 
 from zeroband.config import RunConfig, load_config
 from zeroband.errors import ConfigError, way_to_extra
-from zeroband.observe.facts import FactSource
+from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.board.document import Setting
 from zeroband.tools.board.orders import OrderDesk, give_through_store
 from zeroband.tools.board.state import RunWatch, find_run
-from zeroband.tools.fact_source import TOKEN_VARIABLE, add_source, open_source, token_of
+from zeroband.tools.fact_source import TOKEN_VARIABLE, add_source, open_source, store_of, token_of
 
 PORT = 8420
 _EXIT_CONFIG = 2
@@ -144,37 +143,34 @@ def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | No
     """How the run that is meant is found, where orders to it are taken, and where it lies. Raises ConfigError."""
     if arguments.store is None and arguments.run_id is None and arguments.token_file is None:
         run_dir: Path = arguments.run_dir or Path("runs")
-        return partial(find_run, run_dir), order_desk(run_dir), str(run_dir)
+        found = find_run(run_dir)  # once: orders go to the run that is shown
+        find = partial(find_run, run_dir) if found is None else lambda: found
+        return find, order_desk(found), str(run_dir)
     facts, token = open_source(arguments), token_of(arguments)
     if token is None:
         return lambda: facts, OrderDesk(None, None), facts.place
-    asked = ["--outer.type=ddp", f"--store.url={arguments.store}", f"--run.id={arguments.run_id}"]
+    asked = ["--outer.type=ddp", f"--store.url={store_of(arguments)}", f"--run.id={arguments.run_id}"]
     config = load_config(asked, {TOKEN_VARIABLE: token})  # what an order goes by; which algorithm it is does not matter
     return lambda: facts, OrderDesk(token, give_through_store(config)), facts.place
 
 
-def order_desk(run_dir: Path) -> OrderDesk:
+def order_desk(run: FolderFacts | None) -> OrderDesk:
     """Where orders are taken: with the token and the store of the environment, and what else a run's node has set."""
-    config = _config_of(run_dir)
+    config = None if run is None else _config_of(run)
     if config is None or config.store.url is None or config.run.token is None:
         return OrderDesk(None, None)
     return OrderDesk(config.run.token.get_secret_value(), give_through_store(config))
 
 
-def _config_of(run_dir: Path) -> RunConfig | None:
+def _config_of(run: FolderFacts) -> RunConfig | None:
     """The configuration of a node of the run, under this environment; None where there is none to give orders by."""
     if "ZERO_BAND_STORE__URL" not in os.environ:
         return None
-    found = find_run(run_dir)
-    if found is None:
-        return None
-    with closing(found):
-        files = sorted(found.folder.glob("*/config.toml"))
-        run_id = found.run_id
+    files = sorted(run.folder.glob("*/config.toml"))
     if not files:
         return None
     try:
-        return load_config([f"@{files[0]}", f"--run.id={run_id}"])
+        return load_config([f"@{files[0]}", f"--run.id={run.run_id}"])
     except ConfigError as error:
         print(f"zeroband board: no orders from this page: {error}", file=sys.stderr)
         return None

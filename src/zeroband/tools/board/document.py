@@ -201,10 +201,10 @@ def _run_state(
         return "stalled", f"No node has recorded anything for {age_s:.0f} s."
     if at_work:
         return "training", f"{_nodes(len(at_work))} in, {_nodes(len(standings))} seen."
+    if "finished" in standings:  # one that died as it started says nothing more
+        return "finished", "All inner steps are done."
     if "joining" in standings or "starting" in standings:
         return "waiting", "Nodes are on their way in; none trains yet."
-    if "finished" in standings:
-        return "finished", "All inner steps are done."
     if "failed" in standings:
         failed = sorted(node_id for node_id, span in spans.items() if span is not None and span.standing == "failed")
         return "failed", f"No node trains any more; {', '.join(failed[:4])} failed."

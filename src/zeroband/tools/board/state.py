@@ -71,6 +71,7 @@ class RunWatch:
         self._lock = threading.Lock()
         self._source: FactSource | None = None
         self._history: RunHistory | None = None
+        self._to_s: float | None = None
         self._problem: str | None = None
         self._arrived_s: float | None = None
         """When the newest fact came, by the monotonic clock; None: it was there when this began."""
@@ -105,8 +106,7 @@ class RunWatch:
     @property
     def to_s(self) -> float | None:
         """When the newest fact was written."""
-        with self._lock:
-            return None if self._history is None else self._history.to_s
+        return self._to_s
 
     def touch(self) -> None:
         """Somebody watches."""
@@ -130,6 +130,7 @@ class RunWatch:
                 self._setting = read_setting(self._setting, self._source)
             self.version += 1
         try:
+            node_ids = self._source.node_ids()
             facts = self._source.read()
         except (ConfigError, StoreLost, OSError) as error:
             self._note(str(error))
@@ -137,10 +138,11 @@ class RunWatch:
         history = self._history
         assert history is not None, "there is one for each source"
         with self._lock:
-            for node_id in self._source.node_ids():
+            for node_id in node_ids:
                 history.appeared(node_id)
-            for start in range(len(facts)):
-                history.add(facts[start])
+            for fact in facts:
+                history.add(fact)
+            self._to_s = history.to_s
         if facts:
             self._arrived_s = time.monotonic() if self._has_caught_up else None
             if self._setting.detect_s is None:

@@ -126,8 +126,9 @@ class Watch:
 
 
 def is_over(run: RunView) -> bool:
-    """Whether every node has ended."""
-    return bool(run.nodes) and all(node.state in _ENDED for node in run.nodes)
+    """Whether every node has ended; one that died as it started, and so never says so, counts where others finished."""
+    states = {node.state for node in run.nodes}
+    return bool(states) and states <= {*_ENDED, *(("starting",) if "finished" in states else ())}
 
 
 @contextmanager
