@@ -85,8 +85,8 @@ def _main(argv: Sequence[str] | None) -> int:
                 return code
     except ZerobandError as error:
         return explain(error)
-    if local_rank(os.environ) == 0:
-        print(import_module("zeroband.runtime.afterword").end_of_run(config), file=sys.stderr, flush=True)
+    if local_rank(os.environ) == 0 and (said := import_module("zeroband.runtime.afterword").end_of_run(config)):
+        print(said, file=sys.stderr, flush=True)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,9 +254,12 @@ class MetricsLog:
             sink.write(record)
 
     def close(self) -> None:
-        """Close every sink; may wait some seconds for one that writes in the background."""
-        for sink in self._sinks:
-            sink.close()
+        """Close all sinks at once; may wait some seconds for those that write in the background."""
+        closing = [threading.Thread(target=sink.close) for sink in self._sinks]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
 
 def _is_plain(value: object) -> bool:

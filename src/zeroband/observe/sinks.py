@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,12 +82,13 @@ class BackgroundSink:
         """Let the backlog be written, for a while at most."""
         if self._is_dropped.is_set():
             return
+        until_s = time.monotonic() + _CLOSE_DEADLINE_S
         try:
             self._records.put(None, timeout=_CLOSE_DEADLINE_S)
         except queue.Full:
             self._drop(f"{_BACKLOG_RECORDS} records behind at the end of the run")
             return
-        self._thread.join(_CLOSE_DEADLINE_S)
+        self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
             self._drop(f"not finished after {_CLOSE_DEADLINE_S:g} s")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from zeroband.config.schema import RunConfig
 from zeroband.node.identity import node_dir_of
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import REPORT_FILE, is_node_folder
+from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
 from zeroband.runtime.loop import EXPORT_DIR, SAMPLE_FILE
 
@@ -28,13 +28,20 @@ _log = get_logger(__name__)
 
 
 def end_of_run(config: RunConfig) -> str:
-    """Have the report written if it is this node's turn. Returns what to tell the user: files, and what to do next."""
+    """Have the report written if it is this node's turn. Returns what to tell the user: files, and what to do next.
+
+    Empty where the run directory cannot be looked into: the run is over all the same.
+    """
     run_dir = node_dir_of(config).parent
     report = run_dir / REPORT_FILE
-    is_due = config.observe.report and is_last_here(run_dir, node_dir_of(config).name)
-    if is_due:
-        start_report(run_dir)
-    return closing_words(config, report if is_due and report.exists() else None)
+    try:
+        is_due = config.observe.report and is_last_here(run_dir, node_dir_of(config).name)
+        if is_due:
+            start_report(run_dir)
+        return closing_words(config, report if is_due and report.exists() else None)
+    except OSError as error:
+        _log.warning("cannot look into the run directory", extra={"fields": {"path": run_dir, "why": str(error)}})
+        return ""
 
 
 def is_last_here(run_dir: Path, node_id: str) -> bool:
@@ -42,8 +49,7 @@ def is_last_here(run_dir: Path, node_id: str) -> bool:
 
     A trainer holds a lock on its node's folder as long as it lives.
     """
-    others = [folder for folder in run_dir.iterdir() if folder.name != node_id and is_node_folder(folder)]
-    return not any(_is_held(folder) for folder in others)
+    return not any(_is_held(folder) for folder in run_dir.iterdir() if folder.name != node_id and folder.is_dir())
 
 
 def _is_held(folder: Path) -> bool:

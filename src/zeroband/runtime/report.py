@@ -43,6 +43,8 @@ _AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
 _OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
 """Names of what is measured of each source."""
 
+_LOOKED_AT_S = 1.0
+
 _log = get_logger(__name__)
 
 
@@ -235,7 +237,7 @@ def _claim(node: NodeParts) -> int:
     folder = os.open(node.node_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems have no locks
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(folder)
         except BlockingIOError:
             os.close(folder)
             raise ConfigError(
@@ -243,6 +245,18 @@ def _claim(node: NodeParts) -> int:
                 f"{node.node_dir}; give this one another node.id or run.id"
             ) from None
     return folder
+
+
+def _lock(folder: int) -> None:
+    """Lock a folder; another node that ends may look at it for a moment. Raises BlockingIOError."""
+    until_s = time.monotonic() + _LOOKED_AT_S
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)

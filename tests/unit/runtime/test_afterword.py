@@ -45,6 +45,11 @@ def test_closing_words_say_where_everything_lies(run_dir: Path) -> None:
     assert "report.html" not in bare and "export" not in bare and f"zeroband status {run_dir}" in bare
 
 
+def test_run_ends_all_the_same_where_its_folder_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert end_of_run(load_config([f"--run.dir={tmp_path}", "--run.id=gone", "--node.id=a"], {})) == ""
+    assert "cannot look into the run directory" in caplog.text
+
+
 def test_run_ends_all_the_same_where_no_report_can_be_written(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     start_report(run_dir, writer=("-c", "raise SystemExit(3)"))
     assert "no report was written" in caplog.text
