@@ -61,10 +61,7 @@ def main() -> int:
     wrong = differences(export, tracked)
     if wrong:
         print("This machine's resolution differs from requirements.lock:", *wrong, sep="\n  ", file=sys.stderr)
-        print(
-            "Nothing was installed. Remove uv.lock and try again; if that is no help, ask what the index serves.",
-            file=sys.stderr,
-        )
+        print("Nothing was installed. Ask what the index serves.", file=sys.stderr)
     return bool(wrong)
 
 

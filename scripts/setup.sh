@@ -150,16 +150,30 @@ choose_torch() {
 # uv.lock is this machine's: it names the index and the wheels in use here. What it pins must be what requirements.lock
 # pins, hash by hash, before anything is installed from it.
 lock() {
-    local offered=false locked=false here taken=()
+    local offered=false locked=false
     if has_cpu_torch "$1"; then offered=true; fi
     if grep -qs 'registry = "wheelhouse"' uv.lock; then locked=true; fi
-    if [[ $offered != "$locked" ]]; then rm -f uv.lock; fi # an existing lock would keep the other torch
-    if [[ $offered == true && $locked == false ]]; then    # of itself uv prefers the registry's, which covers more
-        here="sys_platform == 'linux' and platform_machine == '$(uname -m)'"
-        taken=(--upgrade-package "torch==$torch_version+cpu; $here and python_version == '$(python_version "$1")'")
+    # an existing lock would keep the other torch, or what requirements.lock pinned before
+    if [[ -f uv.lock && $offered == "$locked" ]] && "$uv" lock --quiet --python "$1" && is_as_pinned "$1" 2>/dev/null; then
+        return
     fi
-    "$uv" lock --quiet --python "$1" "${taken[@]}"
-    "$uv" export --quiet --frozen --all-groups --all-extras --no-emit-project | "$1" scripts/check_lock.py
+    rm -f uv.lock
+    lock_anew "$1" "$offered"
+    is_as_pinned "$1"
+}
+
+is_as_pinned() { "$uv" export --quiet --frozen --all-groups --all-extras --no-emit-project | "$1" scripts/check_lock.py; }
+
+# With every pin named, since a mirror shows some releases weeks after their upload and would then resolve to others.
+lock_anew() {
+    local pin pins=() here
+    while IFS= read -r pin; do pins+=(--upgrade-package "$pin"); done \
+        < <(sed -n 's/^\([a-z0-9][^\\]*[^ \\]\) *\\*$/\1/p' requirements.lock | if "$2"; then grep -v '^torch=='; else cat; fi)
+    if "$2"; then # of itself uv prefers the registry's, which covers more
+        here="sys_platform == 'linux' and platform_machine == '$(uname -m)'"
+        pins+=(--upgrade-package "torch==$torch_version+cpu; $here and python_version == '$(python_version "$1")'")
+    fi
+    "$uv" lock --quiet --python "$1" "${pins[@]}"
 }
 
 # Say what a command of uv is about to download: its dry run names what its cache lacks, the registry the sizes.

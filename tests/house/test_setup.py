@@ -31,7 +31,10 @@ case "$*" in
     "python find "*) exit 2 ;;
     *" --dry-run "*) exit 1 ;;
     venv*) echo "$*" ;;
-    lock*) shift 4; echo "lock $*" ;;
+    lock*)
+        shift 4
+        echo lock
+        for pin; do [ "$pin" = --upgrade-package ] || echo "$pin"; done >pins ;;
     sync*) echo "cache ${UV_CACHE_DIR:-its own}" ;;
     "pip compile "*)
         while [ "$1" != --output-file ]; do shift; done
@@ -89,12 +92,12 @@ def run_setup(clone: Path) -> Setup:
 
 def test_cache_of_uv_is_its_own_where_that_can_be_written(run_setup: Setup) -> None:
     done = run_setup("--torch", "cuda", pip="true")
-    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "lock\ncache its own\n"), done.stderr
 
 
 def test_cache_of_uv_is_in_the_clone_where_its_own_cannot_be_written(run_setup: Setup, clone: Path) -> None:
     done = run_setup("--torch", "cuda", pip="true", home="/dev/null")
-    assert (done.returncode, done.stdout) == (0, f"lock \ncache {clone}/.uv-cache\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"lock\ncache {clone}/.uv-cache\n"), done.stderr
     assert "cannot write to uv's cache '/dev/null/.cache/uv'" in done.stderr
     assert f"export UV_CACHE_DIR={clone}/.uv-cache" in done.stderr
 
@@ -125,12 +128,36 @@ def test_downloads_of_pip_are_no_errors(run_setup: Setup) -> None:
 
 def test_pip_is_not_needed_beside_uv(run_setup: Setup) -> None:
     done = run_setup("--torch", "cuda", pip="exit 1")
-    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "lock\ncache its own\n"), done.stderr
+
+
+@pytest.fixture
+def pins(clone: Path) -> list[str]:
+    lines = (clone / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    return [line.removesuffix("\\").rstrip() for line in lines if re.match(r"[\w.-]+==", line)]
+
+
+def test_index_with_newer_releases_gives_what_requirements_lock_pins(
+    run_setup: Setup, clone: Path, pins: list[str]
+) -> None:
+    run_setup("--torch", "cuda", pip="true")
+    assert len(pins) > 200 and (clone / "pins").read_text(encoding="utf-8").splitlines() == pins
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_lock_of_before_is_kept_while_it_is_as_pinned(run_setup: Setup, clone: Path, kept: bool) -> None:
+    (clone / "uv.lock").touch()
+    if not kept:
+        python = """case "$1" in *check_lock.py) [ -e "$HOME/asked" ] || { touch "$HOME/asked"; exit 1; } ;; esac"""
+        put_command(clone / ".venv" / "bin" / "python", python + """; case "$2" in *print*info*) echo 3.12 ;; esac""")
+    done = run_setup("--torch", "cuda", pip="true")
+    assert done.returncode == 0 and done.stdout.count("lock\n") == (1 if kept else 2), done.stderr
+    assert (clone / "uv.lock").exists() == kept
 
 
 @pytest.mark.parametrize("locked", ["", 'registry = "wheelhouse"'])
 def test_cpu_only_torch_in_the_wheelhouse_is_locked_for_this_machine(
-    run_setup: Setup, clone: Path, torch_version: str, locked: str
+    run_setup: Setup, clone: Path, torch_version: str, pins: list[str], locked: str
 ) -> None:
     """Uv prefers the registry's, which has wheels for more machines, unless an older lock has this one."""
     (clone / "wheelhouse").mkdir()
@@ -138,15 +165,18 @@ def test_cpu_only_torch_in_the_wheelhouse_is_locked_for_this_machine(
     (clone / "uv.lock").write_text(locked, encoding="utf-8")
     done = run_setup("--torch", "cpu", pip="true")
     here = f"sys_platform == 'linux' and platform_machine == '{platform.machine()}' and python_version == '3.12'"
-    wanted = "" if locked else f"--upgrade-package torch=={torch_version}+cpu; {here}"
-    assert (done.returncode, done.stdout) == (0, f"lock {wanted}\ncache its own\n"), done.stderr
+    wanted = [] if locked else [pin for pin in pins if not pin.startswith("torch==")]
+    wanted += [] if locked else [f"torch=={torch_version}+cpu; {here}"]
+    assert (done.returncode, done.stdout) == (0, "lock\ncache its own\n"), done.stderr
+    assert (clone / "pins").read_text(encoding="utf-8").splitlines() == wanted
 
 
 def test_wheel_for_another_python_is_not_locked(run_setup: Setup, clone: Path, torch_version: str) -> None:
     (clone / "wheelhouse").mkdir()
     (clone / "wheelhouse" / f"torch-{torch_version}+cpu-cp311-cp311-any.whl").touch()
     done = run_setup("--torch", "cpu", pip="true")
-    assert (done.returncode, done.stdout) == (0, "lock \ncache its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "lock\ncache its own\n"), done.stderr
+    assert "+cpu" not in (clone / "pins").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("wheels", [[], ["torch-2.11.4+cpu-cp312-cp312-any.whl"]], ids=["registry", "CPU-only"])
