@@ -12,6 +12,7 @@ from zeroband.config.outer import CustomConfig, OuterSGDConfig
 from zeroband.config.schema import RunConfig
 from zeroband.dropin.outer_step import OuterStep
 from zeroband.errors import ConfigError
+from zeroband.node.run_names import AUTO
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 
@@ -77,7 +78,10 @@ def config_of(
     }
     resumes = bool(flags.pop("resume", False))
     line = [f"--{key}={_text(value)}" for key, value in flags.items()]
-    return load_config([*line, "--resume"] if resumes else line, environ)
+    config = load_config([*line, "--resume"] if resumes else line, environ)
+    if config.run.id == AUTO:
+        raise ConfigError("run.id='auto' names the trainer's runs; give a loop of your own the run.id of its peers")
+    return config
 
 
 def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> dict[str, object]:

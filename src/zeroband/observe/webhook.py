@@ -5,7 +5,6 @@ Whatever the other side does costs training nothing: a bounded backlog, a bounde
 
 from __future__ import annotations
 
-import json
 import math
 import queue
 import random
@@ -20,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from zeroband.config.schema import AlertKind
+from zeroband.observe.jsonl import encode_line
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 
@@ -191,8 +191,9 @@ class Webhook:
             try:
                 alert = self._alerts.get(timeout=_TICK_S)
             except queue.Empty:
+                free_ratio = self._free_ratio()  # a file system may hang
                 with self._lock:
-                    alerts = list(self._rules.pass_time(time.monotonic(), self._free_ratio()))
+                    alerts = list(self._rules.pass_time(time.monotonic(), free_ratio))
                 self._queue(alerts)
                 continue
             if alert is None:
@@ -231,7 +232,7 @@ class Webhook:
             text += f" (and {left_out} messages that were left out)"
         at_s = time.time() if alert.at_s is None else alert.at_s
         told = {"text": text, **self._who, "kind": alert.kind, "words": alert.words, "at_s": round(at_s, 3)}
-        return json.dumps({**told, "fields": dict(alert.fields)}, default=str).encode()
+        return encode_line({**told, "fields": dict(alert.fields)})
 
     def _post(self, body: bytes) -> tuple[str, bool]:
         """Why it failed, empty where it did not, and whether it would again."""

@@ -35,7 +35,6 @@ from zeroband.tools.ctl import describe, next_round
 
 _EXIT_UNREACHED, _EXIT_CONFIG, _EXIT_UNFIT = 1, 2, 3
 _STORE_PATIENCE_S = 5.0
-_RUN_ID = "ZERO_BAND_RUN__ID"
 _URL, _TOKEN, _TOKEN_FILE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE"
 
 

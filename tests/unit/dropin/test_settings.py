@@ -68,3 +68,8 @@ def test_nodes_share_what_all_depend_on_and_nothing_of_the_trainers() -> None:
     assert "outer.inner_steps" not in shared
     assert not [key for key in shared if key.startswith(("train.", "model.", "data.", "optim."))]
     assert shared == shared_of(config({"node.id": "another"}), {"parameter w": "(2,)"}, None)
+
+
+def test_peers_name_their_run_themselves() -> None:
+    with pytest.raises(ConfigError, match=r"run\.id='auto' names the trainer's runs; .* the run\.id of its peers"):
+        config({"run.id": "auto"})
