@@ -19,8 +19,13 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.metrics import METRICS, SERIES, prometheus_name
 
-EXPORTED = {*map(prometheus_name, METRICS), *SERIES}
-LABELS = {"run", "node", "source", *(label for series in SERIES.values() for label in series.labels)}
+HISTOGRAMS = [name for name, series in SERIES.items() if series.type == "histogram"]
+EXPORTED = {
+    *map(prometheus_name, METRICS),
+    *(SERIES.keys() - {*HISTOGRAMS}),
+    *(f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")),
+}
+LABELS = {"run", "node", "source", "le", *(label for series in SERIES.values() for label in series.labels)}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,7 @@ def strangers(expression: str) -> set[str]:
     [
         ('max by (run) (zeroband_train_loss{node="a"})', set[str]()),
         ("zeroband_train_los > 1", {"zeroband_train_los"}),
+        ("rate(zeroband_recovery_seconds_sum[5m]) / zeroband_recovery_seconds", {"zeroband_recovery_seconds"}),
         ('zeroband_events_total{kind=~"left|lift"}', {"lift"}),
         ("sum by (nod) (zeroband_train_loss)", {"nod"}),
     ],

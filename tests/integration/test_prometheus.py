@@ -122,7 +122,7 @@ def test_nodes_are_found_scraped_and_well(prometheus: Prometheus) -> None:
 
 @pytest.mark.soak
 def test_what_a_node_serves_passes_the_linter_of_prometheus(prometheus: Prometheus) -> None:
-    (instance, *_) = (series["metric"]["instance"] for series in prometheus.query("zeroband_train_step"))
+    (instance, *_) = (series["metric"]["instance"] for series in prometheus.query("zeroband_step"))
     with urllib.request.urlopen(f"http://{instance}/metrics", timeout=20) as answer:
         text = answer.read()
     linted = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -59,8 +59,21 @@ _SERIES_HEAD = """\
 With `[observe.prometheus]` ([operations.md](operations.md#watching-with-prometheus)) a node exports every metric of the
 first table under the name in its last column, and these beside them. All have the labels `run` and `node`, those of a
 source `source`. A name that ends with `_total` adds up what is in the lines since this trainer started, and is 0 again
-when it starts again; the others show the newest line that had them. `zeroband_outer_digest` is the number that the
-first 12 hexadecimal digits of the digest make. `nan` and infinities are what Prometheus has for them.
+when it starts again, and so are histograms; the others show the newest line that had them. `nan` and infinities are
+what Prometheus has for them.
+"""
+
+_CONVENTIONS = """\
+Names follow [Prometheus's conventions](https://prometheus.io/docs/practices/naming/) but for these:
+
+- `zeroband_train_tokens` and `zeroband_step` are gauges: the run's figures fall where it goes back to a checkpoint;
+  `zeroband_tokens_total` and `zeroband_steps_total` are this trainer's own, which only grow.
+- `zeroband_train_loss`, `zeroband_eval_loss` and `..._bits_per_byte` have the units of the field, by which it compares.
+- `zeroband_outer_digest` has none: the first 12 hexadecimal digits of the digest as a number, to compare nodes by.
+- `zeroband_train_tokens_per_second` and `zeroband_train_mfu_ratio` are what the console and the page show;
+  `rate(zeroband_tokens_total[5m])` gives the mean over any time.
+- `zeroband_node_up` is the node's own word; where nothing answers, `up` of the scrape is 0, and it is absent.
+- `zeroband_comm_bytes_total` lacks `{dir="sent",kind="state"}`: who fetches a state counts it, who serves it does not.
 """
 
 
@@ -72,6 +85,10 @@ class Metric:
     meaning: str
     adds_up: bool = False
     """Whether a reader adds the numbers of all lines up, instead of taking the newest."""
+    series: str | None = None
+    """Its name in Prometheus, where hands expect another one than what `prometheus_name` makes of its own."""
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What tells it from the other metrics of that series."""
 
 
 METRICS: Mapping[str, Metric] = {
@@ -95,7 +112,9 @@ METRICS: Mapping[str, Metric] = {
         "ratio", "Model FLOP/s of this node over the bfloat16 peak of its GPUs; absent where that is unknown."
     ),
     "outer/round": Metric("index", "Newest committed round; 0 is the founding of the run."),
-    "outer/epoch": Metric("index", "Number of the membership in which it was committed."),
+    "outer/epoch": Metric(
+        "index", "Number of the membership in which it was committed.", series="zeroband_membership_epoch"
+    ),
     "outer/nodes": Metric("nodes", "Members of that epoch."),
     "outer/digest": Metric("hex", "Digest of the outer state after that round; equal on all members."),
     "outer/blocked_s": Metric(
@@ -119,10 +138,18 @@ METRICS: Mapping[str, Metric] = {
     ),
     "outer/clip": Metric("ratio", "What its update was scaled by, down to the median norm; with outer.clip_to_median."),
     "outer/sent_bytes": Metric(
-        "bytes since the last line", "Payload that this node sent to other nodes.", adds_up=True
+        "bytes since the last line",
+        "Payload that this node sent to other nodes.",
+        adds_up=True,
+        series="zeroband_comm_bytes_total",
+        labels={"dir": "sent", "kind": "round"},
     ),
     "outer/received_bytes": Metric(
-        "bytes since the last line", "Payload that this node received from other nodes.", adds_up=True
+        "bytes since the last line",
+        "Payload that this node received from other nodes.",
+        adds_up=True,
+        series="zeroband_comm_bytes_total",
+        labels={"dir": "received", "kind": "round"},
     ),
     "outer/payload_bytes": Metric(
         "bytes", "This node's payload in the round, counted on its way to one other; absent where averages travel."
@@ -177,17 +204,23 @@ METRICS: Mapping[str, Metric] = {
 class Series:
     """What Prometheus finds beside METRICS."""
 
-    type: Literal["gauge", "counter"]
+    type: Literal["gauge", "counter", "histogram"]
     meaning: str
     labels: tuple[str, ...] = ()
     """Beside `run` and `node`."""
 
 
 SERIES: Mapping[str, Series] = {
-    "zeroband_build_info": Series("gauge", "Always 1; its labels say what runs here.", ("version", "torch")),
+    "zeroband_build_info": Series(
+        "gauge",
+        "Always 1; its labels say what runs here: git: the commit of its clone (-dirty: with changes; unknown: it is "
+        "none); config_hash: of what all nodes of a run share, equal on them.",
+        ("version", "git", "torch", "config_hash"),
+    ),
     "zeroband_started_timestamp_seconds": Series("gauge", "When this trainer started."),
-    "zeroband_train_step": Series("gauge", "Inner steps of the run that this node has finished."),
-    "zeroband_train_steps_total": Series("counter", "Inner steps of this trainer since it started."),
+    "zeroband_step": Series("gauge", "Inner steps of the run that this node has finished."),
+    "zeroband_steps_total": Series("counter", "Inner steps of this trainer since it started."),
+    "zeroband_tokens_total": Series("counter", "Tokens that they trained on; absent with zeroband.DiLoCoOptimizer."),
     "zeroband_last_step_timestamp_seconds": Series("gauge", "When it finished its newest inner step."),
     "zeroband_last_round_timestamp_seconds": Series("gauge", "When its newest round was committed."),
     "zeroband_last_checkpoint_timestamp_seconds": Series(
@@ -195,13 +228,23 @@ SERIES: Mapping[str, Series] = {
         "When it completed its newest checkpoint, or its share of one; until then when it started; absent without "
         "ckpt.path.",
     ),
+    "zeroband_outer_step_seconds": Series(
+        "histogram", "Duration of its outer steps: waiting, transfer and applying, which may pass beside training."
+    ),
+    "zeroband_recovery_seconds": Series("histogram", "How long it took to come by the state of the run (`recovered`)."),
+    "zeroband_comm_bytes_total": Series(
+        "counter",
+        "Payload between this node and the others. dir: `sent` or `received`; kind: `round`, or `state` for what it "
+        "fetched to join.",
+        ("dir", "kind"),
+    ),
     "zeroband_events_total": Series("counter", "Events of this trainer since it started.", ("kind",)),
     "zeroband_log_warnings_total": Series(
         "counter", "Lines of its log that are warnings or worse, by the part of the package that speaks.", ("part",)
     ),
     "zeroband_node_state": Series("gauge", "1 for the state that the node is in, 0 for the others.", ("state",)),
+    "zeroband_node_up": Series("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
     "zeroband_node_ready": Series("gauge", "1 where it trains as a member of its run (/readyz), else 0."),
-    "zeroband_node_healthy": Series("gauge", "1 where its trainer lives and gets on (/healthz), else 0."),
     "zeroband_disk_free_bytes": Series(
         "gauge", "Free for this user where run.dir, data.cache_dir and ckpt.path lie.", ("key",)
     ),
@@ -215,6 +258,8 @@ def prometheus_name(metric: str) -> str:
     The digest, which is no number, is exported by its first 12 digits as one.
     """
     row = METRICS[metric]
+    if row.series is not None:
+        return row.series
     part, _, name = metric.removesuffix("/<source>").partition("/")
     name = re.sub("_s$", "_seconds", name.replace("_per_s", "_per_second"))
     if row.unit == "ratio" and not name.endswith("_ratio"):
@@ -280,7 +325,7 @@ def document() -> str:
     """The text of docs/metrics.md."""
     metrics = _table(
         ("name", "unit", "meaning", "Prometheus"),
-        ((f"`{name}`", m.unit, m.meaning, f"`{prometheus_name(name)}`") for name, m in METRICS.items()),
+        ((f"`{name}`", m.unit, m.meaning, f"`{prometheus_name(name)}{_own(m)}`") for name, m in METRICS.items()),
     )
     series = _table(
         ("name", "type", "labels", "meaning"),
@@ -293,7 +338,14 @@ def document() -> str:
     steps = "`step` counts finished inner steps. A metric that was not measured in a step is absent."
     metrics_head = f"## `{METRICS_FILE}`\n\n{steps}\n"
     events_head = f"## `{EVENTS_FILE}`\n\nOther fields may come along.\n"
-    return "\n".join([_HEAD, metrics_head, metrics, events_head, events, _SERIES_HEAD, series]).rstrip() + "\n"
+    parts = [_HEAD, metrics_head, metrics, events_head, events, _SERIES_HEAD, series, _CONVENTIONS]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _own(metric: Metric) -> str:
+    """The labels of a metric as a query has them."""
+    pairs = ",".join(f'{label}="{value}"' for label, value in metric.labels.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -14,11 +14,13 @@ import math
 import socket
 import threading
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,6 +45,11 @@ _LOOK_S = 1.0
 _ANSWER_S = 10.0
 _LOOKS_FOR_THE_END_S = 0.1
 _MOST_ANSWERS = 16
+_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
+_OUTER_STEP = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
+_FETCHED = ("received", "state")
+"""Labels of what comes in beside rounds."""
 _SAVED = ("checkpoint_committed", "checkpoint_share_written")
 
 _log = get_logger(__name__)
@@ -51,8 +58,9 @@ _log = get_logger(__name__)
 class Exporter(logging.Handler):
     """A sink of metrics and events, and a handler of log lines, that a Prometheus reads; each answer is of one moment.
 
-    `folders`: by the key of the configuration that names them; their file systems are looked at in each answer.
-    `ailments`: what is wrong with the trainer, a line each. Any thread. Raises ConfigError without the extra.
+    `build`: the labels of `zeroband_build_info`. `folders`: by the key of the configuration that names them; their file
+    systems are looked at in each answer. `ailments`: what is wrong with the trainer, a line each. Any thread. Raises
+    ConfigError without the extra.
     """
 
     def __init__(
@@ -60,7 +68,7 @@ class Exporter(logging.Handler):
         *,
         run_id: str,
         node_id: str,
-        versions: Mapping[str, str],
+        build: Mapping[str, str],
         folders: Mapping[str, Path],
         saves: bool,
         ailments: Callable[[], Sequence[str]],
@@ -81,17 +89,21 @@ class Exporter(logging.Handler):
         self._history = NodeHistory(node_id)
         self._values: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
         """By exported name, then by the values of its own labels."""
+        self._durations = {name: _Durations() for name, series in SERIES.items() if series.type == "histogram"}
+        self._fetched_bytes = 0
+        """Of the state that it is fetching."""
         started_s = now()
-        self._values["zeroband_build_info"][tuple(versions.values())] = 1
+        self._values["zeroband_build_info"][tuple(build[label] for label in SERIES["zeroband_build_info"].labels)] = 1
         self._values["zeroband_started_timestamp_seconds"][()] = started_s
-        self._values["zeroband_train_steps_total"][()] = 0
+        self._values["zeroband_steps_total"][()] = 0
         if saves:
             self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = started_s
         self._values["zeroband_events_total"] = {(kind,): 0 for kind in EVENTS}
         self._values["zeroband_log_warnings_total"] = {(part,): 0 for part in _WATCHED_PARTS}
         for name, metric in METRICS.items():
             if metric.adds_up and not name.endswith("/<source>"):
-                self._values[prometheus_name(name)][()] = 0
+                self._values[prometheus_name(name)][tuple(metric.labels.values())] = 0
+        self._values["zeroband_comm_bytes_total"][_FETCHED] = 0
 
     # -- what it is told ------------------------------------------------------------------------------------------
 
@@ -110,16 +122,32 @@ class Exporter(logging.Handler):
             self._values["zeroband_last_round_timestamp_seconds"][()] = at_s
         elif kind in _SAVED:
             self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = at_s
+        elif kind == "recovered":
+            self._durations["zeroband_recovery_seconds"].add(float(record["took_s"]))
+        elif kind == "join_progress":
+            self._take_fetched(int(record["bytes"]))
+
+    def _take_fetched(self, fetched_bytes: int) -> None:
+        """Count what came of a state since the last time; fewer than then: of another state."""
+        before = self._fetched_bytes if fetched_bytes >= self._fetched_bytes else 0
+        self._values["zeroband_comm_bytes_total"][_FETCHED] += fetched_bytes - before
+        self._fetched_bytes = fetched_bytes
 
     def _take_metrics(self, record: Mapping[str, Any]) -> None:
-        self._values["zeroband_train_step"][()] = record["step"]
-        self._values["zeroband_train_steps_total"][()] += 1
+        self._values["zeroband_step"][()] = record["step"]
+        self._values["zeroband_steps_total"][()] += 1
         self._values["zeroband_last_step_timestamp_seconds"][()] = record["at_s"]
+        if "train/tokens_per_s" in record:
+            tokens = self._values["zeroband_tokens_total"]
+            tokens[()] = tokens.get((), 0) + round(record["train/tokens_per_s"] * record["train/step_s"])
+        if "outer/round" in record:
+            took_s = sum(float(record.get(part, 0.0)) for part in _OUTER_STEP)
+            self._durations["zeroband_outer_step_seconds"].add(took_s)
         for name, value in record.items():
             if name in ("step", "at_s"):
                 continue
             row = metric_of(name)
-            labels = (name.rpartition("/")[2],) if row != name else ()
+            labels = (name.rpartition("/")[2],) if row != name else tuple(METRICS[row].labels.values())
             series = self._values[prometheus_name(row)]
             number = int(value[:_DIGEST_DIGITS], 16) if isinstance(value, str) else float(value)
             series[labels] = series.get(labels, 0.0) + number if METRICS[row].adds_up else number
@@ -148,20 +176,27 @@ class Exporter(logging.Handler):
     def collect(self) -> Iterator[Any]:
         """Every series, as prometheus_client takes them."""
         own = {
-            "zeroband_node_healthy": {(): float(not self.ailments())},
+            "zeroband_node_up": {(): float(not self.ailments())},
             "zeroband_node_ready": {(): float(self.unready() is None)},
             **_disks(self._folders),
         }
         with self._state:
             state = self._history.view().state
             seen = {name: dict(series) for name, series in self._values.items()}
+            durations = {name: (each.buckets(), each.total_s) for name, each in self._durations.items()}
         own["zeroband_node_state"] = {(known,): float(known == state) for known in get_args(NodeState)}
         for name, row in SERIES.items():
-            yield from self._family(name, row.type, row.meaning, row.labels, seen.get(name, own.get(name, {})))
+            if row.type == "histogram":
+                family = self._core.HistogramMetricFamily(name, row.meaning, labels=[*self._identity])
+                family.add_metric([*self._identity.values()], *durations[name])
+                yield family
+            else:
+                yield from self._family(name, row.type, row.meaning, row.labels, seen.get(name, own.get(name, {})))
         for metric, row in METRICS.items():
             name, labels = prometheus_name(metric), ("source",) if metric.endswith("/<source>") else ()
-            kind = "counter" if row.adds_up else "gauge"
-            yield from self._family(name, kind, f"{row.meaning} ({row.unit})", labels, seen.get(name, {}))
+            if name not in SERIES:
+                kind = "counter" if row.adds_up else "gauge"
+                yield from self._family(name, kind, f"{row.meaning} ({row.unit})", labels, seen.get(name, {}))
 
     def _family(
         self, name: str, kind: str, meaning: str, labels: Sequence[str], series: Mapping[tuple[str, ...], float]
@@ -177,6 +212,22 @@ class Exporter(logging.Handler):
         """Content type and text of an answer to a scraper that accepts these types."""
         encode, content_type = self._exposition.choose_encoder(accepted)
         return content_type, encode(self)
+
+
+class _Durations:
+    """Counts durations in seconds by the bounds that they stay below."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
+        self.total_s = 0.0
+
+    def add(self, took_s: float) -> None:
+        self._counts[bisect_left(_BOUNDS_S, took_s)] += 1
+        self.total_s += took_s
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """For each bound, how many there were up to it."""
+        return list(zip([*map(str, _BOUNDS_S), "+Inf"], map(float, accumulate(self._counts)), strict=True))
 
 
 class MetricsServer:

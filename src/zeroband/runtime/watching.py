@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from zeroband.config.schema import RunConfig
+from zeroband.config.shared import shared_digest
 from zeroband.errors import DISTRIBUTION, ConfigError
 from zeroband.observe.hardware import free_ratio
 from zeroband.observe.prometheus import Exporter, MetricsServer
@@ -15,6 +17,10 @@ from zeroband.observe.sinks import BackgroundSink, Sink
 from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
 from zeroband.observe.webhook import AlertRules, Webhook
 from zeroband.runtime.health import ailments, ranks_in, stalls
+
+_UNKNOWN = "unknown"
+_GIT_S = 5.0
+_HASH_DIGITS = 12
 
 
 def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
@@ -47,7 +53,12 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
         exporter = Exporter(
             run_id=config.run.id,
             node_id=node_id,
-            versions={"version": metadata.version(DISTRIBUTION), "torch": metadata.version("torch")},
+            build={
+                "version": metadata.version(DISTRIBUTION),
+                "git": commit_of(Path(__file__).parents[3]),
+                "torch": metadata.version("torch"),
+                "config_hash": shared_digest(config)[:_HASH_DIGITS],
+            },
             folders=folders,
             saves=config.ckpt.path is not None,
             ailments=partial(_ailments_of, node_dir),
@@ -65,6 +76,18 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
             )
         )
     return sinks
+
+
+def commit_of(clone: Path) -> str:
+    """Return the commit that a clone stands at, with `-dirty` where files of it were changed; `unknown` elsewhere."""
+    if not (clone / ".git").exists():
+        return _UNKNOWN
+    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return _UNKNOWN
+    return said.strip() or _UNKNOWN
 
 
 def _ailments_of(node_dir: Path) -> Sequence[str]:

@@ -37,7 +37,7 @@ class Node:
         self.exporter = Exporter(
             run_id=LABELS["run"],
             node_id=LABELS["node"],
-            versions={"version": "1.2", "torch": "2.13"},
+            build={"torch": "2.13", "git": "abc", "version": "1.2", "config_hash": "d1"},
             folders={"run.dir": tmp_path / "not" / "yet"},
             saves=True,
             ailments=self._ask,
@@ -76,23 +76,80 @@ def node(tmp_path: Path) -> Node:
 @pytest.mark.parametrize("metric", METRICS)
 def test_name_follows_the_conventions_of_prometheus(metric: str) -> None:
     name, row = prometheus_name(metric), METRICS[metric]
-    assert re.fullmatch(r"zeroband_(train|outer|eval|data|ckpt|node)_[a-z_]+", name)
-    assert name.endswith("_total") == row.adds_up
+    assert re.fullmatch(r"zeroband_(train|outer|eval|data|ckpt|node|comm|membership)_[a-z_]+", name)
+    assert name.endswith("_total") == row.adds_up and not (row.labels and name not in SERIES)
     units = {"s": "_seconds", "bytes/s": "_bytes_per_second", "bytes": "_bytes", "ratio": "_ratio"}
     assert units.get(row.unit.split(" ")[0], "") in name and not re.search("_(s|ms|mb|percent)(_|$)", name)
 
 
 def test_no_two_metrics_have_one_name() -> None:
-    names = [*map(prometheus_name, METRICS), *SERIES]
+    names = [(prometheus_name(name), *row.labels.values()) for name, row in METRICS.items()]
+    names += [(name,) for name in SERIES]
     assert len(names) > 50 and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "type", "labels"),
+    [
+        ("zeroband_step", "gauge", set[str]()),
+        ("zeroband_tokens_total", "counter", set[str]()),
+        ("zeroband_last_step_timestamp_seconds", "gauge", set[str]()),
+        ("zeroband_comm_bytes_total", "counter", {"dir", "kind"}),
+        ("zeroband_outer_step_seconds", "histogram", set[str]()),
+        ("zeroband_node_up", "gauge", set[str]()),
+        ("zeroband_membership_epoch", "gauge", set[str]()),
+        ("zeroband_recovery_seconds", "histogram", set[str]()),
+        ("zeroband_build_info", "gauge", {"version", "git", "torch", "config_hash"}),
+    ],
+)
+def test_names_that_hands_expect_are_there(node: Node, name: str, type: str, labels: set[str]) -> None:
+    node.step(1, outer__round=1, outer__epoch=2, train__tokens_per_s=10.0, train__step_s=0.5)
+    text = node.exporter.exposition("")[1].decode()
+    (family,) = (f for f in parser.text_string_to_metric_families(text) if name in (f.name, f"{f.name}_total"))
+    assert family.type == type
+    found = {label for sample in family.samples for label in sample.labels}
+    assert found == labels | LABELS.keys() | ({"le"} if type == "histogram" else set())
 
 
 def test_every_metric_of_the_table_is_exported(node: Node) -> None:
     values = {name.replace("<source>", "code"): "ab" * 16 if m.unit == "hex" else 1 for name, m in METRICS.items()}
     node.exporter.write({"step": 1, "at_s": 1.0, **values})
     node.event("round_committed", round=1, epoch=1, members=["n0#1"], digest="ab")
-    exported = {name for name, _ in node.samples()}
+    exported = {re.sub("_seconds_(bucket|count|sum)$", "_seconds", name) for name, _ in node.samples()}
     assert exported == {*map(prometheus_name, METRICS), *SERIES}
+
+
+def test_build_is_told_by_its_labels_in_any_order(node: Node) -> None:
+    assert node.value("build_info", "d1,abc,2.13,1.2") == 1  # sorted by name
+
+
+def test_bytes_are_counted_by_direction_and_kind(node: Node) -> None:
+    assert node.value("comm_bytes_total", "sent,round") == node.value("comm_bytes_total", "received,state") == 0
+    for step in (1, 2):
+        node.step(step, outer__sent_bytes=10, outer__received_bytes=30)
+    for fetched in (0, 50, 100, 0, 7, 7, 20):  # the second state is fetched in two calls
+        node.event("join_progress", bytes=fetched, of_bytes=100, bytes_per_s=None)
+    assert node.value("comm_bytes_total", "sent,round") == 20
+    assert node.value("comm_bytes_total", "received,round") == 60
+    assert node.value("comm_bytes_total", "received,state") == 120
+
+
+def test_tokens_of_this_trainer_are_counted_and_those_of_the_run_shown(node: Node) -> None:
+    node.step(1, train__tokens=900, train__tokens_per_s=300 / 0.7, train__step_s=0.7)
+    node.step(2, train__tokens=600, train__tokens_per_s=300 / 1.3, train__step_s=1.3)  # the run went back
+    assert (node.value("tokens_total"), node.value("train_tokens")) == (600, 600)
+
+
+def test_durations_of_outer_steps_and_recoveries_are_counted_by_their_bounds(node: Node) -> None:
+    node.step(1, train__loss=1.0)  # no outer step
+    node.step(2, outer__round=1, outer__wait_s=0.25, outer__transfer_s=0.5, outer__apply_s=0.25)
+    node.step(3, outer__round=2, outer__wait_s=5000.0, outer__transfer_s=0.5, outer__apply_s=0.25)
+    node.event("recovered", round=2, digest="ab", took_s=12.5)
+    samples = node.samples()
+    counts = {bound: samples["zeroband_outer_step_seconds_bucket", bound] for bound in ("0.3", "1.0", "1000.0", "+Inf")}
+    assert counts == {"0.3": 0, "1.0": 1, "1000.0": 1, "+Inf": 2}
+    assert samples["zeroband_outer_step_seconds_sum", ""] == 5001.75
+    assert (samples["zeroband_recovery_seconds_count", ""], samples["zeroband_recovery_seconds_sum", ""]) == (1, 12.5)
 
 
 def test_gauges_show_the_newest_line_that_had_them_and_counters_add_up(node: Node) -> None:
@@ -102,11 +159,11 @@ def test_gauges_show_the_newest_line_that_had_them_and_counters_add_up(node: Nod
     assert samples["zeroband_train_loss", ""] == 2.5
     assert samples["zeroband_train_mfu_ratio", ""] == 0.25
     assert samples["zeroband_train_step_seconds_total", ""] == 0.75
-    assert (samples["zeroband_data_source_tokens_total", "code"], samples["zeroband_train_step", ""]) == (15, 2)
+    assert (samples["zeroband_data_source_tokens_total", "code"], samples["zeroband_step", ""]) == (15, 2)
     assert samples["zeroband_data_source_tokens_total", "text"] == 7
-    assert samples["zeroband_train_steps_total", ""] == 2
+    assert samples["zeroband_steps_total", ""] == 2
     assert samples["zeroband_last_step_timestamp_seconds", ""] == 4.0
-    assert samples["zeroband_outer_sent_bytes_total", ""] == 0  # from the start, so that the first is an increase
+    assert samples["zeroband_outer_ddp_bytes_total", ""] == 0  # from the start, so that the first is an increase
     assert ("zeroband_eval_loss", "") not in samples
 
 
@@ -194,7 +251,7 @@ def test_server_answers_a_scraper_in_the_format_that_it_asks_for(node: Node, ser
     node.step(1, train__loss=2.0)
     status, text, headers = get(server, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain; version=")
-    assert "# TYPE zeroband_train_loss gauge" in text and "# TYPE zeroband_train_steps_total counter" in text
+    assert "# TYPE zeroband_train_loss gauge" in text and "# TYPE zeroband_steps_total counter" in text
     _, text, headers = get(server, "/metrics?x=1", Accept="application/openmetrics-text; version=1.0.0")
     assert headers["Content-Type"].startswith("application/openmetrics-text") and text.endswith("# EOF\n")
     assert get(server, "/nothing")[0] == 404
@@ -210,7 +267,7 @@ def test_probes_say_why(node: Node, server: MetricsServer) -> None:
 def test_ailing_trainer_is_not_healthy(node: Node, server: MetricsServer) -> None:
     node.ailing.append("n0: no progress for 65 s (fault.hung_s=60)")
     assert get(server, "/healthz")[:2] == (503, "n0: no progress for 65 s (fault.hung_s=60)\n")
-    assert node.value("node_healthy") == 0
+    assert node.value("node_up") == 0
 
 
 def test_many_probes_look_once(node: Node, server: MetricsServer) -> None:
@@ -258,7 +315,7 @@ def test_logs_hand_it_their_lines_and_close_it(node: Node, tmp_path: Path) -> No
     events, metrics = EventLog(tmp_path, [server]), MetricsLog(tmp_path, [server])
     events.emit("joined", member_id="n0#1", round=0)
     metrics.record(4, {"train/loss": 1.5})
-    assert (node.value("events_total", "joined"), node.value("train_step")) == (1, 4)
+    assert (node.value("events_total", "joined"), node.value("step")) == (1, 4)
     metrics.close()
     events.close()
     with pytest.raises(ConnectionRefusedError):
