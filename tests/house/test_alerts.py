@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,21 +109,27 @@ def test_every_alert_says_how_bad_it_is_and_has_its_entry_in_the_handbook(
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
         assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert alert["annotations"]["runbook_url"] == f"docs/troubleshooting.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == f"{{{{ $externalLabels.handbook }}}}#{alert['alert'].lower()}"
 
 
-def test_compose_files_lay_in_what_is_there(root: Path, folder: Path) -> None:
-    beside = yaml.safe_load((folder / "compose.yaml").read_text(encoding="utf-8"))
-    base = yaml.safe_load((root / "compose.yaml").read_text(encoding="utf-8"))
-    mounts = [mount for service in beside["services"].values() for mount in service.get("volumes", ())]
+def test_links_of_alerts_lead_to_an_address_that_an_operator_sets(folder: Path) -> None:
+    settings = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
+    address = urllib.parse.urlsplit(settings["global"]["external_labels"]["handbook"])
+    assert address.scheme in ("http", "https") and address.netloc and not address.fragment
+    assert address.path == "/docs/troubleshooting.html"  # where scripts/docs.sh makes it
+
+
+def test_compose_starts_prometheus_and_grafana_where_they_are_asked_for(root: Path) -> None:
+    compose = yaml.safe_load((root / "compose.yaml").read_text(encoding="utf-8"))
+    services = compose["services"]
+    watching = {name: service for name, service in services.items() if service.get("profiles") == ["observe"]}
+    assert watching.keys() == {"prometheus", "grafana"} and not any("profiles" in services[n] for n in ("redis", "node"))
+    assert services["node"]["environment"]["ZERO_BAND_OBSERVE__PROMETHEUS__HOST"] == "0.0.0.0"
+    mounts = [mount for service in services.values() for mount in service.get("volumes", ())]
     paths = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
     assert len(paths) == 4 and [path for path in paths if not (root / path).exists()] == []
-    assert {mount.split(":")[0] for mount in mounts if not mount.startswith("./")} <= {
-        *beside["volumes"],
-        *base["volumes"],
-    }
-    assert "node" in base["services"]
-    ports = [port for service in beside["services"].values() for port in service.get("ports", ())]
+    assert {mount.split(":")[0] for mount in mounts if not mount.startswith("./")} == {*compose["volumes"]}
+    ports = [port for service in services.values() for port in service.get("ports", ())]
     assert len(ports) == 2 and all(port.startswith("127.0.0.1:") for port in ports)
 
 
@@ -150,7 +157,7 @@ def test_every_alert_fires_in_a_test_of_its_rules(folder: Path, alerts: list[dic
     fired = {
         name
         for test in tests
-        for asked in test["promql_expr_test"]
+        for asked in test.get("promql_expr_test", ())
         for sample in asked["exp_samples"]
         if "pending" not in (labels := sample.get("labels", ""))
         for name in re.findall(r'alertname="(\w+)"', labels)

@@ -80,6 +80,13 @@ def test_site_loads_nothing_from_elsewhere(site: Path, pages: dict[str, _Page]) 
     assert sorted(load for load in loads if IS_ELSEWHERE.match(load[1])) == []
 
 
+def test_links_of_alerts_find_their_entries(root: Path, pages: dict[str, _Page]) -> None:
+    alerts = (root / "deploy" / "observe" / "alerts.yml").read_text(encoding="utf-8")
+    anchors = re.findall(r'runbook_url: ".*#(\w+)"', alerts)
+    assert len(anchors) >= 14
+    assert [anchor for anchor in anchors if anchor not in pages["docs/troubleshooting.html"].ids] == []
+
+
 def test_reference_has_what_users_import_and_every_error(pages: dict[str, _Page]) -> None:
     tree = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
     named = [f"zeroband.{name}" for name in zeroband.__all__] + [f"zeroband.errors.{name}" for name in tree]

@@ -223,6 +223,17 @@ def test_compose_takes_its_files(files: Sequence[str]) -> None:
     assert node["deploy"]["replicas"] == int(node["environment"]["ZERO_BAND_ELASTIC__START_NODES"])
 
 
+@pytest.mark.slow
+def test_compose_takes_the_profile_that_watches() -> None:
+    command = compose_command()
+    if shutil.which(command[0]) is None:
+        pytest.skip("no compose")
+    asked = [*command, "--profile", "observe", "config", "--services"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {*done.stdout.split()} == {"redis", "node", "prometheus", "grafana"}
+
+
 def test_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
@@ -367,6 +378,7 @@ def as_compose(folder: Path, store: str) -> tuple[list[str], dict[str, str]]:
         return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
     environ = {name: filled(value) for name, value in node["environment"].items()}
+    environ |= {"ZERO_BAND_OBSERVE__PROMETHEUS__PORT": "0"}  # its network is not this machine's
     environ |= {"ZERO_BAND_NODE__ID": "compose", "ZERO_BAND_RUN__ID": RUN, "ZERO_BAND_RUN__TOKEN": TOKEN}
     environ["ZERO_BAND_STORE__URL"] = environ["ZERO_BAND_STORE__URL"].replace("redis:6379", f":{PASSWORD}@{store}")
     return ["zeroband", *map(filled, node["command"])], environ
