@@ -46,7 +46,7 @@ _ANSWER_S = 10.0
 _LOOKS_FOR_THE_END_S = 0.1
 _MOST_ANSWERS = 16
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
+"""The bounds of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
 _OUTER_STEP = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
 _FETCHED = ("received", "state")
 """Labels of what comes in beside rounds."""
@@ -91,7 +91,7 @@ class Exporter(logging.Handler):
         """By exported name, then by the values of its own labels."""
         self._durations = {name: _Durations() for name, series in SERIES.items() if series.type == "histogram"}
         self._fetched_bytes = 0
-        """Of the state that it is fetching."""
+        """Bytes of the state that is being fetched."""
         started_s = now()
         self._values["zeroband_build_info"][tuple(build[label] for label in SERIES["zeroband_build_info"].labels)] = 1
         self._values["zeroband_started_timestamp_seconds"][()] = started_s
