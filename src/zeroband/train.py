@@ -62,7 +62,7 @@ def _main(argv: Sequence[str] | None) -> int:
         is_only_process = local_world_size(os.environ) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
         config = named(asked, is_only_process=is_only_process)
         if config is not asked:
-            print(f"zeroband: this run is {config.run.id}", file=sys.stderr, flush=True)
+            say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
         with Ending(departure, ranks=local_world_size(os.environ)) as ending:
             survived = require_start(quick_checks(config, os.environ))
@@ -74,7 +74,8 @@ def _main(argv: Sequence[str] | None) -> int:
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=local_rank(os.environ))):
                 _log.warning(str(finding))
             try:
-                loop.run(config, departure)
+                with import_module("zeroband.runtime.afterword").Afterword(config, departure, say):
+                    loop.run(config, departure)
             except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):
                     raise unfit from error
@@ -85,8 +86,6 @@ def _main(argv: Sequence[str] | None) -> int:
                 return code
     except ZerobandError as error:
         return explain(error)
-    if local_rank(os.environ) == 0 and (said := import_module("zeroband.runtime.afterword").end_of_run(config)):
-        print(said, file=sys.stderr, flush=True)
     return 0
 
 
@@ -95,6 +94,11 @@ def leave_the_word_to_the_cause(error: RuntimeError) -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "onnection" in str(error):
         _log.debug("another rank of this node is gone", exc_info=error)
         time.sleep(_FIRST_RANK_SPEAKS_S)
+
+
+def say(text: str) -> None:
+    """Tell the user, beside what the log says."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def start_logging(config: RunConfig) -> None:
@@ -122,7 +126,7 @@ def explain(error: ZerobandError) -> int:
     if is_first and code and tell_torchrun(message, os.environ):
         return code
     if code or is_first:
-        print(message, file=sys.stderr, flush=True)
+        say(message)
     return code
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.arena import TINY
 
 from zeroband.node.processes import ranks_of
-from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster import LocalCluster, RedisServer
 from zeroband.tools.cluster.local import TRAINER
 from zeroband.tools.data.audit import audit, read_rounds
 
@@ -150,6 +150,40 @@ def assert_interrupted(process: subprocess.Popen[str]) -> None:
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "KeyboardInterrupt" not in errors, errors
+
+
+# -- what it says at its end ----------------------------------------------------------------------------------------
+
+
+def until_it_trains(folder: Path) -> None:
+    metrics = folder / "runs" / "default" / "a" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, "inner steps")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_node_that_is_asked_to_leave_says_where_everything_lies(
+    start: Start, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    training = start("train", ZERO_BAND_NODE__ID="a", ZERO_BAND_OBSERVE__REPORT="true")
+    until_it_trains(tmp_path)
+    training.send_signal(number)
+    _, said = training.communicate(timeout=DEADLINE_S)
+    report = tmp_path / "runs" / "default" / "report.html"
+    assert training.returncode == code and f"  report      {report}" in said, said
+    wait_for(report.exists, "the report, which after Ctrl-C nobody waits for")
+
+
+def test_node_that_fails_says_where_everything_lies_before_why(start: Start, tmp_path: Path) -> None:
+    with RedisServer() as redis:
+        variables = {"STORE__URL": redis.url, "FAULT__DETECT_S": "1", "FAULT__STORE_S": "2", "OBSERVE__REPORT": "true"}
+        variables |= {"NODE__ID": "a", "OUTER__TYPE": "ddp"}
+        training = start("train", **{f"ZERO_BAND_{name}": value for name, value in variables.items()})
+        until_it_trains(tmp_path)
+    _, said = training.communicate(timeout=DEADLINE_S)
+    report = tmp_path / "runs" / "default" / "report.html"
+    assert training.returncode == 1 and f"  report      {report}" in said, said
+    assert said.splitlines()[-1].startswith("zeroband: ") and "Redis" in said.splitlines()[-1]
+    wait_for(lambda: report.exists() and "StoreLost" in report.read_text(), "the report with the failure")
 
 
 def test_ctrl_c_while_torch_is_loaded_ends_without_a_traceback(start: Start) -> None:

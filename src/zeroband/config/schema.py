@@ -242,8 +242,8 @@ class ObserveConfig(Section):
     sample_tokens: PositiveInt = Field(default=256, json_schema_extra=NODE_LOCAL)
     """Length of that continuation in tokens."""
     report: bool = Field(default=True, json_schema_extra=NODE_LOCAL)
-    """Write `report.html` into the run directory when the last node in it has finished. `zeroband report` writes it at
-    any time."""
+    """Write `report.html` into the run directory when the last node in it has ended, also by a failure or since it was
+    asked to leave. `zeroband report` writes it at any time."""
     board: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
     """Serve the run's page from this node, on this machine only, as long as its trainer runs (`zeroband board`)."""
     board_port: PositiveInt = Field(default=8420, le=65535, json_schema_extra=NODE_LOCAL)

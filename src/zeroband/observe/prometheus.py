@@ -46,7 +46,7 @@ _ANSWER_S = 10.0
 _LOOKS_FOR_THE_END_S = 0.1
 _MOST_ANSWERS = 16
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""The bounds of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
+"""Bounds of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
 _OUTER_STEP = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
 _FETCHED = ("received", "state")
 """Labels of what comes in beside rounds."""

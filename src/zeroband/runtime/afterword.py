@@ -5,15 +5,21 @@ Local rank 0, after everything else was given back. Whatever goes wrong here is 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 
 from zeroband.config.schema import RunConfig
+from zeroband.elastic.membership.departure import Departure
+from zeroband.errors import Leaving, RunOver
 from zeroband.node.identity import node_dir_of
+from zeroband.node.launched import is_last_start, local_rank
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
@@ -27,7 +33,33 @@ _WAIT_S = 5.0
 _log = get_logger(__name__)
 
 
-def end_of_run(config: RunConfig) -> str:
+class Afterword:
+    """Around the training of a rank: does the above however it ends, unless the node never came into a run.
+
+    It stays within what is left of `fault.grace_s` where a signal asked the node to leave, and no moment after Ctrl-C
+    or a second signal. After a failure it leaves the word to the next start where the launcher makes one.
+    """
+
+    def __init__(self, config: RunConfig, departure: Departure, say: Callable[[str], object]) -> None:
+        self._config = config
+        self._departure = departure
+        self._say = say
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        is_over = kind is None or issubclass(kind, Leaving | RunOver | SystemExit) or is_last_start(os.environ)
+        if not is_over or not self._departure.holds_work or local_rank(os.environ) != 0:
+            return
+        left_s = 0.0 if kind is SystemExit else self._departure.time_left_s(time.monotonic())
+        with contextlib.suppress(SystemExit):  # of a signal: the code stays, the wait ends
+            if said := end_of_run(self._config, is_complete=kind is None, wait_s=min(_WAIT_S, left_s)):
+                self._say(said)
+
+
+def end_of_run(config: RunConfig, *, is_complete: bool = True, wait_s: float = _WAIT_S) -> str:
     """Have the report written if it is this node's turn. Returns what to tell the user: files, and what to do next.
 
     Empty where the run directory cannot be looked into: the run is over all the same.
@@ -36,9 +68,8 @@ def end_of_run(config: RunConfig) -> str:
     report = run_dir / REPORT_FILE
     try:
         is_due = config.observe.report and is_last_here(run_dir, node_dir_of(config).name)
-        if is_due:
-            start_report(run_dir)
-        return closing_words(config, report if is_due and report.exists() else None)
+        is_made = is_due and start_report(run_dir, wait_s=wait_s)
+        return closing_words(config, report if is_made else None, is_complete=is_complete)
     except OSError as error:
         _log.warning("cannot look into the run directory", extra={"fields": {"path": run_dir, "why": str(error)}})
         return ""
@@ -68,8 +99,11 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str] = _WRITER) -> None:
-    """Write the report in a process of its own, with low priority; wait for it, but not long."""
+def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str] = _WRITER) -> bool:
+    """Write the report in a process of its own, with low priority; wait for it, but not long.
+
+    Returns whether it is written, or on its way.
+    """
     try:
         child = subprocess.Popen(
             [sys.executable, *writer, str(run_dir)],
@@ -82,17 +116,18 @@ def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str
         code = child.wait(timeout=wait_s)
     except subprocess.TimeoutExpired:
         _log.info("the report is still being written", extra={"fields": {"path": run_dir / REPORT_FILE}})
-        return
+        return True
     except OSError as error:
         _log.warning("no report was written", extra={"fields": {"why": str(error)}})
-        return
+        return False
     if code:
         why = f"exit code {code}; zeroband report {run_dir} says why"
         _log.warning("no report was written", extra={"fields": {"why": why}})
+    return not code
 
 
-def closing_words(config: RunConfig, report: Path | None) -> str:
-    """Where everything of this run lies, and what to do next."""
+def closing_words(config: RunConfig, report: Path | None, *, is_complete: bool = True) -> str:
+    """Where everything of this run lies, and what to do next. `report`: written, or on its way."""
     node_dir = node_dir_of(config)
     run_dir = node_dir.parent
     lines = [("metrics", str(run_dir)), ("events", str(node_dir / EVENTS_FILE))]
@@ -105,11 +140,13 @@ def closing_words(config: RunConfig, report: Path | None) -> str:
     if exported is not None and exported.exists():
         lines.append(("model", str(exported)))
     if report is not None:
-        lines.append(("report", str(report)))
+        lines.append(("report", str(report) if report.exists() else f"{report}, in a moment"))
     following = [f"zeroband status {run_dir}" if report is None else f"open {report}"]
-    if checkpoints and exported is None:
+    if checkpoints and not is_complete:
+        following.append("the same command, with --resume")
+    if checkpoints and is_complete and exported is None:
         following.append(f"zeroband export {checkpoints} OUT")
-    if checkpoints:
+    if checkpoints and is_complete:
         following.append(f"zeroband sample {checkpoints} --prompt TEXT")
     lines.append(("next", following[0]))
     lines += [("", command) for command in following[1:]]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from zeroband.config import load_config
-from zeroband.runtime.afterword import closing_words, end_of_run, is_last_here, start_report
+from zeroband.config import RunConfig, load_config
+from zeroband.elastic.membership.departure import Departure
+from zeroband.errors import Leaving, RunOver, StoreLost
+from zeroband.runtime import afterword
+from zeroband.runtime.afterword import Afterword, closing_words, end_of_run, is_last_here, start_report
 
 
 @pytest.fixture
@@ -41,6 +46,8 @@ def test_closing_words_say_where_everything_lies(run_dir: Path) -> None:
         *("metrics", "events", "checkpoints", "sample", "report", "next"),
     ]
     assert "s3://bucket/c/r" in said and f"open {run_dir / 'report.html'}" in said
+    left = closing_words(load_config(flags, {}), None, is_complete=False)
+    assert "the same command, with --resume" in left and "zeroband sample" not in left and "--resume" not in said
     bare = closing_words(load_config([*flags[:3]], {}), None)
     assert "report.html" not in bare and "export" not in bare and f"zeroband status {run_dir}" in bare
 
@@ -51,9 +58,100 @@ def test_run_ends_all_the_same_where_its_folder_is_gone(tmp_path: Path, caplog: 
 
 
 def test_run_ends_all_the_same_where_no_report_can_be_written(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    start_report(run_dir, writer=("-c", "raise SystemExit(3)"))
+    assert not start_report(run_dir, writer=("-c", "raise SystemExit(3)"))
     assert "no report was written" in caplog.text
-    start_report(run_dir, wait_s=0.0, writer=("-c", "pass"))
+    assert start_report(run_dir, wait_s=0.0, writer=("-c", "pass"))
     flags = [f"--run.dir={run_dir.parent}", "--run.id=r", "--node.id=a", "--observe.report=false"]
     assert "report" not in end_of_run(load_config(flags, {}))
     assert not (run_dir / "report.html").exists()
+
+
+# -- whichever way it ends ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(run_dir: Path) -> RunConfig:
+    return load_config([f"--run.dir={run_dir.parent}", "--run.id=r", "--node.id=a", "--observe.report=true"], {})
+
+
+@pytest.fixture
+def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how long each report that was started would be waited for."""
+    waits_s: list[float] = []
+
+    def start(run_dir: Path, *, wait_s: float) -> bool:
+        waits_s.append(wait_s)
+        return True
+
+    monkeypatch.setattr(afterword, "start_report", start)
+    return waits_s
+
+
+def end_by(error: BaseException | None, config: RunConfig, departure: Departure) -> list[str]:
+    """What the user is told where the training ends so."""
+    said: list[str] = []
+    departure.holds_work = True
+    with nullcontext() if error is None else pytest.raises(type(error)), Afterword(config, departure, said.append):
+        if error is not None:
+            raise error
+    return said
+
+
+@pytest.mark.parametrize(
+    ("error", "wait_s"),
+    [
+        (None, 5.0),
+        (Leaving("drained"), 5.0),
+        (RunOver("meanwhile"), 5.0),
+        (StoreLost("no answer"), 5.0),
+        (ValueError("a bug"), 5.0),
+        (SystemExit(130), 0.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_end_has_its_report_and_its_words(
+    error: BaseException | None, wait_s: float, config: RunConfig, run_dir: Path, waits_s: list[float]
+) -> None:
+    (said,) = end_by(error, config, Departure(25.0))
+    assert waits_s == [wait_s]
+    assert f"{run_dir / 'report.html'}, in a moment" in said
+
+
+def test_nobody_waits_longer_for_the_report_than_the_node_may_stay(config: RunConfig, waits_s: list[float]) -> None:
+    late, too_late = Departure(25.0), Departure(25.0)
+    late.ask(time.monotonic() - 24.0)
+    too_late.ask(time.monotonic() - 26.0)
+    for departure in (late, too_late):
+        end_by(Leaving("asked"), config, departure)
+    assert 0.0 < waits_s[0] <= 1.0 and waits_s[1] == 0.0
+
+
+def test_failure_that_the_launcher_answers_with_another_start_is_no_end(
+    config: RunConfig, waits_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert end_by(StoreLost("no answer"), config, Departure(25.0)) == [] == waits_s
+    assert len(end_by(Leaving("asked"), config, Departure(25.0))) == 1  # after which it does not start again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert len(end_by(StoreLost("no answer"), config, Departure(25.0))) == 1
+
+
+def test_other_ranks_and_nodes_that_never_came_in_are_silent(
+    config: RunConfig, waits_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreLost), Afterword(config, Departure(25.0), pytest.fail):
+        raise StoreLost("no answer")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert end_by(None, config, Departure(25.0)) == [] == waits_s
+
+
+def test_signal_ends_the_wait_for_the_report_and_changes_no_exit_code(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(run_dir: Path, *, wait_s: float) -> bool:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(afterword, "start_report", interrupt)
+    assert end_by(None, config, Departure(25.0)) == []
+    assert end_by(StoreLost("no answer"), config, Departure(25.0)) == []

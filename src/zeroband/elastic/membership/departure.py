@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -53,9 +54,13 @@ class Departure:
         """Asked by a signal: the round in progress ends here."""
         return self._asked_at_s is not None
 
+    def time_left_s(self, now_s: float) -> float:
+        """How long the node may stay; infinite where no signal asked."""
+        return math.inf if self._asked_at_s is None else max(0.0, self._asked_at_s + self._grace_s - now_s)
+
     def is_overdue(self, now_s: float) -> bool:
         """Whether the node must go now, with what it learned or without."""
-        return self._asked_at_s is not None and now_s - self._asked_at_s >= self._grace_s
+        return self.time_left_s(now_s) == 0.0
 
 
 def _say_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from zeroband.elastic.membership.departure import Departure
@@ -21,6 +23,14 @@ def test_node_must_go_when_its_grace_is_over(now_s: float, expected: bool) -> No
     departure = Departure(grace_s=25.0)
     departure.ask(100.0)
     assert departure.is_asked and departure.is_overdue(now_s) is expected
+
+
+def test_time_that_is_left_is_that_of_the_grace() -> None:
+    departure = Departure(grace_s=25.0)
+    departure.drain()
+    assert departure.time_left_s(100.0) == math.inf  # an operator has time
+    departure.ask(100.0)
+    assert [departure.time_left_s(now_s) for now_s in (100.0, 124.0, 126.0)] == [25.0, 1.0, 0.0]
 
 
 def test_asking_again_gives_no_more_time() -> None:
