@@ -47,6 +47,7 @@ NOTHING = [
     ("others", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("prepare", ["--repeats", "0"], "0 measures nothing; give 1 or more"),
     ("board", ["--seconds", "0"], "0 measures nothing; give 1 or more"),
+    ("facts", ["--seconds", "0"], "0 measures nothing; give 1 or more"),
     ("stream", ["disks"], "'disks' measures nothing; there are local, links"),
 ]
 
