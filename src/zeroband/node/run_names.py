@@ -69,6 +69,11 @@ def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
             "run.id='auto' is no name yet, and each rank would find another: start them by zeroband launch with "
             "--run.id auto, which names the run for all of them"
         )
+    if config.resume is not None and config.resume.path is None:
+        raise ConfigError(
+            "run.id='auto' is a new name at each start, which has no checkpoints to resume; name the run that "
+            "--resume goes on with (`zeroband runs` shows them), or set resume.path"
+        )
     waits_for = config.elastic.start_nodes
     if config.outer is not None and waits_for > 1:
         raise ConfigError(

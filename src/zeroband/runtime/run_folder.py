@@ -60,8 +60,8 @@ class RunFolder:
                 raise ConfigError(
                     f"{self._path} holds another run under run.id={config.run.id!r}"
                     f"{f' (session {held[:_SHOWN]})' if held else ''}; nothing was written to it. Go on from its "
-                    "checkpoints with --resume, give this run another --run.id, or move those files aside with "
-                    "--run.start-over"
+                    "checkpoints with --resume, give this run another --run.id (auto makes one up, for a run of one "
+                    "node), or move those files aside with --run.start-over"
                 )
             place = self._set_aside()
             held = None

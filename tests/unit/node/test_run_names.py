@@ -56,6 +56,11 @@ def test_a_run_with_a_name_keeps_it() -> None:
     assert config.run.id == "default"  # the same command goes on with the same run
 
 
+def test_auto_names_a_run_that_begins_with_the_checkpoint_of_another(tmp_path: Path) -> None:
+    flags = ["--run.id", AUTO, "--run.dir", str(tmp_path), "--ckpt.path", "new", "--resume.path", "old/other"]
+    assert named(load_config(["@debug/normal", *flags], {}), is_only_process=True).run.id != AUTO
+
+
 def test_auto_names_a_run_of_one_process_and_its_founder(tmp_path: Path) -> None:
     for preset, environ in (("debug/normal", {}), ("debug/diloco", STORE)):
         asked = load_config([f"@{preset}", "--run.id", AUTO, "--run.dir", str(tmp_path)], environ)
@@ -69,9 +74,10 @@ def test_auto_names_a_run_of_one_process_and_its_founder(tmp_path: Path) -> None
     [
         (["@debug/normal"], False, "start them by zeroband launch"),
         (["@debug/diloco", "--elastic.start_nodes", "2"], True, "waits for 2 nodes"),
+        (["@debug/normal", "--ckpt.path", "checkpoints", "--resume"], True, "no checkpoints to resume"),
     ],
 )
-def test_auto_is_refused_where_others_would_have_to_come_to_the_same_name(
+def test_auto_is_refused_where_others_or_the_next_start_would_have_to_come_to_the_same_name(
     arguments: list[str], is_only_process: bool, words: str
 ) -> None:
     config = load_config([*arguments, "--run.id", AUTO], STORE if "diloco" in arguments[0] else {})
