@@ -16,12 +16,14 @@ from zeroband.errors import ConfigError
 from zeroband.tools.compare.claims import Claim, check, parse_claims
 from zeroband.tools.compare.curves import charts
 from zeroband.tools.compare.methods import Arm, parse_arms
-from zeroband.tools.compare.page import COLUMNS, ResultPage, cells, html, markdown
+from zeroband.tools.compare.page import COLUMNS, UNITS, ResultPage, cells, html, markdown
 from zeroband.tools.compare.png import write_pngs
 from zeroband.tools.compare.results import Outcome
 from zeroband.tools.compare.table import Row, find, gap, ppl_ratio, row_of, statement
+from zeroband.tools.document import html as parts
 from zeroband.tools.document.line_chart import draw, ticks
 from zeroband.tools.plan.forecast import Link
+from zeroband.tools.report import page as report_page
 
 LINK = Link(1e6, 1e6, 0.05)
 ALONE = counted(nodes=1, rounds=0, sent=0)
@@ -166,6 +168,56 @@ def test_page_needs_no_other_file_and_escapes_what_it_shows() -> None:
     assert "A &amp; B" in page and "&lt;2 cores&gt;" in page
     assert page.count('<svg class="chart"') == 3 and "met: ppl_ratio" in page
     assert "node1 ended with 1: boom" in page and "1.6100 +-0.0100" in page
+
+
+def body() -> ET.Element:
+    """The page below its head, which is written as XML but for that."""
+    return ET.fromstring(re.findall(r"<body>.*</body>", html(report()), re.DOTALL)[0])
+
+
+def said(element: ET.Element) -> str:
+    return "".join(element.itertext()).strip()
+
+
+def test_page_is_a_document_with_a_title_and_titled_parts() -> None:
+    page = body()
+    assert [said(title) for title in page.iter("h1")] == ["A & B"]
+    assert [said(title) for title in page.iter("h2")] == [
+        *("Results", "Before believing it", "What it should show", "Held-out loss", "Setting"),
+        *("Known of these settings", "All runs"),
+    ]
+    assert [element.tag for element in page.iterfind("main/*")][:2] == ["h1", "p"]
+    assert "<title>A &amp; B</title>" in html(report())
+
+
+def test_headers_of_the_tables_name_the_unit_and_the_meaning() -> None:
+    results, runs = body().iter("table")
+    headers = {said(th).removesuffix(unit).strip(): (unit, th.get("title")) for th, unit in columns(results)}
+    assert headers == {name: (UNITS.get(name, ""), meaning) for name, meaning in COLUMNS.items()}
+    assert COLUMNS.keys() - UNITS.keys() == {"method", "lr", "ppl", "rounds"}, "these have no unit"
+    assert {said(th): unit for th, unit in columns(runs) if unit} == {"loss nats/token": "nats/token", "took s": "s"}
+
+
+def columns(table: ET.Element) -> list[tuple[ET.Element, str]]:
+    """Each header of a table and the unit in it."""
+    return [(th, "".join(said(span) for span in th.iter("span"))) for th in table.iter("th")]
+
+
+def test_figures_stand_side_by_side_each_with_its_title() -> None:
+    (beside,) = (div for div in body().iter("div") if div.get("class") == "beside")
+    assert [card.get("class") for card in beside] == ["card"] * 3
+    assert [said(title) for title in beside.iter("h3")] == [
+        *("Against tokens of all nodes", "Against bytes that a node sent", "Against seconds, simulated for 8mbit,50ms"),
+    ]
+    assert [len([e for e in card.iter() if e.get("class") == "chart"]) for card in beside] == [1, 1, 1]
+    assert re.search(r"\.beside \{ display: grid;", html(report()))
+
+
+def test_page_and_report_of_a_run_have_one_design() -> None:
+    """Same document, style and policy; tests/unit/tools/report has the parts that only the report has."""
+    (style,) = re.findall(r"<style>.*</style>", html(report()), re.DOTALL)
+    assert style == re.findall(r"<style>.*</style>", parts.document("", []), re.DOTALL)[0]
+    assert report_page.html is parts
 
 
 def test_markdown_table_has_a_line_for_each_method() -> None:

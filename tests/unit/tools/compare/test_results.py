@@ -70,6 +70,12 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, 
     return comparison
 
 
+def test_page_says_the_model_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared(tmp_path, monkeypatch, Machine(), "--model.n-layers=3", "--model.d-model=96")
+    page = (tmp_path / "index.html").read_text()
+    assert "<dt>model</dt><dd>1k trained parameters: a Llama decoder of 3 layers, width 96, " in page
+
+
 def test_learning_rates_are_added_until_the_best_is_bracketed_then_the_other_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
