@@ -10,7 +10,7 @@ What stands behind a block's language says what it is for; neither a forge nor t
     ```console           what the command before it prints: these lines, in their order, between others. Numbers and
                          hashes may be others, `…` stands for anything
 
-The port of the tutorials' Redis, 6379, becomes one that is free.
+The ports of the tutorials become others that are free.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = ROOT / "docs" / "tutorials"
 LINKED = "configs", "examples", "scripts", "src"
-PORT = "6379"
+PORTS = "6379", "8420", "9400"
 DEADLINE_S = 120.0
 
 
@@ -78,8 +78,9 @@ class Terminals:
         (folder / ".venv").symlink_to(Path(sys.prefix), target_is_directory=True)
         self._blocks = folder / "blocks"
         self._blocks.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = str(probe.getsockname()[1])
+        with ExitStack() as stack:  # all at once, so that they differ
+            probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
+            self._ports = dict(zip(PORTS, (str(probe.getsockname()[1]) for probe in probes), strict=True))
         self._env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "HOME": str(folder),
@@ -110,7 +111,8 @@ class Terminals:
 
     def _type(self, block: Block) -> None:
         name = self._blocks / f"{len(self._typed)}"
-        name.with_suffix(".sh").write_text(block.text.replace(PORT, self._port), encoding="utf-8")
+        text = re.sub("|".join(PORTS), lambda port: self._ports[port[0]], block.text)
+        name.with_suffix(".sh").write_text(text, encoding="utf-8")
         self._typed.append((block, name))
         stdin = self._terminal(block.words.get("terminal", "")).stdin
         assert stdin is not None

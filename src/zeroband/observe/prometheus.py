@@ -122,6 +122,8 @@ class Exporter(logging.Handler):
             self._values["zeroband_last_round_timestamp_seconds"][()] = at_s
         elif kind in _SAVED:
             self._values["zeroband_last_checkpoint_timestamp_seconds"][()] = at_s
+        elif kind == "epoch_changed":
+            self._values["zeroband_membership_epoch"][()] = record["epoch"]
         elif kind == "recovered":
             self._durations["zeroband_recovery_seconds"].add(float(record["took_s"]))
         elif kind == "join_progress":

@@ -134,6 +134,13 @@ def test_bytes_are_counted_by_direction_and_kind(node: Node) -> None:
     assert node.value("comm_bytes_total", "received,state") == 120
 
 
+def test_epoch_of_the_membership_is_known_before_its_first_inner_step(node: Node) -> None:
+    node.event("epoch_changed", epoch=3, members=["n0#1", "n1#1"])
+    assert node.value("membership_epoch") == 3
+    node.step(1, outer__round=7, outer__epoch=4)
+    assert node.value("membership_epoch") == 4
+
+
 def test_tokens_of_this_trainer_are_counted_and_those_of_the_run_shown(node: Node) -> None:
     node.step(1, train__tokens=900, train__tokens_per_s=300 / 0.7, train__step_s=0.7)
     node.step(2, train__tokens=600, train__tokens_per_s=300 / 1.3, train__step_s=1.3)  # the run went back
