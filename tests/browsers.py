@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: the machine's own, or Debian's, which root may install."""
+"""A headless Chromium for tests of pages: the machine's own, Chrome too, or Debian's, which root may install."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+NAMES = "chromium", "google-chrome"
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -24,7 +25,7 @@ FLAGS = (
 
 def find_chromium() -> str:
     """Path of Chromium; it is installed if there is none and this is root on a machine with apt-get, else skipped."""
-    if found := shutil.which("chromium"):
+    if found := next(filter(None, map(shutil.which, NAMES)), None):
         return found
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         pytest.skip("no chromium here, and only root with apt-get can install it")

@@ -23,6 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from tests.browsers import NAMES
 
 UV = """\
 case "$*" in
@@ -304,7 +305,7 @@ def test_other_versions_are_tested_in_an_environment_of_their_own(
     assert lines[-1].endswith(tested)
 
 
-def test_matrix_begins_with_the_oldest_versions_and_runs_the_script_alone(root: Path) -> None:
+def test_matrix_begins_with_the_oldest_versions_and_runs_the_script_where_its_tools_are(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     torch = next(need for need in map(Requirement, project["dependencies"]) if need.name == "torch")
     jobs = yaml.safe_load((root / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
@@ -317,10 +318,13 @@ def test_matrix_begins_with_the_oldest_versions_and_runs_the_script_alone(root: 
         "actions/checkout",
         "actions/setup-python",
     }
-    assert {step["run"] for step in steps if "run" in step} == {
-        "./scripts/test.sh",
-        "./scripts/test.sh --torch ${{ matrix.torch }} --python ${{ matrix.python }}",
+    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert {name: script for name, (_, script) in runs.items()} == {
+        "all": (root / ".ci" / "run").read_text(encoding="utf-8").split("exec ")[1].strip(),
+        "versions": "./scripts/test.sh --torch ${{ matrix.torch }} --python ${{ matrix.python }}",
     }
+    (tools,) = {tools for tools, _ in runs.values()}
+    assert all(f"command -v {name}" in tools for name in NAMES) and "install --yes" in tools
 
 
 def _lower_bound(specifier: SpecifierSet) -> str:
