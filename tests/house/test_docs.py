@@ -170,3 +170,17 @@ def test_names_of_the_code_in_documents_are_those_of_the_code(root: Path, docume
             elif re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)*", name):
                 wrong += [f"{document}: {name}" for part in name.split(".") if part not in words]
     assert [name for name in wrong if not name.endswith(": Dockerfile")] == []
+
+
+def test_every_statement_on_another_project_names_its_source(root: Path) -> None:
+    text = (root / "docs" / "operations.md").read_text(encoding="utf-8").partition("## What an operator needs")[2]
+    lines = [line for line in text.partition("## Versions")[0].splitlines() if line.startswith("| ")]
+    assert len(lines) > 15
+    for line in lines[1:]:
+        need, here, shown, *others = (cell.strip() for cell in line.strip("|").split("|"))
+        assert need and here and set(others) != {"-"}, line
+        for path in re.findall(r"`(tests/[^`]*)`", shown) or [shown.partition("](")[2].rstrip(")")]:
+            assert (root / path).exists() or (root / "docs" / path).exists(), line
+        for cell, project in zip(others, ("psyche", "torchft", "prime-rl"), strict=True):
+            source = rf"\[[^()]+\]\(https://github\.com/[\w-]+/{project}/blob/[0-9a-f]{{40}}/\S+\)"
+            assert re.fullmatch(rf"-|{source}(, {source})*", cell), f"{need}: {cell}"
