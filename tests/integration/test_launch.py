@@ -413,7 +413,9 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
         raise Leaving("left as asked")
 
     monkeypatch.setattr(zeroband.runtime.loop, "train", asked_to_leave)
-    assert rank.main() == (0, "zeroband: left as asked")
+    code, said = rank.main()
+    assert (code, said.splitlines()[-1]) == (0, "zeroband: left as asked")
+    assert "events.jsonl" in said  # and where everything lies
     assert asked == [True]
 
 
