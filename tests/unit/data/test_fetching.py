@@ -31,6 +31,7 @@ from tests.unit.data.prepared import (
     write_set,
 )
 
+from zeroband.data.block_cache import cached_bytes
 from zeroband.data.fetching import BlockMap, SupplyLog
 from zeroband.data.token_files import TokenFile, TokenFiles
 from zeroband.data.token_storage import open_storage
@@ -328,16 +329,40 @@ def test_cache_keeps_what_is_read_again(server: FileServer, tmp_path: Path, capl
     ]
 
 
+def kept_files(cache: Path) -> set[Path]:
+    """What is kept whole in a cache folder."""
+    return set((cache / "blocks" / "kept").iterdir())
+
+
 @pytest.mark.slow
 def test_sets_that_nobody_has_open_make_room(server: FileServer, tmp_path: Path) -> None:
     write_set(tmp_path / "set" / "other", [drawn_ids(1000, 7)])
     config = config_of(f"{server.url}/other", tmp_path / "cache")
     with stored(config) as store:
         store.read(0, 1000)
-    before = set(fetched_blocks(tmp_path / "cache"))
+    before, hashes = set(fetched_blocks(tmp_path / "cache")), kept_files(tmp_path / "cache")
+    assert len(before) == 16 and len(hashes) == 1
+    del store
     with stored(config_of(server.url, tmp_path / "cache", cache_gb=20 * BLOCK_BYTES / 1e9)) as store:
         store.read(0, 1000)
-    assert len(before) == 16 and len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
+        own = kept_files(tmp_path / "cache")
+        assert len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
+        assert len(own) == 1 and not own & hashes, "the hashes of the other set went with its blocks"
+        with stored(config) as other:
+            other.read(0, 1000)
+            assert own < kept_files(tmp_path / "cache"), "what is in use stays, although it is the oldest"
+
+
+@pytest.mark.slow
+def test_what_is_kept_whole_counts_in_the_room_of_the_cache(server: FileServer, tmp_path: Path) -> None:
+    write_set(tmp_path / "set" / "small", [WHOLE[:640]], block_tokens=16)
+    hashes = (tmp_path / "set" / "small" / "hashes.npy").stat().st_size
+    room = hashes + 20 * (2 * 16 + 8)
+    with stored(config_of(f"{server.url}/small", tmp_path / "cache", cache_gb=room / 1e9)) as store:
+        store.read(0, 640)
+        assert 0.8 * room < cached_bytes(tmp_path / "cache") <= room
+    with pytest.raises(ConfigError, match=rf"has no room for the {hashes} bytes of .*/small/hashes.npy .*; raise it"):
+        opened(config_of(f"{server.url}/small", tmp_path / "none", cache_gb=hashes / 1e9))
 
 
 RANK = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -123,13 +124,22 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
     np.save(folder / HASHES, np.zeros(22, dtype=np.uint64))
     refused("hashes.npy is not the one of manifest.json beside it")
     (folder / HASHES).write_bytes(b"no array")
-    refused("hashes.npy cannot be read")
+    refused("hashes.npy is not the one of manifest.json beside it")
     (folder / HASHES).unlink()
     refused("hashes.npy is not there")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))
     refused("no manifest of a prepared set: .*format 9, this version reads 1")
+    (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"vocab_size": 100_000}))
+    refused("no manifest of a prepared set: .*ids below 100000, the end of a document 256, in <u2")
     (folder / MANIFEST).unlink()
     refused("holds no prepared set: .*manifest.json is not there")
+
+
+def test_hashes_that_are_cut_while_they_are_in_use_are_an_error_and_no_signal(folder: Path, tmp_path: Path) -> None:
+    with stored(config_of(folder, tmp_path / "cache")) as store:
+        os.truncate(folder / HASHES, 0)
+        with pytest.raises(StorageLost, match=r"hashes.npy is damaged: 0 bytes came where 176 should lie"):
+            store.read(0, 1)
 
 
 def test_set_without_a_token_is_refused(tmp_path: Path) -> None:
