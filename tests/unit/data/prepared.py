@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.config.data import DataConfig, TokensSource
+from zeroband.data.packing import fill_bins
 from zeroband.data.shard_set import (
     BLOCK_TOKENS,
     HASHES,
@@ -73,6 +74,19 @@ def write_set(folder: Path, shards: Sequence[Ids], *, block_tokens: int = BLOCK,
     made = ShardSet(**told | changed)
     (folder / MANIFEST).write_bytes(made.to_json())
     return made
+
+
+def write_packed_set(folder: Path, documents: int, size: int, *, seed: int = 0, block_tokens: int = 1024) -> Ids:
+    """Documents of one token to more than `size` of them, packed for samples of so many; the ids."""
+    lengths = np.random.default_rng(seed).geometric(2 / size, documents) + 1
+    texts = drawn_ids(int(lengths.sum()), seed)
+    texts[texts == END] = 0
+    texts[np.cumsum(lengths) - 1] = END
+    bins = fill_bins(texts, lengths.tolist(), size, END)
+    ids = np.concatenate([part for parts in bins for part in parts])
+    padding = len(ids) - len(texts)
+    write_set(folder, [ids], block_tokens=block_tokens, packed_length=size, padding=padding)
+    return ids
 
 
 def write_sparse_set(folder: Path, tokens: int) -> Path:
