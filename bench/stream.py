@@ -6,8 +6,8 @@ local: micro-batches of 64 samples of 1,024 ids from the trainer's loader, with 
 from a loop over a memmap of the same file as nanoGPT has it, at random places, which verifies nothing, knows no
 borders and has no thread.
 links: a server in a process of its own, on loopback, that sends so many MB/s over all of its connections together. The
-loader has all of the set fetched, verified and cached, and makes every batch of it; beside it one GET of the same bytes
-that throws them away. In turns, after one of each to warm up.
+loader has all of the set fetched, verified and cached, and makes every batch of it; beside it the loop over a memmap,
+which can begin when one GET has brought the file. In turns, after one of each to warm up.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -88,8 +89,17 @@ def data_of(path: str, cache: Path, *, document_mask: bool = True) -> DataConfig
     )
 
 
-def read_all(data: DataConfig) -> tuple[float, int]:
-    """Seconds in which the loader opens a set and makes all of its batches, and the bytes that it fetched."""
+class Pass(NamedTuple):
+    """One pass over a set."""
+
+    first_s: float
+    """Until the first batch was there."""
+    whole_s: float
+    fetched_bytes: int = 0
+
+
+def read_all(data: DataConfig) -> Pass:
+    """Have the loader open a set and make all of its batches."""
     from_s = time.perf_counter()
     dataset = open_dataset(data, 0)
     loader = Loader(
@@ -98,12 +108,13 @@ def read_all(data: DataConfig) -> tuple[float, int]:
     steps = dataset.sources[0].index.n_train // BATCH
     require(steps > 0, "the set is shorter than a batch")
     loader.assign([(0, steps * BATCH)])
-    for _ in range(steps):
+    loader.next_step()
+    first_s = time.perf_counter() - from_s
+    for _ in range(steps - 1):
         loader.next_step()
-    took_s = time.perf_counter() - from_s
-    fetched = dataset.sources[0].store.fetched_bytes
+    took = Pass(first_s, time.perf_counter() - from_s, dataset.sources[0].store.fetched_bytes)
     loader.close()
-    return took_s, fetched
+    return took
 
 
 def read_map(path: Path) -> float:
@@ -123,8 +134,8 @@ def local(folder: Path, repeats: int) -> None:
     plain, masked = (data_of(str(place), folder, document_mask=mask) for mask in (False, True))
     ways: dict[str, Callable[[], float]] = {
         "numpy memmap": lambda: read_map(place / "ids.npy"),
-        "loader": lambda: read_all(plain)[0],
-        "loader, with borders of documents": lambda: read_all(masked)[0],
+        "loader": lambda: read_all(plain).whole_s,
+        "loader, with borders of documents": lambda: read_all(masked).whole_s,
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
@@ -204,46 +215,59 @@ def serving(folder: Path, rate: float) -> Iterator[int]:
         server.wait()
 
 
-def download(port: int) -> float:
-    """Seconds of one GET of the shard."""
+def download(port: int, path: Path) -> float:
+    """Seconds of one GET of the shard into a file."""
     from_s = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/ids.npy")
     answer = connection.getresponse()
-    while answer.read(1 << 20):
-        pass
+    with path.open("wb") as file:
+        while piece := answer.read(1 << 20):
+            file.write(piece)
     connection.close()
     return time.perf_counter() - from_s
 
 
-def stream(port: int, tokens: int) -> float:
-    """Seconds to open the set, fetch all of it into an empty cache and make all of its batches."""
+def download_and_map(port: int) -> Pass:
+    """Bring the file, and then make as many batches as it holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        brought_s = download(port, Path(folder) / "ids.npy")
+        return Pass(brought_s, brought_s + read_map(Path(folder) / "ids.npy"))
+
+
+def stream(port: int, tokens: int) -> Pass:
+    """Open the set, fetch all of it into an empty cache and make all of its batches."""
     with tempfile.TemporaryDirectory() as cache:
-        took_s, fetched = read_all(data_of(f"http://127.0.0.1:{port}", Path(cache)))
-    require(fetched == 2 * tokens, f"{fetched} bytes came of {2 * tokens}")
-    return took_s
+        took = read_all(data_of(f"http://127.0.0.1:{port}", Path(cache)))
+    require(took.fetched_bytes == 2 * tokens, f"{took.fetched_bytes} bytes came of {2 * tokens}")
+    return took
 
 
 def links(folder: Path, repeats: int, rates: list[float], seconds: float) -> None:
-    print("\n| MB/s of the link | MB | plain GET, s | loader, s | ratio of medians | tokens/s |")
-    print("|---|---|---|---|---|---|")
+    ways = ("GET, then memmap loop", "loader")
+    print(
+        "\n| MB/s of the link | MB | way | first batch, s | all batches, s | tokens/s | ratio of medians | to the GET |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for rate in rates:
         tokens = round(rate * 1e6 * seconds / 2 / BLOCK_TOKENS) * BLOCK_TOKENS
         require(tokens > 0, f"{seconds} s at {rate} MB/s are not a block")
         place = folder / f"links-{rate:g}"
         write_set(place, tokens)
-        plain, ours = list[float](), list[float]()
+        taken: dict[str, list[Pass]] = {name: [] for name in ways}
         with serving(place, rate * 1e6) as port:
             for turn in range(repeats + 1):
-                alone_s, took_s = download(port), stream(port, tokens)
-                if turn:
-                    plain.append(alone_s)
-                    ours.append(took_s)
-        plain_s, our_s = statistics.median(plain), statistics.median(ours)
-        print(
-            f"| {rate:g} | {2 * tokens / 1e6:.0f} | {plain_s:.2f} | {our_s:.2f} | {plain_s / our_s:.3f} | "
-            f"{tokens / our_s:,.0f} |"
-        )
+                passes = (download_and_map(port), stream(port, tokens))
+                for name, took in zip(ways, passes, strict=True):
+                    taken[name] += [took] if turn else []
+        mapped_s = statistics.median(took.whole_s for took in taken[ways[0]])
+        got_s = statistics.median(took.first_s for took in taken[ways[0]])
+        for name, times in taken.items():
+            whole_s = statistics.median(took.whole_s for took in times)
+            first_s = statistics.median(took.first_s for took in times)
+            ratios = f"{mapped_s / whole_s:.3f} | {got_s / whole_s:.3f}"
+            figures = f"{first_s:.2f} | {whole_s:.2f} | {tokens / whole_s:,.0f}"
+            print(f"| {rate:g} | {2 * tokens / 1e6:.0f} | {name} | {figures} | {ratios} |", flush=True)
 
 
 def main() -> None:

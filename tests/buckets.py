@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import fsspec.config
 import pytest
+
+_USER = "node"
 
 
 @contextmanager
@@ -39,6 +44,56 @@ def reach_s3(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Non
         client.create_bucket(Bucket=bucket)
     for found in client.list_objects_v2(Bucket=bucket).get("Contents", []):
         client.delete_object(Bucket=bucket, Key=found["Key"])
+
+
+class S3Keys:
+    """The keys of one user of a server that lets nobody else in; the newest one lies where clients look for it."""
+
+    def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import boto3
+
+        self._file, self._iam = file, boto3.client("iam")
+        self._iam.create_user(UserName=_USER)
+        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
+        self._iam.put_user_policy(UserName=_USER, PolicyName="all", PolicyDocument=json.dumps(policy))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+        self._key = self._made()
+        self.write()
+
+    def expire(self) -> None:
+        """End the key that is written; another one is valid, and not written yet."""
+        old, self._key = self._key, self._made()
+        self._iam.delete_access_key(UserName=_USER, AccessKeyId=old["AccessKeyId"])
+
+    def write(self) -> None:
+        key, secret = self._key["AccessKeyId"], self._key["SecretAccessKey"]
+        self._file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+    def _made(self) -> dict[str, str]:
+        import boto3
+
+        key = self._iam.create_access_key(UserName=_USER)["AccessKey"]
+        given = {"aws_access_key_id": key["AccessKeyId"], "aws_secret_access_key": key["SecretAccessKey"]}
+        self._iam = boto3.client("iam", **given)
+        return key
+
+
+@contextmanager
+def s3_keys(endpoint: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Keys]:
+    """Have an S3 server that is set in the environment check who asks, until the end of the `with`."""
+
+    def check_after(requests: bytes) -> None:
+        as_it_is = {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset-auth", requests, as_it_is)).close()
+
+    keys = S3Keys(file, monkeypatch)
+    check_after(b"0")
+    try:
+        yield keys
+    finally:
+        check_after(b"inf")
 
 
 @contextmanager

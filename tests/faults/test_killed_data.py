@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -58,16 +59,21 @@ class Trained:
 
 
 def train_single(
-    folder: Path, arguments: Sequence[str], steps: int, disturb: Callable[[LocalCluster], None] | None = None
+    folder: Path,
+    arguments: Sequence[str],
+    steps: int,
+    disturb: Callable[[LocalCluster], None] | None = None,
+    *,
+    first_life: Sequence[str] = (),
 ) -> Trained:
-    """Have one node train to the end. `disturb`: what is done to it meanwhile."""
+    """Have one node train to the end. `disturb`: what is done to it meanwhile; `first_life`: arguments of that."""
     (shm := folder / "shm").mkdir(parents=True)
     paths = (f"--ckpt.path={folder / 'ckpt'}", f"--data.cache-dir={folder / 'cache'}")
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
     is_alone = "--outer.type=diloco" not in arguments
     whole = (*SINGLE, *arguments, *paths, f"--train.total-steps={steps}")
     with LocalCluster(folder / "runs", whole, nodes=1, alone=is_alone, env=env) as cluster:
-        cluster.start()
+        cluster.start(arguments=first_life)
         if disturb is not None:
             disturb(cluster)
         cluster.wait(timeout_s=DEADLINE_S)
@@ -113,6 +119,48 @@ def kill_at_random(cluster: LocalCluster, chance: random.Random) -> None:
     cluster.restart(node.node_id)
 
 
+def restart_once(cluster: LocalCluster) -> None:
+    """Start the node again when the fault of its first life has struck."""
+    (node,) = cluster.nodes.values()
+    end_s = time.monotonic() + DEADLINE_S
+    while node.is_running:
+        assert time.monotonic() < end_s, node.console_tail()
+        time.sleep(0.01)
+    assert node.exit_code == -signal.SIGKILL, node.console_tail()
+    cluster.restart(node.node_id, arguments=())
+
+
+def compared(folder: Path, outer: Sequence[str], steps: int, **killed: Any) -> Trained:
+    """Train twice, once with kills and with a server that fails; the same must come of it. Gives that with kills.
+
+    The sources take their turns by other weights in the second half.
+    """
+    write_corpora(folder / "sets")
+    near, far = (str(folder / "sets" / name) for name in ("near", "far"))
+    phases = [(steps * BATCH * SEQ_LENGTH // 2, {"far": 0.6, "near": 0.4})]
+    expected = train_single(folder / "whole", (*outer, *arguments_of(near, far, phases=phases)), steps)
+    with failing_server(folder / "sets", SEED) as (url, answered):
+        arguments = (*outer, *arguments_of(near, f"{url}/far", phases=phases), f"--fault.inject={PACE}")
+        found = train_single(folder / "killed", arguments, steps, **killed)
+    print(f"\nseed {SEED}: {steps} steps of {BATCH} samples and {found.steps_made - steps} more; {dict(answered)}")
+    assert sum(answered.values()) > answered[""] > 0
+    assert set(expected.losses) == set(range(1, steps + 1))
+    unsaid = expected.losses.keys() - found.losses.keys()
+    assert unsaid <= set(found.resumed), "of steps that a checkpoint holds alone, the loss may never have been written"
+    assert found.losses.items() <= expected.losses.items()
+    assert {Path(name).name for name in expected.state} >= {"model.safetensors", "inner.safetensors", "state.json"}
+    assert ("outer/momentum.safetensors" in expected.state) == (outer == DILOCO)
+    assert found.state.keys() == expected.state.keys()
+    assert [name for name, held in expected.state.items() if found.state[name] != held] == []
+    return found
+
+
+def test_node_that_is_killed_between_two_phases_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    struck = (f"--fault.inject={PACE},inner@+11=SIGKILL",)
+    found = compared(tmp_path, ALONE, 16, disturb=restart_once, first_life=struck)
+    assert found.resumed in [(4,), (8,)], "the newest checkpoint that was whole; the other phase begins with step 9"
+
+
 @pytest.mark.parametrize(
     ("outer", "kills", "steps"),
     [
@@ -124,32 +172,15 @@ def kill_at_random(cluster: LocalCluster, chance: random.Random) -> None:
 def test_node_that_is_killed_at_any_moment_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, outer: tuple[str, ...], kills: int, steps: int
 ) -> None:
-    write_corpora(tmp_path / "sets")
-    near, far = (str(tmp_path / "sets" / name) for name in ("near", "far"))
-    phases = [(steps * BATCH * SEQ_LENGTH // 2, {"far": 0.6, "near": 0.4})]
     chance = random.Random(SEED)
 
     def disturb(cluster: LocalCluster) -> None:
         for _ in range(kills):
             kill_at_random(cluster, chance)
 
-    expected = train_single(tmp_path / "whole", (*outer, *arguments_of(near, far, phases=phases)), steps)
-    with failing_server(tmp_path / "sets", SEED) as (url, answered):
-        arguments = (*outer, *arguments_of(near, f"{url}/far", phases=phases), f"--fault.inject={PACE}")
-        killed = train_single(tmp_path / "killed", arguments, steps, disturb)
-    print(
-        f"\nseed {SEED}: {kills} kills, went on from checkpoints {len(killed.resumed)} times, {steps} steps of {BATCH} "
-        f"samples and {killed.steps_made - steps} more; the server answered {dict(answered)}"
-    )
-    assert killed.resumed and sum(answered.values()) > answered[""] > 0
-    assert set(expected.losses) == set(range(1, steps + 1))
-    unsaid = expected.losses.keys() - killed.losses.keys()
-    assert unsaid <= set(killed.resumed), "of steps that a checkpoint holds alone, the loss may never have been written"
-    assert killed.losses.items() <= expected.losses.items()
-    assert {Path(name).name for name in expected.state} >= {"model.safetensors", "inner.safetensors", "state.json"}
-    assert ("outer/momentum.safetensors" in expected.state) == (outer == DILOCO)
-    assert killed.state.keys() == expected.state.keys()
-    assert [name for name, held in expected.state.items() if killed.state[name] != held] == []
+    found = compared(tmp_path, outer, steps, disturb=disturb)
+    print(f"{kills} kills, went on from checkpoints {len(found.resumed)} times")
+    assert found.resumed
 
 
 # -- several nodes, of which some are killed and started again ---------------------------------------------------------

@@ -11,6 +11,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
+LONGEST_TURN = (1 << 31) - 1
+"""Samples among which each source of a mixture has at least one: two such numbers multiply within 64 bits."""
+
 
 class TextSource(Section):
     """Plain text files."""
@@ -245,6 +248,18 @@ class DataConfig(Section):
                 raise ValueError(f"data.phases: all sources with a weight in {weights} have max_passes, data may end")
         if not endless:
             raise ValueError("data.sources all have max_passes, so data may end; take it from the one to go on with")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_be_met(self) -> DataConfig:
+        for weights in ({one.name: one.weight for one in self.sources}, *(phase.weights for phase in self.phases)):
+            total = sum(weights.values())
+            for name, weight in weights.items():
+                if 0 < weight * LONGEST_TURN < total:
+                    raise ValueError(
+                        f"data.sources, {name}: weight={weight:g} of {total:g} is less than one sample in "
+                        f"{LONGEST_TURN}; raise it, or leave the source out"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -3,10 +3,10 @@
     <set>/in-use                held, shared, by whoever has the set open
     <set>/<n >> 12>/<n>         block n: its bytes, and xxh3-64 of them
     <set>/<n >> 12>/<n>.part    locked by the one who fetches it; the kernel frees the lock when its holder dies
-    kept/<name>                 what is fetched whole: hashes, indices
+    kept/<name>                 what is fetched whole, hashes and indices; held, shared, by whoever needs it
 
-A file is written beside its name and renamed, and verified whenever it is read. Who uses a block sets its time, so the
-oldest go first where room is needed. Any thread and process.
+A file is written beside its name and renamed, and a block is verified whenever it is read. Who uses one sets its time,
+so the oldest go first where room is needed. Any thread and process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 
 import xxhash
 
-from zeroband.errors import ConfigError
+from zeroband.data.whole_files import WholeFile
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 CACHED = "blocks"
@@ -57,8 +58,8 @@ class Claim:
 class BlockCache:
     """The fetched blocks of one set.
 
-    `room_bytes`: what they may take together with the blocks of sets that nobody has open. `makes_room`: whether this
-    one sees to that; one process of a node is enough, of so many `ranks` that fill it alike.
+    `room_bytes`: what they may take together with what is there of sets that nobody has open. `makes_room`: whether
+    this one sees to that; one process of a node is enough, of so many `ranks` that fill it alike.
     Raises: ConfigError where the folder cannot be written.
     """
 
@@ -133,7 +134,7 @@ class BlockCache:
             self._added_bytes += len(content)
 
     def make_room(self, expected: Callable[[], Collection[int]]) -> None:
-        """Remove the blocks that were not used for longest, but none of those that are expected.
+        """Remove what was not used for longest, but none of the blocks that are expected.
 
         Looks only where a part of the room was filled since. `expected`: numbers of blocks.
         """
@@ -142,6 +143,7 @@ class BlockCache:
                 return
             self._added_bytes = 0
         found = [*self._blocks(self._folder), *(one for other in self._abandoned() for one in self._blocks(other))]
+        found += self._abandoned_files()
         total = sum(size for _, size, _ in found)
         if total <= _ROOM * self._room_bytes:
             return
@@ -168,6 +170,15 @@ class BlockCache:
                 with contextlib.suppress(OSError), _locked(folder / _IN_USE) as is_ours:
                     if is_ours:
                         yield folder
+
+    def _abandoned_files(self) -> Iterable[tuple[float, int, str]]:
+        """Last use, size and path of each file that was fetched whole and that nobody needs."""
+        for path in (self._root / _KEPT).glob("*"):
+            if path.suffix != _PART:
+                with contextlib.suppress(OSError), _locked(path) as is_ours:
+                    if is_ours:
+                        stat = path.stat()
+                        yield stat.st_mtime, stat.st_size, str(path)
 
     def _blocks(self, folder: Path) -> Iterable[tuple[float, int, str]]:
         """Last use, size and path of each block; what was left of a fetch whose process died is removed."""
@@ -198,7 +209,32 @@ class BlockCache:
             )
 
 
-def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> Path:
+class KeptFile(WholeFile):
+    """A file that was fetched whole, which the cache keeps for as long as this exists."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            content = os.pread(self._descriptor, stop - start, start)
+        except OSError as error:
+            raise StorageLost(
+                f"{self._path} cannot be read from the cache: {error}; mend that disk, or set data.cache_dir to another"
+            ) from error
+        if len(content) < stop - start:
+            raise StorageLost(f"{self._path} was cut while it was in use; remove it and start the node again")
+        return content
+
+    def drop(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> KeptFile:
     """The file that holds what `make` yields; made once on a machine, and the others wait while its maker lives.
 
     Raises: ConfigError where the folder cannot be written.
@@ -206,7 +242,7 @@ def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> Path:
     path = root / _KEPT / name
     part = path.with_name(f"{name}{_PART}")
     try:
-        while not path.exists():
+        while (kept := _held(path)) is None:
             with claimed(part) as descriptor:
                 if descriptor is not None and not path.exists():
                     os.ftruncate(descriptor, 0)
@@ -214,11 +250,25 @@ def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> Path:
                         _write(descriptor, piece)
                     os.fsync(descriptor)
                     part.rename(path)
-                    break
+                    continue
             time.sleep(_POLL_S)
     except OSError as error:
         raise ConfigError(f"data.cache_dir={str(root.parent)!r} cannot hold what is fetched: {error}") from error
-    return path
+    return kept
+
+
+def _held(path: Path) -> KeptFile | None:
+    """Hold a file so that nobody removes it for room; None where it is not there, or was removed just now."""
+    try:
+        kept = KeptFile(path, descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return None
+    _lock(descriptor, fcntl.LOCK_SH, waits=True)
+    if not _is_same(descriptor, path):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return kept
 
 
 def cached_bytes(cache_dir: Path) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from zeroband.config.data import DataConfig
 from zeroband.data.index import SampleIndex, index_of
-from zeroband.data.mixture import Dealt, Mixture, SourceShare
+from zeroband.data.mixture import TURNS, Dealt, Mixture, SourceShare
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import OnProgress, prepare
 from zeroband.errors import ConfigError
@@ -62,8 +62,9 @@ class Dataset:
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """What nodes that share the data must agree on: the tokens of each source, by what a message calls them."""
-        return {f"data{one.name and '.sources.'}{one.name} (tokens)": one.store.fingerprint for one in self.sources}
+        """What nodes that share the data must agree on, by what messages call it: tokens, and who has which turn."""
+        tokens = {f"data{one.name and '.sources.'}{one.name} (tokens)": one.store.fingerprint for one in self.sources}
+        return tokens | ({"data.sources (turns)": TURNS} if self.is_mixed else {})
 
     @property
     def fingerprint(self) -> str:

@@ -133,10 +133,11 @@ class BlockMap:
 
     def check(self, block: int, name: str) -> Callable[[bytes], None]:
         """What to verify a block's bytes with. It raises Damaged, or StorageLost for ids without room in the model."""
+        expected = None if self.files.hashes is None else self.files.hashes[block]
 
         def look(content: bytes) -> None:
-            if self.files.hashes is not None:
-                if xxhash.xxh3_64_intdigest(content) != int(self.files.hashes[block]):
+            if expected is not None:
+                if xxhash.xxh3_64_intdigest(content) != expected:
                     raise Damaged(f"block {block} of the set has another hash than hashes.npy says")
             elif wrong := id_without_room(np.frombuffer(content, self.files.dtype), self.files.vocab_size):
                 raise StorageLost(

@@ -1,25 +1,27 @@
 """Which source the k-th sample of a run comes from: a function of weights and k alone. Pure; reads no file.
 
 Where a source reaches its limit of passes, or a phase begins, a new stretch does, with weights of its own. Within a
-stretch the sources take turns in a fixed pattern: the j-th sample of a source with weight w is due at (j + 1/2) / w. So
-at any time the number of samples of each is what its weight says, give or take one for each other source.
+stretch the lightest source takes its share of all samples, evenly spaced, the next one its share of those that are
+left, and so on. So at any time the number of samples of each is what its weight says, give or take one for each other
+source. It is integer arithmetic: the same on every machine, and exact for as many samples as there may be.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-_EXACT_PERIOD = 1 << 16
-_PERIOD = 1 << 20
-"""Length of a pattern, in samples: exact where weights are short decimals, else with shares rounded to this."""
+from zeroband.config.data import LONGEST_TURN
+
+TURNS = "2"
+"""Name of the rule by which sources take turns: by another one the k-th sample of a run is another one."""
 
 _ENDLESS = 1 << 62
 
@@ -77,7 +79,7 @@ class Mixture:
         """How many of the first n samples come from each source."""
         stretch = self._stretches[int(np.searchsorted(self._starts, n, side="right")) - 1]
         return tuple(
-            given + stretch.pattern.count(source, n - stretch.start) for source, given in enumerate(stretch.given)
+            given + stretch.turns.count(source, n - stretch.start) for source, given in enumerate(stretch.given)
         )
 
     def _lay_out(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> list[_Stretch]:
@@ -88,46 +90,59 @@ class Mixture:
         for (_, weights), end in zip(phases, ends, strict=True):
             while start < end:
                 left = [one.limit - n for one, n in zip(self.sources, given, strict=True)]
-                turns = _turns([weights[one.name] if n > 0 else 0.0 for one, n in zip(self.sources, left, strict=True)])
-                stretch = _Stretch(start, tuple(given), _Pattern(turns))
+                turns = _Turns([weights[one.name] if n > 0 else 0.0 for one, n in zip(self.sources, left, strict=True)])
+                stretch = _Stretch(start, tuple(given), turns)
                 stretches.append(stretch)
-                start = min(end, start + min(map(stretch.pattern.reach, range(len(left)), left)))
-                given = [n + stretch.pattern.count(s, start - stretch.start) for s, n in enumerate(given)]
+                start = min(end, start + min(map(stretch.turns.reach, range(len(left)), left)))
+                given = [n + stretch.turns.count(s, start - stretch.start) for s, n in enumerate(given)]
         return stretches
 
 
-class _Pattern:
-    """The order in which sources take turns, again and again."""
+class _Turns:
+    """Which source the n-th sample of a stretch comes from. `weights`: of the sources; 0 leaves one out."""
 
-    def __init__(self, turns: Sequence[int]) -> None:
-        self._turns = np.array(turns, dtype=np.int64)
-        self._period = sum(turns)
-        due = np.concatenate([(2 * np.arange(n) + 1) / (2 * n) for n in turns if n] or [np.empty(0)])
-        numbers = np.repeat(np.arange(len(turns), dtype=np.int32), self._turns)
-        order = np.argsort(due, kind="stable")  # at the same time, the first source
-        self._sources = numbers[order]
-        self._places = [np.flatnonzero(self._sources == source).astype(np.int32) for source in range(len(turns))]
-        self._ranks = np.empty(self._period, dtype=np.int32)
-        for places in self._places:
-            self._ranks[places] = np.arange(len(places))
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        left = sum(exact)
+        self._shares: list[tuple[int, Fraction]] = []
+        """Sources, the lightest first, and what each takes of what those before leave: half at most, the last all."""
+        for source in sorted((n for n, weight in enumerate(exact) if weight), key=exact.__getitem__):
+            self._shares.append((source, (exact[source] / left).limit_denominator(LONGEST_TURN)))
+            left -= exact[source]
 
     def deal(self, offsets: npt.NDArray[np.int64]) -> Dealt:
-        periods, within = np.divmod(offsets, self._period)
-        sources = self._sources[within].astype(np.int64)
-        return Dealt(sources, periods * self._turns[sources] + self._ranks[within])
+        sources, own = np.empty_like(offsets), np.empty_like(offsets)
+        places, left = np.arange(len(offsets)), offsets
+        for source, share in self._shares:
+            before = _taken(left, share)
+            is_its = _taken(left + 1, share) > before
+            sources[places[is_its]], own[places[is_its]] = source, before[is_its]
+            places, left = places[~is_its], (left - before)[~is_its]
+        return Dealt(sources, own)
 
     def count(self, source: int, length: int) -> int:
         """Samples of a source among the first `length`."""
-        periods, within = divmod(length, self._period)
-        return periods * int(self._turns[source]) + int(np.searchsorted(self._places[source], within))
+        for one, share in self._shares:
+            taken = _taken(length, share)
+            if one == source:
+                return taken
+            length -= taken
+        return 0
 
     def reach(self, source: int, n: int) -> int:
         """The length that holds the first n samples of a source."""
-        turns = int(self._turns[source])
-        if not turns or n >= _ENDLESS:
+        if n >= _ENDLESS or source not in dict(self._shares):
             return _ENDLESS
-        periods, within = divmod(n - 1, turns)
-        return periods * self._period + int(self._places[source][within]) + 1
+        return bisect.bisect_left(range(_ENDLESS), n, key=lambda length: self.count(source, length))
+
+
+_Numbers = TypeVar("_Numbers", int, npt.NDArray[np.int64])
+
+
+def _taken(n: _Numbers, share: Fraction) -> _Numbers:
+    """How many of the first n samples a share of them is, rounded half up."""
+    part, whole = share.numerator, share.denominator
+    return n // whole * part + (n % whole * (2 * part) + whole) // (2 * whole)
 
 
 @dataclass(frozen=True)
@@ -137,20 +152,8 @@ class _Stretch:
     start: int
     given: tuple[int, ...]
     """Samples of each source before it."""
-    pattern: _Pattern = field(repr=False)
+    turns: _Turns = field(repr=False)
 
     def deal(self, indices: npt.NDArray[np.int64]) -> Dealt:
-        sources, own = self.pattern.deal(indices - self.start)
+        sources, own = self.turns.deal(indices - self.start)
         return Dealt(sources, own + np.array(self.given, dtype=np.int64)[sources])
-
-
-def _turns(weights: Sequence[float]) -> list[int]:
-    """Turns of each source in a period: in the ratio of the weights, and at least one where there is a weight."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    common = math.lcm(*(weight.denominator for weight in exact))
-    turns = [int(weight * common) for weight in exact]
-    turns = [n // (reduce(math.gcd, turns) or 1) for n in turns]
-    if sum(turns) <= _EXACT_PERIOD:
-        return turns
-    total = sum(exact)
-    return [max(1, round(_PERIOD * weight / total)) if weight else 0 for weight in exact]

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from zeroband.errors import StorageLost
@@ -192,14 +192,25 @@ class Retries:
         """Pause until the next attempt. Raises StorageLost where there is none."""
         since_s = self._clock() - from_s
         left_s = self._limit_s(failure) - since_s
+        if failure.kind == "refused" and self._has_worked:
+            failure = self._renewed(failure)
         if left_s <= 0:
             _give_up(file, failure, since_s)
         self._log.goes_on(file, failure, since_s)
-        if failure.kind == "refused":
-            self._renew()
         jitter_s = self._draw() * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 16))
         if self._pause(min(left_s, max(jitter_s, failure.retry_after_s or 0.0))):
             raise StorageLost(f"{file}: not read any more, as this node ends", can_pass=True)
+
+    def _renewed(self, failure: Failure) -> Failure:
+        """Have credentials read again; the failure, and why that could not be done.
+
+        Those that are being replaced may be half written, or away for a moment: each attempt tries anew.
+        """
+        try:
+            self._renew()
+        except Exception as error:  # noqa: BLE001 - clients raise what they like, and once this way worked
+            return replace(failure, status=f"{failure.status}; its credentials cannot be read: {error}")
+        return failure
 
     def _limit_s(self, failure: Failure) -> float:
         """How long a failure of this kind is waited out."""

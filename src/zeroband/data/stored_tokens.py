@@ -17,6 +17,7 @@ from zeroband.data.token_files import TokenFiles, open_files
 from zeroband.data.token_storage import TokenStorage, open_storage
 from zeroband.data.token_store import TokenStore, is_padding
 from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.whole_files import FileInPlace, WholeFile
 from zeroband.errors import ConfigError, StorageLost
 
 
@@ -110,15 +111,10 @@ def open_tokens(
     StorageLost where their storage does not answer for data.retry_s.
     """
     storage = open_storage(source.path, data.retry_s)
-    cache_root = cache_dir / CACHED
+    keeping = _Keeping(data, storage, cache_dir / CACHED)
+    room = max(tokenizer.vocab_size, data.vocab_size or 0)
     try:
-        files = open_files(
-            source,
-            storage,
-            lambda key, path: _kept(storage, cache_root, key, path),
-            vocab_size=max(tokenizer.vocab_size, data.vocab_size or 0),
-            end_of_document=tokenizer.end_of_document,
-        )
+        files = open_files(source, storage, keeping.keep, tokenizer, vocab_size=room)
     except StorageLost as lost:
         if lost.can_pass:
             raise
@@ -128,19 +124,37 @@ def open_tokens(
     layout = BlockMap(files)
     if storage.is_local:
         return StoredTokens(files, layout, LocalBlocks(layout, storage))
-    room_bytes = data.cache_gb * 1e9
+    room_bytes = keeping.room_bytes
     _require_room(data, storage, files, room_bytes)
-    cache = BlockCache(cache_root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
+    cache = BlockCache(keeping.root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
     blocks = RemoteBlocks(layout, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
     return StoredTokens(files, layout, blocks)
 
 
-def _kept(storage: TokenStorage, root: Path, key: str, path: str) -> Path:
-    """A file that is needed whole: where it lies, or in the cache."""
-    if not storage.is_local:
-        return keep(root, key, lambda: storage.whole(path))
-    storage.size(path)  # it may be missing
-    return Path(path)
+class _Keeping:
+    """Has files whole: where they lie, or in the cache, of whose room they take their part."""
+
+    def __init__(self, data: DataConfig, storage: TokenStorage, root: Path) -> None:
+        self.root = root
+        self._data, self._storage = data, storage
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def room_bytes(self) -> float:
+        """What is left of data.cache_gb."""
+        return self._data.cache_gb * 1e9 - sum(self._sizes.values())
+
+    def keep(self, key: str, path: str, size: int) -> WholeFile:
+        """Raises: ConfigError where the cache has no room for it, StorageLost as the storage does."""
+        if self._storage.is_local:
+            return FileInPlace(self._storage, path)
+        self._sizes[key] = size
+        if self.room_bytes <= 0:
+            raise ConfigError(
+                f"data.cache_gb={self._data.cache_gb:g} has no room for the {sum(self._sizes.values())} bytes of "
+                f"{self._storage.name(path)} and its like, which are needed whole, and blocks beside them; raise it"
+            )
+        return keep(self.root, key, lambda: self._storage.whole(path))
 
 
 def _folder_of(files: TokenFiles) -> str:

@@ -15,21 +15,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
-from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet, hashes_digest
+from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
 from zeroband.data.token_storage import TokenStorage, open_storage
+from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
+from zeroband.data.whole_files import StoredNumbers, WholeFile
 from zeroband.errors import ConfigError, StorageLost
 
 _SAMPLED_BYTES = 1 << 20
 """From each end of a file of another trainer, which go into its fingerprint."""
 _AT_ONCE = 16
 _SMALL_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
 
 _LLM_C_HEADER = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -39,7 +42,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {4: "<i4", 5: "<i8", 8: "<u2"}
 
-_LITDATA_TENSORS = {13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2", 21: "<u4"}
+_LITDATA_TENSORS = {13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
 _LITDATA_ARRAYS = {1: "<i2", 2: "<i4", 3: "<i8", 5: "<u2", 6: "<u4"}
 """Types by the numbers that litdata gives to those of torch and of numpy."""
 
@@ -78,7 +81,7 @@ class TokenFiles:
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
     packed_length: int | None = None
-    hashes: npt.NDArray[np.uint64] | None = None
+    hashes: StoredNumbers | None = None
     """A hash for each block, where the format has them."""
     borders: Borders | None = None
     """Where documents begin, if the ids do not tell."""
@@ -89,15 +92,15 @@ class TokenFiles:
 
 
 class Keeper(Protocol):
-    """Keeps files that are needed whole where they can be mapped."""
+    """Has a file of so many bytes on this machine, or a mount."""
 
-    def __call__(self, key: str, path: str) -> Path: ...
+    def __call__(self, key: str, path: str, size: int) -> WholeFile: ...
 
 
 def open_files(
-    source: TokensSource, storage: TokenStorage, keep: Keeper, *, vocab_size: int, end_of_document: int
+    source: TokensSource, storage: TokenStorage, keep: Keeper, tokenizer: Tokenizer, *, vocab_size: int
 ) -> TokenFiles:
-    """Read what tells of the files of a set. `vocab_size`: ids that have room; `end_of_document`: the tokenizer's.
+    """Read what tells of the files of a set. `tokenizer`: data.tokenizer; `vocab_size`: ids that have room.
 
     Raises: ConfigError for files that are not what data.source says; StorageLost as the storage does.
     """
@@ -110,6 +113,7 @@ def open_files(
         raise ConfigError(
             f"data.source.path={source.path!r}: no ids in {storage.name(empty[0].path) if empty else 'it'}"
         )
+    _require_type_holds(vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size, layout, storage)
     ends = _ends(storage, layout)
     _require_below(vocab_size, layout, ends, storage)
     content = hashlib.blake2b(json.dumps([layout.dtype.str, [f.tokens for f in layout.files]]).encode(), digest_size=16)
@@ -123,7 +127,7 @@ def open_files(
         layout.files,
         layout.dtype,
         BLOCK_TOKENS,
-        first if is_delimited else end_of_document,
+        first if is_delimited else tokenizer.end_of_document,
         content.hexdigest(),
         vocab_size,
         documents=None if layout.borders is None else len(layout.borders),
@@ -174,15 +178,13 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
     manifest, folder = _manifest_of(source, storage), storage.root.rstrip("/")
     if not manifest.shards:
         raise ConfigError(f"data.source.path={source.path!r} holds no tokens; prepare text that has some")
-    path = f"{folder}/{HASHES}"
-    kept = keep(f"{manifest.fingerprint}.npy", path)
-    try:
-        hashes = _hashes_of(manifest, kept, storage.name(path))
-    except ConfigError:
-        if storage.is_local:
-            raise
-        kept.unlink(missing_ok=True)  # what was kept of it may be damaged, and not the file
-        hashes = _hashes_of(manifest, keep(kept.name, path), storage.name(path))
+    path, size = f"{folder}/{HASHES}", NPY_HEADER_BYTES + 8 * manifest.n_blocks
+    hashes = _hashes_of(manifest, file := keep(f"{manifest.fingerprint}.npy", path, size))
+    if hashes is None:
+        file.drop()  # what was kept of it may be damaged, and not the file
+        hashes = _hashes_of(manifest, keep(f"{manifest.fingerprint}.npy", path, size))
+    if hashes is None:
+        raise ConfigError(f"{storage.name(path)} is not the one of {MANIFEST} beside it; bring the file back as it was")
     return TokenFiles(
         tuple(TokenFile(f"{folder}/{shard.name}", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
         np.dtype(manifest.dtype),
@@ -198,14 +200,14 @@ def _prepared(source: TokensSource, storage: TokenStorage, keep: Keeper) -> Toke
     )
 
 
-def _hashes_of(manifest: ShardSet, kept: Path, name: str) -> npt.NDArray[np.uint64]:
-    try:
-        hashes = cast("npt.NDArray[np.uint64]", np.load(kept, mmap_mode="r"))
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}; bring the file back as it was") from error
-    if len(hashes) != manifest.n_blocks or hashes_digest(hashes) != manifest.hashes:
-        raise ConfigError(f"{name} is not the one of {MANIFEST} beside it; bring the file back as it was")
-    return hashes
+def _hashes_of(manifest: ShardSet, file: WholeFile) -> StoredNumbers | None:
+    """The hashes in a file, if they are those of the manifest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(NPY_HEADER_BYTES, file.size, _PIECE_BYTES):
+        digest.update(file.read(start, min(start + _PIECE_BYTES, file.size)))
+    if digest.hexdigest() != manifest.hashes:
+        return None
+    return StoredNumbers(file, "<u8", NPY_HEADER_BYTES, manifest.n_blocks)
 
 
 def read_small(storage: TokenStorage, path: str) -> bytes:
@@ -285,7 +287,7 @@ def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]
 
 def _megatron(source: TokensSource, storage: TokenStorage, keep: Keeper, vocab_size: int) -> _Layout:
     found = _found(source, storage, _megatron_pattern(storage))
-    indices = [_MegatronIndex(path, _whole_index(storage, keep, path), storage) for path in found]
+    indices = [_MegatronIndex(path, _whole_index(storage, keep, path), storage.name(path)) for path in found]
     starts = np.cumsum([0, *(index.tokens for index in indices)]).tolist()
     files = tuple(TokenFile(f"{index.path.removesuffix('.idx')}.bin", 0, index.tokens) for index in indices)
     for file, index in zip(files, indices, strict=True):
@@ -303,31 +305,25 @@ def _megatron_pattern(storage: TokenStorage) -> str:
     return f"{storage.root.removesuffix('.bin').removesuffix('.idx')}.idx"
 
 
-def _whole_index(storage: TokenStorage, keep: Keeper, path: str) -> Path:
-    kept = keep(_key_of(storage, path), path)
-    if not storage.is_local and kept.stat().st_size != storage.size(path):
-        kept.unlink(missing_ok=True)  # what was kept of it is damaged
-        kept = keep(kept.name, path)
-    return kept
-
-
-def _key_of(storage: TokenStorage, path: str) -> str:
-    """Name of a kept file: another one where the file changed."""
-    stamp = [storage.name(path), storage.size(path), storage.stamp(path)]
-    return f"{hashlib.blake2b(json.dumps(stamp).encode(), digest_size=16).hexdigest()}.idx"
+def _whole_index(storage: TokenStorage, keep: Keeper, path: str) -> WholeFile:
+    size = storage.size(path)
+    stamp = [storage.name(path), size, storage.stamp(path)]  # the file of another time is another one
+    key = f"{hashlib.blake2b(json.dumps(stamp).encode(), digest_size=16).hexdigest()}.idx"
+    file = keep(key, path, size)
+    if file.size != size:
+        file.drop()
+        file = keep(key, path, size)
+    return file
 
 
 class _MegatronIndex(Borders):
     """An .idx: a header, length of each sequence, its place in the .bin, and the first sequence of each document."""
 
-    def __init__(self, path: str, kept: Path, storage: TokenStorage) -> None:
+    def __init__(self, path: str, file: WholeFile, name: str) -> None:
         self.path = path
-        name = storage.name(path)
-        size = kept.stat().st_size
-        header = kept.open("rb").read(_MEGATRON_HEADER.size)
-        if len(header) < _MEGATRON_HEADER.size:
+        if file.size < _MEGATRON_HEADER.size:
             raise ConfigError(f"{name} is no index of Megatron: it ends in its header; copy it anew")
-        magic, version, kind, sequences, borders = _MEGATRON_HEADER.unpack(header)
+        magic, version, kind, sequences, borders = _MEGATRON_HEADER.unpack(file.read(0, _MEGATRON_HEADER.size))
         if magic != _MEGATRON_MAGIC or version != 1:
             raise ConfigError(
                 f"{name} is no index of Megatron, version 1; name other files, or another data.source.format"
@@ -336,18 +332,23 @@ class _MegatronIndex(Borders):
             raise ConfigError(f"{name}: ids of type {kind}; 8 (uint16), 4 (int32) and 5 (int64) can be read")
         self.dtype: np.dtype[np.integer[Any]] = np.dtype(_MEGATRON_TYPES[kind])
         places = _MEGATRON_HEADER.size + 4 * sequences
-        if borders < 1 or sequences < 1 or size < places + 8 * (sequences + borders):
-            raise ConfigError(f"{name} is no index of Megatron: {size} bytes for {sequences} sequences; copy it anew")
-        self._places = np.memmap(kept, "<i8", "r", places, (sequences,))
-        self._firsts = np.memmap(kept, "<i8", "r", places + 8 * sequences, (borders,))
-        (last,) = np.memmap(kept, "<i4", "r", places - 4, (1,)).tolist()
-        self.tokens = int(self._places[-1]) // self.dtype.itemsize + last
+        if borders < 1 or sequences < 1 or file.size < places + 8 * (sequences + borders):
+            raise ConfigError(
+                f"{name} is no index of Megatron: {file.size} bytes for {sequences} sequences; copy it anew"
+            )
+        self._places = StoredNumbers(file, "<i8", places, sequences)
+        self._firsts = StoredNumbers(file, "<i8", places + 8 * sequences, borders)
+        (last,) = struct.unpack("<i", file.read(places - 4, places))
+        self.tokens = self._places[sequences - 1] // self.dtype.itemsize + last
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
     def __getitem__(self, document: int) -> int:
-        return int(self._places[int(self._firsts[document])]) // self.dtype.itemsize
+        first = self._firsts[document]
+        if first == len(self._places):  # documents without a sequence, at the end
+            return self.tokens
+        return self._places[first] // self.dtype.itemsize
 
 
 class _Joined(Borders):
@@ -464,6 +465,16 @@ def _ends(storage: TokenStorage, layout: _Layout) -> list[bytes]:
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(end_of, layout.files))
+
+
+def _require_type_holds(vocabulary: int, layout: _Layout, storage: TokenStorage) -> None:
+    """Refuse ids of a type in which some of the vocabulary would have become others, unnoticed."""
+    room = int(np.iinfo(layout.dtype).max) + 1
+    if vocabulary > room:
+        raise ConfigError(
+            f"{storage.name(layout.files[0].path)} holds {layout.dtype.name}, ids below {room}, and the vocabulary has "
+            f"{vocabulary}; correct data.source.dtype, or name the tokenizer that made the ids in data.tokenizer"
+        )
 
 
 def _require_below(vocab_size: int, layout: _Layout, ends: Sequence[bytes], storage: TokenStorage) -> None:

@@ -333,6 +333,16 @@ LIMITED = '{"name": "c", "weight": 1, "max_passes": 2, "source": {"type": "text"
             "data.phases must ascend by from_tokens",
         ),
         (
+            f"[{A}, {LIMITED.replace('1', '1e-10')}]",
+            (),
+            "data.sources, c: weight=1e-10 of 1 is less than one sample in 2147483647",
+        ),
+        (
+            f"[{A}, {LIMITED}]",
+            ("--data.phases", '[{"from_tokens": 9, "weights": {"a": 1e10, "c": 1}}]'),
+            "data.sources, c: weight=1 of 1e+10 is less than",
+        ),
+        (
             '[{"name": "a", "weight": 1, "source": {"type": "text", "binary": true}}]',
             ("--data.tokenizer", "gpt2"),
             'needs data.tokenizer = "byte"',

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroband.config.data import DataConfig, TokensSource
-from zeroband.data.shard_set import HASHES, MANIFEST, Shard, ShardSet, block_hashes, hashes_digest
+from zeroband.data.packing import fill_bins
+from zeroband.data.shard_set import (
+    BLOCK_TOKENS,
+    HASHES,
+    MANIFEST,
+    NPY_HEADER_BYTES,
+    Shard,
+    ShardSet,
+    block_hash,
+    block_hashes,
+    hashes_digest,
+)
 from zeroband.data.stored_tokens import StoredTokens, open_tokens
 from zeroband.data.tokenizer import ByteTokenizer
 
@@ -61,6 +74,32 @@ def write_set(folder: Path, shards: Sequence[Ids], *, block_tokens: int = BLOCK,
     made = ShardSet(**told | changed)
     (folder / MANIFEST).write_bytes(made.to_json())
     return made
+
+
+def write_packed_set(folder: Path, documents: int, size: int, *, seed: int = 0, block_tokens: int = 1024) -> Ids:
+    """Documents of one token to more than `size` of them, packed for samples of so many; the ids."""
+    lengths = np.random.default_rng(seed).geometric(2 / size, documents) + 1
+    texts = drawn_ids(int(lengths.sum()), seed)
+    texts[texts == END] = 0
+    texts[np.cumsum(lengths) - 1] = END
+    bins = fill_bins(texts, lengths.tolist(), size, END)
+    ids = np.concatenate([part for parts in bins for part in parts])
+    padding = len(ids) - len(texts)
+    write_set(folder, [ids], block_tokens=block_tokens, packed_length=size, padding=padding)
+    return ids
+
+
+def write_sparse_set(folder: Path, tokens: int) -> Path:
+    """Zeros in a file that takes no room, in the blocks of real sets, which all have one hash."""
+    zeros = np.zeros(BLOCK_TOKENS, dtype="<u2")
+    made = write_set(folder, [zeros], block_tokens=BLOCK_TOKENS)
+    hashes = np.full(tokens // BLOCK_TOKENS, block_hash(zeros), dtype=np.uint64)
+    np.save(folder / HASHES, hashes)
+    (shard,) = made.shards
+    whole = replace(made, tokens=tokens, hashes=hashes_digest(hashes), shards=(replace(shard, tokens=tokens),))
+    (folder / MANIFEST).write_bytes(whole.to_json())
+    os.truncate(folder / shard.name, NPY_HEADER_BYTES + 2 * tokens)
+    return folder
 
 
 def config_of(path: object, cache: Path, **changed: Any) -> DataConfig:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.unit.data.prepared import END, drawn_ids, write_set
+from tests.unit.data.prepared import END, drawn_ids, write_packed_set, write_set
 
 from zeroband.config.data import DataConfig
 from zeroband.data.dataset import Dataset, open_dataset
-from zeroband.data.loader import Loader
+from zeroband.data.loader import IGNORED, Loader
+from zeroband.data.token_store import is_padding
 
 T = 16
 
@@ -30,6 +32,26 @@ def test_fingerprint_is_the_same_in_whichever_order_a_mixture_is_written(tmp_pat
 
     assert fingerprint("ab", a=1, b=2) == fingerprint("ba", a=1, b=2) == fingerprint("ab", b=2, a=1)
     assert fingerprint("ab", a=1, b=2) != fingerprint("ab", a=2, b=1)
+
+
+def test_packed_samples_are_whole_documents_whose_padding_is_not_learned(tmp_path: Path) -> None:
+    """All but padding and the first id of each 16 samples, which are fetched as one, is learned once."""
+    ids = write_packed_set(tmp_path / "set", 300, T, block_tokens=4 * T)
+    source = {"type": "tokens", "path": str(tmp_path / "set")}
+    data = {"source": source, "seq_length": T, "hold_out": 0, "cache_dir": tmp_path / "cache", "packing": "best-fit"}
+    dataset = open_dataset(DataConfig.model_validate(data | {"shuffle_blocks": 2}), seed=0)
+    samples = dataset.sources[0].index.n_train
+    loader = Loader(dataset, batch_size=samples, micro_bs=1, local_rank=0, local_world_size=1, document_mask=True)
+    loader.assign([(0, samples)])
+    batches = loader.next_step()
+    loader.close()
+    bins = Counter(tuple(ids[start : start + T - 1].tolist()) for start in range(0, len(ids), T))
+    assert Counter(tuple(batch.tokens[0, :-1].tolist()) for batch in batches) == bins
+    for tokens, targets in ((batch.tokens[0].numpy(), batch.targets[0].numpy()) for batch in batches):
+        is_next = (tokens[1:-1] != END) | (tokens[:-2] != END)
+        assert targets[:-2].tolist() == np.where(is_next, tokens[1:-1], IGNORED).tolist()
+    padding = is_padding(ids, END, has_one_before=False)
+    assert loader.targets_in_step == int((~padding).sum()) - int((~padding[:: 16 * T]).sum())
 
 
 def test_documents_end_where_each_source_says(tmp_path: Path) -> None:

@@ -31,7 +31,11 @@ from tests.unit.data.prepared import (
     write_set,
 )
 
+from zeroband.data import fetching
+from zeroband.data.block_cache import cached_bytes
+from zeroband.data.dataset import open_dataset
 from zeroband.data.fetching import BlockMap, SupplyLog
+from zeroband.data.loader import Loader
 from zeroband.data.token_files import TokenFile, TokenFiles
 from zeroband.data.token_storage import open_storage
 from zeroband.errors import ConfigError, StorageLost
@@ -328,16 +332,83 @@ def test_cache_keeps_what_is_read_again(server: FileServer, tmp_path: Path, capl
     ]
 
 
+def kept_files(cache: Path) -> set[Path]:
+    """What is kept whole in a cache folder."""
+    return set((cache / "blocks" / "kept").iterdir())
+
+
 @pytest.mark.slow
 def test_sets_that_nobody_has_open_make_room(server: FileServer, tmp_path: Path) -> None:
     write_set(tmp_path / "set" / "other", [drawn_ids(1000, 7)])
     config = config_of(f"{server.url}/other", tmp_path / "cache")
     with stored(config) as store:
         store.read(0, 1000)
-    before = set(fetched_blocks(tmp_path / "cache"))
+    before, hashes = set(fetched_blocks(tmp_path / "cache")), kept_files(tmp_path / "cache")
+    assert len(before) == 16 and len(hashes) == 1
+    del store
     with stored(config_of(server.url, tmp_path / "cache", cache_gb=20 * BLOCK_BYTES / 1e9)) as store:
         store.read(0, 1000)
-    assert len(before) == 16 and len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
+        own = kept_files(tmp_path / "cache")
+        assert len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
+        assert len(own) == 1 and not own & hashes, "the hashes of the other set went with its blocks"
+        with stored(config) as other:
+            other.read(0, 1000)
+            assert own < kept_files(tmp_path / "cache"), "what is in use stays, although it is the oldest"
+
+
+@pytest.mark.slow
+def test_what_is_kept_whole_counts_in_the_room_of_the_cache(server: FileServer, tmp_path: Path) -> None:
+    write_set(tmp_path / "set" / "small", [WHOLE[:640]], block_tokens=16)
+    hashes = (tmp_path / "set" / "small" / "hashes.npy").stat().st_size
+    room = hashes + 20 * (2 * 16 + 8)
+    with stored(config_of(f"{server.url}/small", tmp_path / "cache", cache_gb=room / 1e9)) as store:
+        store.read(0, 640)
+        assert 0.8 * room < cached_bytes(tmp_path / "cache") <= room
+    with pytest.raises(ConfigError, match=rf"has no room for the {hashes} bytes of .*/small/hashes.npy .*; raise it"):
+        opened(config_of(f"{server.url}/small", tmp_path / "none", cache_gb=hashes / 1e9))
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning may come after a tenth of a second, not a minute."""
+    monkeypatch.setattr(fetching, "_WINDOW_S", 0.1)
+
+
+def trained(url: str, cache: Path, *, comes_first: bool = False) -> None:
+    """Read all batches of a set in the order of training. `comes_first`: the link is fast enough to be ahead."""
+    config = config_of(url, cache, seq_length=256, hold_out=0, shuffle_blocks=8)
+    dataset = open_dataset(config, 0)
+    loader = Loader(dataset, batch_size=4, micro_bs=4, local_rank=0, local_world_size=1, document_mask=False)
+    steps = dataset.sources[0].index.n_train // 4
+    loader.assign([(0, 4 * steps)])
+    if comes_first:
+        wait_for(lambda: len(fetched_blocks(cache)) == 60)
+    for _ in range(steps):
+        loader.next_step()
+    loader.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_windows")
+def test_link_that_is_too_slow_for_the_loop_is_said_and_a_fast_one_is_not(
+    server: FileServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_set(tmp_path / "set" / "large", [drawn_ids(60 * 1024)], block_tokens=1024)
+    trained(f"{server.url}/large", tmp_path / "fast", comes_first=True)
+    assert not caplog.records
+    link, block_s = threading.Lock(), 0.02
+
+    def slow(request: FilesHandler) -> bool:
+        with link:
+            time.sleep(block_s if "part-" in request.path else 0.0)
+        return False
+
+    server.fault = slow
+    trained(f"{server.url}/large", tmp_path / "slow")
+    said = [record for record in caplog.records if record.message == "ids come more slowly than they are needed"]
+    fields = said[0].fields  # type: ignore[attr-defined]
+    assert 5 < int(fields["waited"].removesuffix("%")) <= 100
+    assert 0 < fields["came_mb_s"] <= 1.5 * 2048 / block_s / 1e6 and fields["came_mb_s"] < fields["needed_mb_s"]
 
 
 RANK = """

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib
 import io
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.servers import until
 from tests.unit.data.prepared import config_of, drawn_ids, fetched_blocks, opened, spans_of, stored, write_set
 
 from zeroband.config import load_config
@@ -103,21 +108,46 @@ def refusals() -> list[int]:
     return []
 
 
+class HubServer:
+    """A hub at one address, which may be out of reach for a while."""
+
+    def __init__(self, handler: type[_Hub]) -> None:
+        self._handler, self.files = handler, handler.files
+        self._address = ("127.0.0.1", 0)
+        self.come_back()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._address[1]}"
+
+    def come_back(self) -> None:
+        self._server = ThreadingHTTPServer(self._address, self._handler)
+        self._address = ("127.0.0.1", self._server.server_port)
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def go_away(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
 @pytest.fixture
-def hub(refusals: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+def hub(hub_server: HubServer) -> Files:
     """The files of a hub, by repository and path."""
+    return hub_server.files
+
+
+@pytest.fixture
+def hub_server(refusals: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     c4, edu = "allenai/c4/en/c4-train.{}-of-01024.json.gz", "HuggingFaceFW/fineweb-edu/sample/10BT/{}.parquet"
     files = {c4.format(f"{number:05}"): _jsonl(f"c4 {number}") for number in range(6)}
     files |= {edu.format(f"00{number}_00000"): _parquet(f"edu {number}", "end") for number in range(2)}
     handler = type("Hub", (_Hub,), {"files": files, "refusals": refusals})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        yield files
-        server.shutdown()
+    server = HubServer(handler)
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    yield server
+    server.go_away()
 
 
 def data_of(preset: str, tmp_path: Path) -> DataConfig:
@@ -170,3 +200,27 @@ def test_set_on_the_hub_is_read_through_refusals_and_what_is_not_there_is_named(
             store.read(600, 601)
     with pytest.raises(ConfigError, match=r"hf://datasets/ours/sets/b/manifest\.json is not there"):
         opened(config_of("hf://datasets/ours/sets/b", tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_hub_that_is_out_of_reach_for_longer_than_its_library_tries_is_waited_for(
+    hub_server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    impatient = SimpleNamespace(sleep=lambda _: None)  # it would take 23 s
+    monkeypatch.setattr(importlib.import_module("huggingface_hub.utils._http"), "time", impatient)
+    whole = drawn_ids(1000)
+    write_set(tmp_path / "set", [whole])
+    hub_server.files.update({f"ours/sets/a/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir()})
+    caplog.set_level(logging.INFO)
+    with (
+        stored(config_of("hf://datasets/ours/sets/a", tmp_path / "cache")) as store,
+        ThreadPoolExecutor(1) as reader,
+    ):
+        np.testing.assert_array_equal(store.read(0, 1), whole[:1])
+        hub_server.go_away()
+        read = reader.submit(store.read, 64, 1000)
+        until(lambda: any("storage of the data fails" in one.message for one in caplog.records), "word of it")
+        assert not read.done()
+        hub_server.come_back()
+        np.testing.assert_array_equal(read.result(60), whole[64:])
+    assert [one.message for one in caplog.records if "storage" in one.message][-1].endswith("answers again")

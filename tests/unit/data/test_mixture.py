@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
 
@@ -35,11 +36,36 @@ def test_counts_are_what_the_weights_say_at_any_time(shares: list[float], n: int
         assert abs(count - n * share / sum(shares)) <= len(shares)
 
 
-@pytest.mark.parametrize("shares", [(0.123456, 0.876544), (1e-4, 1.0), (1 / 3, 1 / 7, 1 / 11)])
-def test_shares_of_long_decimals_are_met_within_a_hundredth(shares: tuple[float, ...]) -> None:
-    counts = mixture(*shares).counts(3_000_001)
-    for share, count in zip(shares, counts, strict=True):
-        assert count == pytest.approx(3_000_001 * share / sum(shares), rel=0.01)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        *[(0.123456, 0.876544), (1 / 3, 1 / 7, 1 / 11), (1e-5, 1.5e-5, 1.0), (1e-7, 1.0), (1.0, 1e-3, 1e6)],
+        (0.1234567890123, 1.0, 2e8),
+    ],
+)
+def test_shares_however_small_are_met_within_a_hundredth(shares: tuple[float, ...]) -> None:
+    n = round(1000 * sum(shares) / min(shares)) + 1  # a thousand samples of the lightest
+    mixed, half = mixture(*shares), n // 2
+    for share, count, by_half in zip(shares, mixed.counts(n), mixed.counts(half), strict=True):
+        assert count == pytest.approx(n * share / sum(shares), rel=0.01)
+        assert by_half == pytest.approx(half * share / sum(shares), rel=0.01)
+    dealt = mixed.deal(range(n - 100, n))
+    assert np.bincount(dealt.sources, minlength=len(shares)).tolist() == [
+        after - before for before, after in zip(mixed.counts(n - 100), mixed.counts(n), strict=True)
+    ]
+
+
+def test_light_source_comes_in_even_steps() -> None:
+    dealt = mixture(1e-4, 0.3, 0.7).deal(range(100_000))
+    assert np.diff(np.flatnonzero(dealt.sources == 0)).tolist() == pytest.approx([10_001] * 9, abs=1)
+
+
+@given(shares=weights, limit=st.integers(1, 100))
+def test_stretch_ends_with_the_last_sample_that_a_limit_allows(shares: list[float], limit: int) -> None:
+    limited = [SourceShare("limited", shares[0], limit, 1), *(SourceShare(str(w), w, 100) for w in (1.0, *shares[1:]))]
+    mixed = Mixture(limited)
+    end = bisect.bisect_left(range(10**6), limit, key=lambda n: mixed.counts(n)[0])
+    assert mixed.deal([end - 1]).sources.tolist() == [0] and mixed.counts(10 * end + 1000)[0] == limit
 
 
 def test_parts_that_nodes_are_dealt_are_those_of_the_whole() -> None:

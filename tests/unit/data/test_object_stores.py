@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.config
 import numpy as np
 import pytest
-from tests.buckets import gcs_server, reach_s3, s3_server
+from tests.buckets import gcs_server, reach_s3, s3_keys, s3_server
+from tests.servers import until
 from tests.unit.data.prepared import config_of, drawn_ids, fetched_blocks, opened, spans_of, stored, write_set
 
 from zeroband.errors import ConfigError, StorageLost
@@ -36,16 +39,22 @@ def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"gs://{BUCKET}"
 
 
+def upload(folder: Path, url: str) -> tuple[Any, str]:
+    """Write a set to a folder and from there to a bucket; the bucket's file system, and where the set lies in it."""
+    write_set(folder, [WHOLE[:600], WHOLE[600:]])
+    system, root = fsspec.url_to_fs(url, skip_instance_cache=True)
+    for path in folder.iterdir():
+        system.pipe_file(f"{root}/{path.name}", path.read_bytes())
+    return system, root
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "gs"])
 def test_set_in_a_bucket_is_read_and_what_it_lacks_is_named(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     bucket = request.getfixturevalue(kind)
-    write_set(tmp_path / "set", [WHOLE[:600], WHOLE[600:]])
-    system, root = fsspec.url_to_fs(f"{bucket}/sets/a", skip_instance_cache=True)
-    for path in (tmp_path / "set").iterdir():
-        system.pipe_file(f"{root}/{path.name}", path.read_bytes())
+    system, root = upload(tmp_path / "set", f"{bucket}/sets/a")
     with stored(config_of(f"{bucket}/sets/a", tmp_path / "cache")) as store:
         store.expect(spans_of(600))
         for start, stop in spans_of(600):
@@ -56,6 +65,26 @@ def test_set_in_a_bucket_is_read_and_what_it_lacks_is_named(
             store.read(600, 601)
     with pytest.raises(ConfigError, match=f"holds no prepared set: {kind}://ids/sets/b/manifest.json is not there"):
         opened(config_of(f"{bucket}/sets/b", tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_credentials_that_expire_in_mid_run_are_waited_for_and_the_new_ones_used(
+    s3: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    upload(tmp_path / "set", f"{s3}/sets/a")
+    with (
+        s3_keys(s3_endpoint, tmp_path / "credentials", monkeypatch) as keys,
+        stored(config_of(f"{s3}/sets/a", tmp_path / "cache")) as store,
+        ThreadPoolExecutor(1) as reader,
+    ):
+        np.testing.assert_array_equal(store.read(0, 1), WHOLE[:1])
+        keys.expire()
+        (tmp_path / "credentials").write_text("")
+        read = reader.submit(store.read, 64, 600)
+        until(lambda: any("reading its credentials again" in one.message for one in caplog.records), "word of it")
+        assert not read.done()
+        keys.write()
+        np.testing.assert_array_equal(read.result(60), WHOLE[64:600])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from zeroband.data.retries import Damaged, Retries, failure_of
-from zeroband.errors import StorageLost
+from zeroband.errors import ConfigError, StorageLost
 
 
 class ClientError(Exception):
@@ -109,10 +109,14 @@ class Around:
 
     def __init__(self, retry_s: float = 100.0) -> None:
         self.now_s, self.pauses, self.renewed, self.stops = 0.0, list[float](), 0, False
+        self.unreadable = list[Exception]()
+        """What goes wrong when credentials are read again."""
         self.retries = Retries(retry_s, renew=self.renew, pause=self.pause, clock=lambda: self.now_s, draw=lambda: 1.0)
 
     def renew(self) -> None:
         self.renewed += 1
+        if self.unreadable:
+            raise self.unreadable.pop()
 
     def pause(self, wait_s: float) -> bool:
         self.pauses.append(wait_s)
@@ -168,6 +172,19 @@ def test_refused_credentials_are_read_again_for_a_while_if_they_ever_held() -> N
     with pytest.raises(StorageLost, match=r"tried for 60 s .*; give it valid ones and start the node again"):
         around.run(for_ever=ResponseError(403))
     assert around.now_s - from_s == 60.0
+
+
+def test_credentials_that_cannot_be_read_yet_are_read_again_with_the_next_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    around = Around()
+    around.run(None)
+    around.unreadable = [KeyError("secret"), ConfigError("no such profile")]
+    assert around.run(*[ResponseError(403)] * 3) == 4 and around.renewed == 3
+    assert caplog.records[0].fields["status"].endswith("; its credentials cannot be read: no such profile")  # type: ignore[attr-defined]
+    around.unreadable = [ValueError("half a file") for _ in range(99)]
+    with pytest.raises(StorageLost, match=r"tried for 60 s \(403.*; its credentials cannot be read: half a file\)"):
+        around.run(for_ever=ResponseError(403))
 
 
 def test_damage_is_read_once_more() -> None:

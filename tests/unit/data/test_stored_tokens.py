@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.data.prepared import BLOCK, END, config_of, drawn_ids, opened, served, spans_of, stored, write_set
+from tests.unit.data.prepared import (
+    BLOCK,
+    END,
+    config_of,
+    drawn_ids,
+    opened,
+    served,
+    spans_of,
+    stored,
+    write_set,
+    write_sparse_set,
+)
 
 from zeroband.config.data import DataConfig
 from zeroband.data.shard_set import HASHES, MANIFEST, hashes_digest
@@ -123,13 +135,22 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
     np.save(folder / HASHES, np.zeros(22, dtype=np.uint64))
     refused("hashes.npy is not the one of manifest.json beside it")
     (folder / HASHES).write_bytes(b"no array")
-    refused("hashes.npy cannot be read")
+    refused("hashes.npy is not the one of manifest.json beside it")
     (folder / HASHES).unlink()
     refused("hashes.npy is not there")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))
     refused("no manifest of a prepared set: .*format 9, this version reads 1")
+    (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"vocab_size": 100_000}))
+    refused("no manifest of a prepared set: .*ids below 100000, the end of a document 256, in <u2")
     (folder / MANIFEST).unlink()
     refused("holds no prepared set: .*manifest.json is not there")
+
+
+def test_hashes_that_are_cut_while_they_are_in_use_are_an_error_and_no_signal(folder: Path, tmp_path: Path) -> None:
+    with stored(config_of(folder, tmp_path / "cache")) as store:
+        os.truncate(folder / HASHES, 0)
+        with pytest.raises(StorageLost, match=r"hashes.npy is damaged: 0 bytes came where 176 should lie"):
+            store.read(0, 1)
 
 
 def test_set_without_a_token_is_refused(tmp_path: Path) -> None:
@@ -188,14 +209,13 @@ print(json.dumps([len(store), total, time.monotonic() - began, (most_kib - begun
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nanogpt", "zeroband"])
 def test_terabyte_of_ids_opens_in_little_memory(tmp_path: Path, kind: str) -> None:
-    block = 1 << 16
-    tokens = (1 << 39) // block * block  # of two bytes each
+    tokens = 1 << 39  # of two bytes each
     if kind == "nanogpt":
         with (tmp_path / "ids.bin").open("wb") as out:
             out.truncate(2 * tokens)
         path = tmp_path / "ids.bin"
     else:
-        path = write_sparse_set(tmp_path / "set", tokens, block)
+        path = write_sparse_set(tmp_path / "set", tokens)
     arguments = [str(path), json.dumps({"format": kind})]
     done = subprocess.run([sys.executable, "-c", TERABYTE, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -203,22 +223,3 @@ def test_terabyte_of_ids_opens_in_little_memory(tmp_path: Path, kind: str) -> No
     assert (found, total) == (tokens, 0)
     assert most_mib < 256
     print(f"{kind}: {took_s:.2f} s, {most_mib:.0f} MiB")
-
-
-def write_sparse_set(folder: Path, tokens: int, block: int) -> Path:
-    """Zeros, whose blocks all have one hash."""
-    from zeroband.data.shard_set import block_hash, hashes_digest
-
-    made = write_set(folder, [np.zeros(block, dtype="<u2")], block_tokens=block)
-    hashes = np.full(tokens // block, block_hash(np.zeros(block, dtype="<u2")), dtype=np.uint64)
-    np.save(folder / HASHES, hashes)
-    told = json.loads(made.to_json())
-    told |= {
-        "tokens": tokens,
-        "hashes": hashes_digest(hashes),
-        "shards": [{"name": "part-0.npy", "tokens": tokens, "documents": 1}],
-    }
-    (folder / MANIFEST).write_text(json.dumps(told))
-    with (folder / "part-0.npy").open("r+b") as out:
-        out.truncate(128 + 2 * tokens)
-    return folder

@@ -1,18 +1,29 @@
-"""Files of other trainers, built here byte by byte as their formats are described."""
+"""Files of other trainers, built here byte by byte as their own sources have it.
+
+nanoGPT: data/openwebtext/prepare.py, ids as numpy lays them out, uint16. llm.c: dev/data/data_common.py (HEADERS_INFO,
+write_datafile) and llmc/dataloader.h. Megatron-LM: megatron/core/datasets/indexed_dataset.py (DType, _IndexWriter).
+litdata: src/litdata/streaming/writer.py (_create_chunk), item_loader.py (TokensLoader) and constants.py (numbers of
+types). What the writers of Megatron-LM 0.16.1 and litdata 0.2.76 made themselves is in `MADE_ELSEWHERE`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.unit.data.prepared import END, Ids, config_of, drawn_ids, opened, served, spans_of, stored
 
+from zeroband.config.data import TokensSource
+from zeroband.data.stored_tokens import open_tokens
 from zeroband.data.token_files import require_there
+from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.errors import ConfigError, StorageLost
 
 
@@ -23,16 +34,16 @@ def write_llm_c(path: Path, ids: Ids, *, magic: int = 20240520, version: int = 1
     path.write_bytes(header.tobytes() + ids.tobytes())
 
 
-def write_megatron(path: Path, documents: Sequence[Ids], code: int = 8) -> None:
+def write_megatron(
+    path: Path, documents: Sequence[Ids], code: int = 8, *, borders: Sequence[int] | None = None
+) -> None:
     """Ids in .bin; in .idx magic, version, code of the type, counts, lengths, places in bytes, documents' sequences."""
     lengths = np.array([len(ids) for ids in documents], dtype="<i4")
     size = documents[0].dtype.itemsize
     places = (np.cumsum(lengths, dtype="<i8") - lengths) * size
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
-    borders = np.arange(len(lengths) + 1, dtype="<i8")
-    path.with_suffix(".idx").write_bytes(
-        header + lengths.tobytes() + places.astype("<i8").tobytes() + borders.tobytes()
-    )
+    firsts = np.array(range(len(lengths) + 1) if borders is None else borders, dtype="<i8")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(firsts))
+    path.with_suffix(".idx").write_bytes(header + lengths.tobytes() + places.astype("<i8").tobytes() + firsts.tobytes())
     path.with_suffix(".bin").write_bytes(np.concatenate(documents).tobytes())
 
 
@@ -52,6 +63,49 @@ def write_litdata(
         told.append({"filename": name, "chunk_size": len(items), "chunk_bytes": sum(sizes), "dim": dim})
     settings = {"compression": None, "data_format": [kind], "data_spec": "", "chunk_size": None, "chunk_bytes": 64}
     (folder / "index.json").write_text(json.dumps({"chunks": told, "config": settings | config}))
+
+
+LITDATA_INDEX = (
+    '{{"chunks": [{{"chunk_bytes": {bytes}, "chunk_size": 2, "dim": 6, "filename": "chunk-0-0.bin"}}], '
+    '"config": {{"chunk_bytes": 1048576, "chunk_size": null, "compression": null, "compression_batch_size": null, '
+    '"compression_level": null, "data_format": ["{format}"], '
+    '"data_spec": "[1, {{\\"type\\": null, \\"context\\": null, \\"children_spec\\": []}}]", "encryption": null, '
+    '"ipc_compression": null, "item_loader": "TokensLoader", "types": "tensor"}}, "updated_at": "1795573889.4733543"}}'
+).format
+LITDATA_SHORT = "0200000010000000180000001c000000 0100020003000001 05000001"
+MADE_ELSEWHERE: dict[tuple[str, str], dict[str, bytes]] = {
+    ("litdata", "uint16 tensors"): {
+        "index.json": LITDATA_INDEX(bytes=28, format="no_header_tensor:20").encode(),
+        "chunk-0-0.bin": bytes.fromhex(LITDATA_SHORT),
+    },
+    ("litdata", "uint16 arrays"): {
+        "index.json": LITDATA_INDEX(bytes=28, format="no_header_numpy:5").encode(),
+        "chunk-0-0.bin": bytes.fromhex(LITDATA_SHORT),
+    },
+    ("litdata", "int32 tensors"): {
+        "index.json": LITDATA_INDEX(bytes=40, format="no_header_tensor:16").encode(),
+        "chunk-0-0.bin": bytes.fromhex(
+            "02000000100000002000000028000000 01000000020000000300000000010000 0500000000010000"
+        ),
+    },
+    ("megatron", "uint16"): {
+        "text.bin": bytes.fromhex("010002000300 0001 0500 0001"),
+        "text.idx": bytes.fromhex(
+            "4d4d49444944580000 0100000000000000 08 0300000000000000 0400000000000000 030000000100000002000000"
+            "000000000000000006000000000000000800000000000000"
+            "0000000000000000010000000000000003000000000000000300000000000000"
+        ),
+    },
+    ("megatron", "int32"): {
+        "text.bin": bytes.fromhex("010000000200000003000000 00010000 05000000 00010000"),
+        "text.idx": bytes.fromhex(
+            "4d4d49444944580000 0100000000000000 04 0300000000000000 0400000000000000 030000000100000002000000"
+            "00000000000000000c000000000000001000000000000000"
+            "0000000000000000010000000000000003000000000000000300000000000000"
+        ),
+    },
+}
+"""Two documents, 1 2 3 256 and 5 256; Megatron's in three sequences, and an empty document behind them."""
 
 
 def as_type(ids: Ids, dtype: str) -> Any:
@@ -93,6 +147,16 @@ def test_files_are_read_in_place_in_the_order_of_their_names(kind: str, tmp_path
         assert list(store.shards) == [700, 300] and store.block_tokens == 1 << 16
         for start, stop in spans_of(1000):
             np.testing.assert_array_equal(store.read(start, stop), WHOLE[start:stop])
+
+
+@pytest.mark.parametrize(("kind", "ids"), MADE_ELSEWHERE)
+def test_files_that_the_projects_made_themselves_are_read(kind: str, ids: str, tmp_path: Path) -> None:
+    for name, content in MADE_ELSEWHERE[kind, ids].items():
+        (tmp_path / name).write_bytes(content)
+    path = tmp_path / "text" if kind == "megatron" else tmp_path
+    with stored(config_of(path, tmp_path / "cache", format=kind)) as store:
+        assert store.read(0, len(store)).tolist() == [1, 2, 3, 256, 5, 256]
+        assert store.documents == (3 if kind == "megatron" else None)
 
 
 @pytest.mark.slow
@@ -158,6 +222,24 @@ def test_documents_of_megatron_begin_where_its_index_says(tmp_path: Path) -> Non
                 assert found[1:] == [bool(one) for one in expected[1:]], (start, stop)
 
 
+def test_documents_of_megatron_that_are_empty_begin_where_they_stand(tmp_path: Path) -> None:
+    """As its writer has it: borders are numbers of sequences, which at the end are as many as there are."""
+    write_megatron(tmp_path / "t0", [np.array(ids, "<u2") for ids in ([1, 2, END], [3, 4])], borders=[0, 1, 1, 2, 2, 2])
+    write_megatron(tmp_path / "t1", [np.array([5, 6], "<u2")], borders=[0, 1, 1])
+    with stored(config_of(tmp_path / "t?.idx", tmp_path / "cache", format="megatron")) as store:
+        assert store.documents == 7
+        assert store.begins(0, store.read(0, 7)).tolist() == [True, False, True, False, False, True, False]
+        assert store.begins(5, store.read(5, 7)).tolist() == [True, False]
+
+
+def test_index_that_is_cut_while_it_is_in_use_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "text", [A])
+    with stored(config_of(tmp_path / "text", tmp_path / "cache", format="megatron")) as store:
+        os.truncate(tmp_path / "text.idx", 0)
+        with pytest.raises(StorageLost, match=r"text.idx is damaged: 0 bytes came where 16 should lie"):
+            store.begins(0, store.read(0, 10))
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("no_header_tensor:18", "<i8"), ("no_header_tensor:20", "<u2"), ("no_header_numpy:5", "<u2")]
 )
@@ -187,6 +269,30 @@ def test_nanogpt_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     refused(path, cache, 'begins as a file of llm.c does; set data.source.format = "llm.c"', format="nanogpt")
     path.write_bytes(A.tobytes())
     refused(path, cache, "were not packed", format="nanogpt", packing="best-fit")
+
+
+def tokenizer_of(vocab_size: int) -> Any:
+    return SimpleNamespace(vocab_size=vocab_size, end_of_document=END, fingerprint="another")
+
+
+@pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "megatron"])
+def test_ids_of_a_type_that_does_not_hold_the_vocabulary_are_refused(kind: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path / write(kind, tmp_path), tmp_path / "cache", format=kind, dtype="uint16")
+    source, cache = config.source, tmp_path / "cache"
+    assert isinstance(source, TokensSource)
+    said = r"0.bin holds uint16, ids below 65536, and the vocabulary has 100000; correct data.source.dtype, or"
+    with pytest.raises(ConfigError, match=said):
+        open_tokens(config, source, tokenizer_of(100_000), cache_dir=cache)
+    roomy = config.model_copy(update={"vocab_size": 100_000})
+    with pytest.raises(ConfigError, match=said):  # nothing else tells of the vocabulary
+        open_tokens(roomy, source, ByteTokenizer(), cache_dir=cache)
+    open_tokens(roomy, source, tokenizer_of(65_536), cache_dir=cache).close()  # a model may have room for more
+
+
+def test_ids_of_nanogpt_have_four_bytes_where_the_vocabulary_needs_them(tmp_path: Path) -> None:
+    np.array([1, 99_999], dtype="<u4").tofile(tmp_path / "a.bin")
+    with stored(config_of(tmp_path / "a.bin", tmp_path / "cache", format="nanogpt", vocab_size=100_000)) as store:
+        assert store.read(0, 2).tolist() == [1, 99_999]
 
 
 def test_llm_c_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
@@ -237,7 +343,7 @@ def test_litdata_folders_that_cannot_be_meant_are_refused(tmp_path: Path) -> Non
     refused(tmp_path / "zstd", cache, "compressed or encrypted", format="litdata")
     write_litdata(tmp_path / "other", item, "jpeg")
     refused(tmp_path / "other", cache, "one tensor of ids each is needed", format="litdata")
-    write_litdata(tmp_path / "unknown", item, "no_header_tensor:99")
+    write_litdata(tmp_path / "unknown", item, "no_header_tensor:21")
     refused(tmp_path / "unknown", cache, "is not known here; set data.source.dtype", format="litdata")
     write_litdata(tmp_path / "right", item)
     refused(tmp_path / "right", cache, "are <i4; drop data.source.dtype", format="litdata", dtype="uint16")
