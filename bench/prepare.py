@@ -113,13 +113,16 @@ def said(code: str, arguments: Sequence[object], **env: str) -> Cost:
     return Cost(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def prepared(path: Path, tokenizer: Path, out: Path, workers: int, unit_mb: float) -> Cost:
+def prepared(path: Path, tokenizer: Path, out: Path, workers: int, unit_mb: float, *flags: str) -> Cost:
     """Cost of the command from its start to its end, with its workers."""
     shutil.rmtree(out, ignore_errors=True)
     words = [sys.executable, "-c", COMMAND, "data", "prepare", str(path), str(out), "--tokenizer", str(tokenizer)]
     began_s, began_cpu_s = time.perf_counter(), children_s()
     done = subprocess.run(
-        [*words, "--workers", str(workers), "--unit-mb", str(unit_mb)], capture_output=True, text=True, timeout=LIMIT_S
+        [*words, "--workers", str(workers), "--unit-mb", str(unit_mb), *flags],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     took_s = time.perf_counter() - began_s
     require(done.returncode == 0, done.stderr)
@@ -146,6 +149,7 @@ def measure(folder: Path, repeats: int, corpus: Path, tokenizer: Path) -> dict[s
     }
     for n in (1, 2):
         ways[f"prepare, {n} workers"] = lambda _, n=n: less_start(folder, line, corpus, tokenizer, n)
+        ways[f"prepare --dedup, {n} workers"] = lambda _, n=n: less_start(folder, line, corpus, tokenizer, n, "--dedup")
         ways[f"datasets.map, {n} processes"] = lambda turn, n=n: said(
             MAP, (*batch, n), HF_DATASETS_CACHE=str(folder / f"cache-{n}-{turn}"), **one_thread
         )
@@ -158,10 +162,10 @@ def measure(folder: Path, repeats: int, corpus: Path, tokenizer: Path) -> dict[s
     return costs
 
 
-def less_start(folder: Path, line: Path, corpus: Path, tokenizer: Path, workers: int) -> Cost:
+def less_start(folder: Path, line: Path, corpus: Path, tokenizer: Path, workers: int, *flags: str) -> Cost:
     """What `prepare` of the corpus took longer than of two lines, one a unit: all workers start for either."""
-    start = prepared(line, tokenizer, folder / "out", workers, unit_mb=line.stat().st_size / 2e6)
-    whole = prepared(corpus, tokenizer, folder / "out", workers, unit_mb=4)
+    start = prepared(line, tokenizer, folder / "out", workers, line.stat().st_size / 2e6)
+    whole = prepared(corpus, tokenizer, folder / "out", workers, 4, *flags)
     require(whole.took_s > start.took_s, f"{whole.took_s:.1f} s for the corpus and {start.took_s:.1f} s for two lines")
     return Cost(whole.tokens, whole.took_s - start.took_s, whole.cpu_s - start.cpu_s)
 

@@ -7,7 +7,7 @@ full          one shuffle of all samples
 two levels    blocks from anywhere, and the samples of so many blocks at a time: 256, 16 and 1 of them
 as it lies    no shuffle
 
-A batch of 32 samples from 16 blocks of 32 is what one of 512 is from the 256 blocks of data.shuffle_blocks.
+A batch of 32 samples from 256 blocks is mixed as one of 256 is from the 2048 blocks of data.shuffle_blocks.
 
     python bench/shuffle.py [--steps 1200] [--seeds 0 1]
 """

@@ -7,7 +7,7 @@ ZerobandError
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
 │   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
 ├── StoreLost          Redis did not answer within its deadline
-├── StorageLost        token ids cannot be had: their storage is silent or refuses, or a file is gone or damaged
+├── StorageLost        text or token ids cannot be had: their storage is silent or refuses, or a file is gone or damaged
 ├── Fenced             this node was voted out while it was away: it comes back by the join path
 ├── RoundsMissed       the members committed rounds while this node was joining: it catches up and tries the next one
 ├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
@@ -70,7 +70,7 @@ class StoreLost(ZerobandError):
 
 
 class StorageLost(ZerobandError):
-    """Token ids cannot be read where they lie; `can_pass`: the storage was waited for, and may answer later."""
+    """Text or token ids cannot be read where they lie; `can_pass`: the storage was waited for, and may answer later."""
 
     def __init__(self, message: str, *, can_pass: bool = False) -> None:
         super().__init__(message)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.buckets import reach_s3, s3_server
+from tests.text_server import text_server
 from tests.unit.tools.data.preparations import bytes_of, manifest_of, prepare
 
 from zeroband.node.processes import pids_with
@@ -70,60 +74,87 @@ def finish(*arguments: object, mark: str = "") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def work_of(out: Path) -> int:
-    """Files of a preparation that is under way: grows as it goes on."""
-    return sum(1 for path in out.rglob("*") if path.is_file())
-
-
-def has_files(out: Path, number: int) -> bool:
-    return work_of(out) >= number
-
-
-def signal_when(
-    process: subprocess.Popen[str], is_due: Callable[[], bool], number: signal.Signals, pause_s: float = 0.0
-) -> None:
-    """Send a signal some time after something begins to hold, or the process has ended."""
+def signal_when(process: subprocess.Popen[str], is_due: Callable[[], bool], number: signal.Signals) -> None:
+    """Send a signal when something begins to hold, or the process has ended."""
     end_s = time.monotonic() + LIMIT_S
     while process.poll() is None and not is_due() and time.monotonic() < end_s:
         time.sleep(0.002)
-    time.sleep(pause_s)
     process.send_signal(number)
 
 
-def kills_on_the_way(arguments: Sequence[object], out: Path, kills: int, seed: int) -> None:
-    """Kill a preparation at random moments of its work, going on each time; the last one comes to its end."""
-    chance = random.Random(seed)
-    mark = f"{out}-{os.getpid()}"
-    for _ in range(kills):
+def phase_of(files: Mapping[str, bytes]) -> str:
+    """What a preparation with --dedup was about when it was killed, by what it left."""
+    if "_prepare/plan.json" not in files:
+        return "at its end" if "manifest.json" in files else "before the plan"
+    units = len(json.loads(files["_prepare/plan.json"])["units"])
+    hashed, made = (
+        sum(name.startswith(f"_prepare/{kind}/") and "/." not in name for name in files) for kind in ("hashes", "units")
+    )
+    steps = {"hashing": hashed < units, "at the first units": not made, "making units": made < units}
+    return next((step for step, is_it in steps.items() if is_it), "at its end")
+
+
+def kill_again_and_again(
+    arguments: Sequence[object],
+    folder: object,
+    whole: Mapping[str, bytes],
+    files_of: Callable[[str], Mapping[str, bytes]],
+    kills: int,
+    seed: int,
+) -> Counter[str]:
+    """Kill preparations at moments that are drawn over how long one lasts, and go on, until so many were killed.
+
+    Each that comes to its end has the bytes of the `whole` one, and the next is begun anew. Returns what was killed.
+    """
+    chance, mark = random.Random(seed), f"{folder}-{os.getpid()}"
+    began_s = time.monotonic()
+    assert finish(*arguments, f"{folder}/timed", "--workers", 2, mark=mark)[0] == 0
+    lasts_s = time.monotonic() - began_s
+    phases, finished = Counter[str](), 0
+    while phases.total() < kills or not finished:
+        out = f"{folder}/{finished}"
         process = start(*arguments, out, "--workers", chance.choice((1, 2, 3)), mark=mark)
-        due = work_of(out) + chance.randrange(1, 6)
-        signal_when(process, partial(has_files, out, due), signal.SIGKILL, pause_s=chance.random() * 0.05)
-        process.communicate()
-    code, _, err = finish(*arguments, out, "--workers", 3, mark=mark)
-    assert (code, err) == (0, ""), err
-    assert pids_with("PREPARATION", mark) == []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=chance.uniform(0.0, lasts_s) if phases.total() < kills else LIMIT_S)
+        process.kill()
+        _, err = process.communicate()
+        assert pids_with("PREPARATION", mark) == []
+        if process.returncode == -signal.SIGKILL:
+            phases[phase_of(files_of(out))] += 1
+            continue
+        assert (process.returncode, err) == (0, ""), err
+        assert files_of(out) == whole
+        finished += 1
+    print(f"\nseed {seed}: {kills} kills within {lasts_s:.1f} s each, {dict(phases)}; {finished} sets finished")
+    return phases
 
 
 @pytest.mark.faults
 def test_killed_preparation_goes_on_to_the_bytes_of_one_that_was_not(corpus: Path, tmp_path: Path) -> None:
     arguments = (corpus, "--tokenizer", "byte", *FLAGS)
     assert prepare(*arguments, tmp_path / "whole") == 0
-    kills_on_the_way(arguments, tmp_path / "killed", kills=3, seed=0)
-    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+    whole = bytes_of(tmp_path / "whole")
+    kill_again_and_again(arguments, tmp_path / "killed", whole, lambda out: bytes_of(Path(out)), kills=3, seed=0)
     found = manifest_of(tmp_path / "whole")
     assert len(found.shards) > 8 and found.duplicate_documents > 900
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_preparation_that_is_killed_again_and_again_gives_the_same_bytes(
-    corpus: Path, tokenizer: Path, tmp_path: Path, seed: int
+def test_preparation_that_is_killed_fifty_times_gives_the_same_bytes(
+    corpus: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    arguments = (corpus, "--tokenizer", tokenizer, *FLAGS)
+    """`-s` shows figures; `KILL_SEED` draws other moments."""
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    corpus.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(20) for text in texts))
+    arguments = (corpus, "--tokenizer", tokenizer, *FLAGS, "--unit-mb", "0.5")  # that lasts longer than to start
     assert prepare(*arguments, tmp_path / "whole") == 0
-    kills_on_the_way(arguments, tmp_path / "killed", kills=5, seed=seed)
-    assert bytes_of(tmp_path / "killed") == bytes_of(tmp_path / "whole")
+    whole, seed = bytes_of(tmp_path / "whole"), int(os.environ.get("KILL_SEED", "1"))
+    phases = kill_again_and_again(
+        arguments, tmp_path / "killed", whole, lambda out: bytes_of(Path(out)), kills=50, seed=seed
+    )
+    assert phases.total() == 50
+    assert min(phases["before the plan"], phases["hashing"], phases["making units"]) >= 5, phases
 
 
 @pytest.mark.faults
@@ -163,12 +194,58 @@ def test_full_disk_and_a_killed_worker_are_told(corpus: Path, tmp_path: Path) ->
     assert process.returncode == 2 and re.search(r"a worker ended with -9 while it made unit \d+;", err), err
 
 
+@pytest.mark.slow
+@pytest.mark.faults
+def test_workers_read_through_failures_of_a_server_and_tell_the_one_that_lasts(corpus: Path, tmp_path: Path) -> None:
+    flags = ("--tokenizer", "byte", "--dedup", "--unit-mb", "0.1", "--workers", 2)
+    assert prepare(corpus, tmp_path / "whole", *flags) == 0
+    (tmp_path / "served").mkdir()
+    shutil.copy(corpus, tmp_path / "served")
+    with text_server(tmp_path / "served") as server:
+        url, turn = f"{server.url}/{corpus.name}", itertools.count()
+        server.fault = lambda request: next(turn) % 5 == 0 and request.refuse(503)
+        code, _, err = finish(url, tmp_path / "out", *flags)
+        assert code == 0 and "prepare: the storage of the data fails; trying again file=" in err, err
+        made, whole = (bytes_of(tmp_path / name) for name in ("out", "whole"))
+        assert {**made, "manifest.json": b""} == {**whole, "manifest.json": b""}
+        is_for_ranges = "bytes=1-"  # whether parts can be had
+        server.fault = lambda request: (
+            request.command == "GET" and not request.asked_range().startswith(is_for_ranges) and request.refuse(503)
+        )
+        code, _, err = finish(url, tmp_path / "lost", *flags, "--retry-s", 1)
+    says = (
+        rf"zeroband data prepare: {url}: the storage did not give it for 1 s, at last: 503: .*; give the same command"
+    )
+    assert code == 2 and re.match(says, err.splitlines()[-1]), err
+    assert "Traceback" not in err
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An empty bucket of a server that speaks S3, and what a user has in the environment to reach it."""
     with s3_server() as endpoint:
         reach_s3(endpoint, BUCKET, monkeypatch)
         yield f"s3://{BUCKET}/a/set"
+
+
+def objects_of(url: str) -> dict[str, bytes]:
+    """Every object below an URL of S3."""
+    import boto3
+
+    client, folder = boto3.client("s3"), url.removeprefix(f"s3://{BUCKET}/") + "/"
+    found = client.list_objects_v2(Bucket=BUCKET, Prefix=folder).get("Contents", [])
+    read = {one["Key"]: client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read() for one in found}
+    return {key.removeprefix(folder): content for key, content in read.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_preparation_to_a_bucket_that_is_killed_goes_on_to_the_same_bytes(
+    corpus: Path, bucket: str, tmp_path: Path
+) -> None:
+    arguments = (corpus, "--tokenizer", "byte", "--dedup", "--unit-mb", "0.2")
+    assert prepare(*arguments, tmp_path / "whole") == 0
+    kill_again_and_again(arguments, bucket, bytes_of(tmp_path / "whole"), objects_of, kills=1, seed=0)
 
 
 @pytest.mark.slow
@@ -182,8 +259,7 @@ def test_bucket_gets_the_bytes_that_a_folder_gets(
     code, said, err = finish(corpus, bucket, *flags, "--workers", 2)
     assert code == 0 and f'path = "{bucket}"' in said, err
     client = boto3.client("s3")
-    names = [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET)["Contents"]]
-    stored = {n.removeprefix("a/set/"): client.get_object(Bucket=BUCKET, Key=n)["Body"].read() for n in names}
+    stored = objects_of(bucket)
     assert stored == bytes_of(tmp_path / "whole")
     assert inspect([bucket, "--verify"]) == 0
     assert "files are whole" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from zeroband.config.data import DataConfig, SyntheticTokensSource, TextSource, 
 from zeroband.data.block_cache import cached_bytes
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import default_cache_dir, is_prepared
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.identity import node_dir_of
 
 _FILES_BYTES = 16_000_000
@@ -108,9 +108,9 @@ def _corpus_bytes(data: DataConfig, seed: int) -> int:
         return unknown_bytes
     try:
         is_there = is_prepared(data, seed)
-    except (ConfigError, OSError):
+    except (ConfigError, StorageLost, OSError):
         return _FILES_BYTES
-    return 0 if is_there else max(_FILES_BYTES, _TOKEN_BYTES * sum(file.size for file in source_files(source)))
+    return 0 if is_there else max(_FILES_BYTES, _TOKEN_BYTES * sum(file.size or 0 for file in source_files(source)))
 
 
 def _checkpoints_in(folder: Path) -> int:

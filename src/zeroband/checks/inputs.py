@@ -39,12 +39,12 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
     for data in config.data.parts.values():
         try:
             _require_here(data.source)
-        except ConfigError as error:
+        except (ConfigError, StorageLost) as error:
             yield Finding("data", "cannot be read", str(error), stops="start")
     for name, data in ({} if config.eval is None else config.eval.data_of(config.data)).items():
         try:
             _require_here(data.source, looks_into=0)
-        except ConfigError as error:
+        except (ConfigError, StorageLost) as error:
             yield Finding("evaluation", f"{name} of eval.sources cannot be read", str(error), stops="start")
     if config.train.init_from is not None and not (config.train.init_from / "config.json").is_file():
         seen = f"train.init_from={str(config.train.init_from)!r} has no config.json"
@@ -56,7 +56,7 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
 
 
 def _require_here(source: Source, looks_into: int = _LOOKED_INTO) -> None:
-    """Raise ConfigError where a source names what should lie on this machine and does not."""
+    """Raise ConfigError where a source names what should lie on this machine and does not; StorageLost."""
     if isinstance(source, TokensSource) and not _is_elsewhere(source.path):
         require_there(source)
     elif isinstance(source, FilesSource):
@@ -137,26 +137,26 @@ def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
 
 
 def _first_of(data: DataConfig, seed: int) -> str | None:
-    """What the data begin with; None where there are none. Raises: ConfigError, OSError."""
+    """What the data begin with; None where there are none. Raises: ConfigError, StorageLost, OSError."""
+    retry_s = min(data.retry_s, _RETRY_S)
     match data.source:
         case SyntheticTokensSource(tokens=tokens):
             return f"{tokens} made-up tokens"
         case TokensSource() as source:
-            patient = data.model_copy(update={"retry_s": min(data.retry_s, _RETRY_S)})
-            tokens = prepare(patient, seed)
+            tokens = prepare(data.model_copy(update={"retry_s": retry_s}), seed)
             try:
                 documents_text = "" if tokens.documents is None else f", {tokens.documents} documents"
                 return f"{len(tokens)} tokens{documents_text} in {len(tokens.shards)} shards of {source.path}"
             finally:
                 tokens.close()
         case ChatSource() as source:
-            chat = next(conversations(source), None)
+            chat = next(conversations(source, retry_s), None)
             if chat is None:
                 return None
             ids = sum(len(part.ids) for part in ChatEncoder(tokenizer_of(data)).encode(chat))
             return f"first conversation: {ids} tokens of {chat.where}"
         case source:
-            first = next(documents(source, seed), None)
+            first = next(documents(source, seed, retry_s), None)
             return first and f"first document: {len(first.text)} characters of {first.where}"
 
 

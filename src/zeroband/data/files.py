@@ -1,4 +1,7 @@
-"""The files behind paths, globs and URLs, through fsspec and pyarrow. Lists and opens them; knows no format."""
+"""The files behind paths, globs and URLs, through fsspec and pyarrow. Lists and opens them; knows no format.
+
+A storage that fails is waited out as `retries` says, and a file is then read on from where it broke off.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,32 @@ import importlib
 import io
 import os
 import sysconfig
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from zeroband.errors import ConfigError
+from zeroband.data.retries import Damaged, Retries, failure_of
+from zeroband.errors import ConfigError, StorageLost
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-_HTTP_CLIENTS = {"httpx", "httpx2"}
-"""What huggingface_hub speaks with; their errors are no OSError."""
-_TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "created")
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
+_BUFFER_BYTES = 1 << 20
+_SILENCE_S = 60.0
+"""For a server to be reached, and for the next bytes of its answer."""
+
+_T = TypeVar("_T")
 
 
 class FileSystem(Protocol):
     """The part of fsspec's AbstractFileSystem that is used here."""
 
-    def exists(self, path: str) -> bool: ...
-    def isdir(self, path: str) -> bool: ...
-    def isfile(self, path: str) -> bool: ...
+    protocol: str | tuple[str, ...]
+
     def glob(self, path: str) -> list[str]: ...
     def find(self, path: str) -> list[str]: ...
     def info(self, path: str) -> dict[str, Any]: ...
@@ -35,23 +42,63 @@ class FileSystem(Protocol):
     def unstrip_protocol(self, name: str) -> str: ...
 
 
+class _Client:
+    """A file system whose failures are waited out. Any thread.
+
+    Raises out of `run`: StorageLost where it was waited for in vain, ConfigError where waiting does not help.
+    """
+
+    def __init__(self, url: str, system: FileSystem, retry_s: float) -> None:
+        self._url = url
+        self._system = system
+        self._retries = Retries(retry_s, renew=self._renew, pause=pause)
+
+    def run(self, call: Callable[[FileSystem], _T], name: str) -> _T:
+        """What a call gives, when it does; `name` is what it asks for, for messages."""
+        try:
+            return self._retries.run(lambda: call(self._system), name)
+        except StorageLost as lost:
+            if lost.can_pass:
+                raise
+            raise ConfigError(f"data.source cannot be read: {lost}") from lost
+
+    def _renew(self) -> None:
+        """Take a client that reads its credentials anew."""
+        self._system, _ = _resolve(self._url, skip_instance_cache=True)
+
+
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source."""
+    """One file of a source. What asks its storage raises StorageLost and ConfigError, each naming the file."""
 
     name: str
     """Name as a user would write it: a path, or a URL when it is not local."""
     path: str
-    system: FileSystem
+    client: _Client
 
     @property
-    def size(self) -> int:
-        """Bytes, before it is decompressed; 0 where its store does not say."""
-        return int(self.system.info(self.path).get("size") or 0)
+    def size(self) -> int | None:
+        """Bytes, before it is decompressed; None where its store does not say."""
+        return _size(self._info())
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether it can be read from its middle: some servers send whole files only."""
+
+        def call(system: FileSystem) -> bool:
+            if not _is_http(system):
+                return True
+            size = _size(system.info(self.path)) or 0
+            if size < 2:
+                return False
+            with _http_stream(system, self.path, 1, size) as stream:
+                return _is_part(stream)
+
+        return self.client.run(call, self.name)
 
     def stamp(self) -> list[str]:
         """Name, size and time of the last change, or the store's tag: what changes when the file does."""
-        info = self.system.info(self.path)
+        info = self._info()
         changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
         return [self.name, str(info.get("size")), str(changed), str(info.get("ETag") or info.get("blob_id"))]
 
@@ -59,27 +106,63 @@ class SourceFile:
     def open(self) -> Generator[BinaryIO]:
         """The bytes of the file, decompressed when its name ends with `.gz` or `.zst`.
 
-        Raises: ConfigError naming the file, for any failure to open or to read it inside the block.
+        Raises: ConfigError naming the file, for any failure to open, read or decompress it inside the block, and
+        StorageLost where its storage was waited for in vain.
         """
+        codec = next((c for ending, c in _COMPRESSION.items() if self.path.endswith(ending)), None)
         try:
-            with self.system.open(self.path, "rb") as raw:
-                codec = next((c for ending, c in _COMPRESSION.items() if self.path.endswith(ending)), None)
+            with cast(BinaryIO, io.BufferedReader(_Reading(self), _BUFFER_BYTES)) as raw:
                 yield raw if codec is None else _decompressed(raw, codec)
-        except Exception as e:
-            if not _is_of_storage(e):
-                raise
+        except OSError as e:  # of what makes sense of the bytes
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
+    def _info(self) -> dict[str, Any]:
+        return self.client.run(lambda system: system.info(self.path), self.name)
 
-def find_files(paths: Sequence[str], in_folders: tuple[str, ...] = ()) -> list[SourceFile]:
-    """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
 
-    A folder stands for the files below it that end with one of `in_folders`, hidden ones left out.
-    Raises: ConfigError naming the path that matches nothing or is a folder without such files, or whose protocol is not
-    known.
+class Files:
+    """What finds files, and keeps a client for each of their file systems.
+
+    retry_s: how long one that fails is asked again.
     """
-    found = [file for path in paths for file in _expand(path, in_folders)]
-    return list({file.name: file for file in found}.values())
+
+    def __init__(self, retry_s: float = 0.0) -> None:
+        self._retry_s = retry_s
+        self._clients: dict[FileSystem, _Client] = {}
+
+    def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = ()) -> list[SourceFile]:
+        """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
+
+        A folder stands for the files below it that end with one of `in_folders`, hidden ones left out.
+        Raises: ConfigError naming the path that matches nothing or is a folder without such files, or whose protocol is
+        not known; StorageLost.
+        """
+        found = [file for path in paths for file in self._expand(path, in_folders)]
+        return list({file.name: file for file in found}.values())
+
+    def _expand(self, pattern: str, in_folders: tuple[str, ...]) -> list[SourceFile]:
+        system, path = _resolve(pattern)
+        client = self._clients.setdefault(system, _Client(pattern, system, self._retry_s))
+        kind = client.run(lambda system: _kind(system, path), pattern)
+        if kind == "file":
+            matches = [path]
+        elif kind == "directory" and in_folders:
+            found = client.run(lambda system: system.find(path), pattern)
+            matches = [match for match in found if match.endswith(in_folders) and "/." not in match.removeprefix(path)]
+        elif kind == "directory":
+            raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
+        else:
+            found = client.run(lambda system: system.glob(path), pattern)
+            kinds = [client.run(lambda system, match=match: _kind(system, match), match) for match in found]
+            matches = [match for match, kind in zip(found, kinds, strict=True) if kind == "file"]
+        if not matches:
+            raise ConfigError(f"data.source.paths: no file matches {pattern!r}")
+        return [SourceFile(_name(system, match), match, client) for match in sorted(matches)]
+
+
+def find_files(paths: Sequence[str], retry_s: float = 0.0) -> list[SourceFile]:
+    """What `Files.find` finds."""
+    return Files(retry_s).find(paths)
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -103,35 +186,145 @@ def _stdlib_texts(root: Path) -> Iterator[str]:
                 yield str(Path(folder, name))
 
 
-def _expand(pattern: str, in_folders: tuple[str, ...]) -> list[SourceFile]:
-    system, path = _resolve(pattern)
-    try:
-        if system.isfile(path):
-            matches = [path]
-        elif in_folders and system.isdir(path):
-            visible = (found for found in system.find(path) if "/." not in found.removeprefix(path))
-            matches = sorted(found for found in visible if found.endswith(in_folders))
-        elif system.isdir(path):
-            raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
-        else:
-            matches = sorted(match for match in system.glob(path) if system.isfile(match))
-    except Exception as e:
-        if not _is_of_storage(e):
+def pause(wait_s: float) -> bool:
+    """Sleep between two attempts. Returns False: who waits here goes on until a signal ends the process."""
+    time.sleep(wait_s)
+    return False
+
+
+class _Reading(io.RawIOBase):
+    """The bytes of a file, whose storage may fail in the middle of it."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__()
+        self._file = file
+        self._at = 0
+        self._size: int | None = None
+        """What is known of it once something is open."""
+        self._stream: BinaryIO | None = None
+        self._stream_at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.client.run(lambda system: self._next(system, len(buffer)), self._file.name)
+        buffer[: len(content)] = content
+        self._at = self._stream_at
+        return len(content)
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(_BUFFER_BYTES) or b"", b""))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_CUR:
+            offset += self._at
+        elif whence == io.SEEK_END:
+            if (size := self._file.size) is None:
+                raise ConfigError(
+                    f"data.source: the server does not say how large {self._file.name} is, which is read from its end; "
+                    "fetch it first, or choose a server that does"
+                )
+            offset += size
+        self._at = offset
+        return offset
+
+    def close(self) -> None:
+        self._leave()
+        super().close()
+
+    def _next(self, system: FileSystem, count: int) -> bytes:
+        """At most so many bytes from where it is read; none at its end."""
+        try:
+            stream = self._opened(system)
+            content = stream.read(count)
+        except Exception:
+            self._leave()
             raise
-        raise ConfigError(f"data.source.paths: cannot list {pattern!r}: {e}") from e
-    if not matches:
-        raise ConfigError(f"data.source.paths: no file matches {pattern!r}")
-    return [SourceFile(_name(system, match), match, system) for match in matches]
+        is_cut = self._at < self._size if self._size is not None else self._stream_at < self._at
+        if not content and is_cut:
+            self._leave()
+            raise Damaged(f"it ends before byte {self._at}")
+        self._stream_at += len(content)
+        return content
+
+    def _opened(self, system: FileSystem) -> BinaryIO:
+        """A stream that is where the file is read."""
+        if _is_http(system):
+            return self._opened_over_http(system)
+        if self._stream is None:
+            self._stream = system.open(self._file.path, "rb")
+            self._size = getattr(self._stream, "size", None)
+            self._stream_at = 0
+        if self._stream_at != self._at:
+            self._stream.seek(self._at)
+            self._stream_at = self._at
+        return self._stream
+
+    def _opened_over_http(self, system: FileSystem) -> BinaryIO:
+        """One answer from here to the end of the file, where its server knows byte ranges, else skipped up to here."""
+        gap = self._at - self._stream_at
+        if self._stream is None or gap < 0 or (gap > _BUFFER_BYTES and _is_part(self._stream)):
+            self._leave()
+            self._size = _size(system.info(self._file.path))
+            if self._size is not None and self._at >= self._size:
+                self._stream, self._stream_at = io.BytesIO(), self._at  # servers refuse a range of nothing
+                return self._stream
+            self._stream = _http_stream(system, self._file.path, self._at, self._size)
+            self._stream_at = self._at if _is_part(self._stream) else 0
+        while self._stream_at < self._at and (skipped := self._stream.read(self._at - self._stream_at)):
+            self._stream_at += len(skipped)
+        return self._stream
+
+    def _leave(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(Exception):  # it may be what failed
+                stream.close()
 
 
-def _is_of_storage(error: Exception) -> bool:
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS
+def _http_stream(system: Any, path: str, at: int, size: int | None) -> BinaryIO:
+    """The answer of a server to who asks for a file from some byte on. Raises what fsspec does."""
+    aiohttp: Any = importlib.import_module("aiohttp")  # which fsspec speaks HTTP with
+    patience = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
+    if at and size is not None:
+        headers["Range"] = f"bytes={at}-{size - 1}"
+    return system.open(path, "rb", block_size=0, size=1, timeout=patience, headers=headers)
 
 
-def _resolve(pattern: str) -> tuple[FileSystem, str]:
+def _is_part(stream: Any) -> bool:
+    """Whether a server answered with a part of a file."""
+    return getattr(stream, "r", None) is not None and stream.r.status == 206
+
+
+def _is_http(system: FileSystem) -> bool:
+    protocols = {system.protocol} if isinstance(system.protocol, str) else set(system.protocol)
+    return bool({"http", "https"} & protocols)
+
+
+def _size(info: dict[str, Any]) -> int | None:
+    return None if info.get("size") is None else int(info["size"])
+
+
+def _kind(system: FileSystem, path: str) -> str | None:
+    """`file`, `directory`, another thing, or None where there is nothing. Raises what fsspec does."""
+    try:
+        return str(system.info(path)["type"])
+    except FileNotFoundError as error:  # which fsspec makes of other failures of HTTP, too
+        if (failure := failure_of(error)) is not None and failure.kind != "gone":
+            raise
+        return None
+
+
+def _resolve(pattern: str, **options: bool) -> tuple[FileSystem, str]:
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
-        system, path = core.url_to_fs(str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern)
+        url = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
+        system, path = core.url_to_fs(url, **options)
     except (ValueError, ImportError) as e:
         raise ConfigError(f"data.source.paths: {pattern!r} is no path or URL that can be read here: {e}") from e
     return cast(FileSystem, system), cast(str, path)

@@ -81,7 +81,7 @@ def failure_of(error: Exception) -> Failure | None:
         return Failure("passing", shown, wait_s)
     if told in (401, 403) or isinstance(error, PermissionError) or text.startswith("Forbidden"):
         return Failure("refused", shown)
-    if told in (404, 410) or isinstance(error, FileNotFoundError):
+    if told in (404, 410) or (isinstance(error, FileNotFoundError) and not any(map(_is_of_the_way, chain))):
         return Failure("gone", shown)
     if told is not None and 400 <= told < 500:
         return Failure("lasting", shown)
@@ -100,6 +100,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _is_of_the_way(error: BaseException) -> bool:
+    """Whether a server was not reached, of which fsspec says that there is no such file."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # aiohttp's errors are not all OSErrors
+    return bool(kinds & {"ClientConnectionError", "ConnectionError", "TimeoutError"})
 
 
 def _http_status(error: BaseException) -> int | None:

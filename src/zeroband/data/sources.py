@@ -22,8 +22,9 @@ from zeroband.config.data import (
     SyntheticSource,
     TextSource,
 )
-from zeroband.data.files import SourceFile, find_files, stdlib_files
-from zeroband.errors import ConfigError, way_to_extra
+from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
+from zeroband.data.retries import Retries
+from zeroband.errors import ConfigError, StorageLost, way_to_extra
 
 _ROWS_AT_ONCE = 1024
 _SYNTHETIC_WORDS = 512
@@ -56,9 +57,10 @@ class Dataset(Protocol):
     """The part of datasets.Dataset that is used here."""
 
     column_names: list[str]
-    cache_files: list[dict[str, Any]]
     data: Any
     """Its table of Arrow."""
+    _fingerprint: str
+    """A hash of its name, its configuration, the revisions of its files and the split, or of what it was made by."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, key: slice) -> dict[str, list[Any]]: ...
@@ -66,50 +68,56 @@ class Dataset(Protocol):
     def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]: ...
 
 
-def documents(source: DocumentSource, seed: int) -> Iterator[Document]:
+def documents(source: DocumentSource, seed: int, retry_s: float = 0.0) -> Iterator[Document]:
     """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
 
-    Raises: ConfigError naming the path, the line or row, and the field that is wrong.
+    retry_s: how long a storage that fails is asked again.
+    Raises: ConfigError naming the path, the line or row, and the field that is wrong; StorageLost.
     """
     match source:
         case TextSource():
-            return _text(source_files(source), takes_bytes=source.binary or not source.paths)
+            return _text(source_files(source, retry_s), takes_bytes=source.binary or not source.paths)
         case JsonlSource():
-            return _jsonl(source_files(source), source.field)
+            return _jsonl(source_files(source, retry_s), source.field)
         case ParquetSource():
-            return _as_asked(_parquet(source_files(source), source.column), source)
+            return _as_asked(_parquet(source_files(source, retry_s), source.column), source)
         case HuggingFaceSource():
-            return _as_asked(_huggingface(load_dataset(source), source), source)
+            return _as_asked(_huggingface(load_dataset(source, retry_s), source), source)
         case SyntheticSource():
             return _synthetic(source, seed)
 
 
-def conversations(source: ChatSource) -> Iterator[Conversation]:
+def conversations(source: ChatSource, retry_s: float = 0.0) -> Iterator[Conversation]:
     """Yield the conversations of a source in an order that every call repeats.
 
-    Raises: ConfigError naming the file, the line, and what is wrong with the conversation.
+    retry_s: how long a storage that fails is asked again.
+    Raises: ConfigError naming the file, the line, and what is wrong with the conversation; StorageLost.
     """
-    for where, row in _rows_of_json(source_files(source), source.field):
+    for where, row in _rows_of_json(source_files(source, retry_s), source.field):
         tools: Any = row.get("tools")
         yield Conversation(_messages(row[source.field], where), tools or None, where)
 
 
-def source_identity(source: DocumentSource | ChatSource, seed: int) -> list[Any]:
+def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: float = 0.0) -> list[Any]:
     """What changes when the documents of a source change: its settings, and the stamps of its files. Plain JSON."""
     settings = source.model_dump(mode="json")
     match source:
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
-            return [settings, [file.stamp() for file in source_files(source)]]
+            return [settings, [file.stamp() for file in source_files(source, retry_s)]]
         case HuggingFaceSource():
-            dataset = load_dataset(source)  # the cached files' names carry a hash of the data files' revisions
-            return [settings, len(dataset), [str(file["filename"]) for file in dataset.cache_files]]
+            return [settings, *dataset_stamp(load_dataset(source, retry_s))]
         case SyntheticSource():
             return [settings, seed]
 
 
-def source_files(source: FilesSource) -> list[SourceFile]:
-    """The files of a source. Raises ConfigError where one of its paths names none."""
-    return find_files(source.paths) if source.paths else stdlib_files()
+def dataset_stamp(dataset: Dataset) -> tuple[str, ...]:
+    """What changes when a data set does, and is the same on every machine that reads it from the same place."""
+    return str(len(dataset)), dataset._fingerprint  # pyright: ignore[reportPrivateUsage]
+
+
+def source_files(source: FilesSource, retry_s: float = 0.0) -> list[SourceFile]:
+    """The files of a source. Raises ConfigError where one of its paths names none; StorageLost."""
+    return find_files(source.paths, retry_s) if source.paths else stdlib_files()
 
 
 def require_beginning_of_text(file: SourceFile) -> None:
@@ -226,20 +234,79 @@ def _huggingface(dataset: Dataset, source: HuggingFaceSource) -> Iterator[Docume
     yield from _rows(values, source.column, f"{source.name}[{source.split}]")
 
 
-def load_dataset(source: HuggingFaceSource) -> Dataset:
-    """The data set of a name, or of a folder of its files or one that its `save_to_disk` wrote. Raises ConfigError."""
+class Announced(NamedTuple):
+    """What a data set says of itself before it is fetched."""
+
+    rows: int
+    size_bytes: int
+    """All its columns together."""
+    column_names: list[str]
+
+
+def load_dataset(source: HuggingFaceSource, retry_s: float = 0.0, *, processes: int = 1) -> Dataset:
+    """The data set of a name, or of a folder of its files or one that its `save_to_disk` wrote.
+
+    processes: what fetches and converts it where this machine does not have it yet.
+    Raises: ConfigError, StorageLost.
+    """
+
+    def load(datasets: Any) -> Any:
+        if _is_saved(source):
+            saved = datasets.load_from_disk(source.name)
+            return saved[source.split] if isinstance(saved, dict) else saved
+        several = processes if processes > 1 else None
+        return datasets.load_dataset(source.name, source.subset, split=source.split, num_proc=several)
+
+    return cast(Dataset, _from_datasets(source, load, retry_s))
+
+
+def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> Announced | None:
+    """What a data set of a name says of itself; None where it says nothing, or is a folder that `save_to_disk` wrote.
+
+    Raises: ConfigError, StorageLost.
+    """
+    if _is_saved(source):
+        return None
+    builder = _from_datasets(source, lambda lib: lib.load_dataset_builder(source.name, source.subset), retry_s)
+    split = (builder.info.splits or {}).get(source.split)
+    if split is None or not split.num_examples or not builder.info.features:
+        return None
+    return Announced(split.num_examples, split.num_bytes, list(builder.info.features))
+
+
+def _is_saved(source: HuggingFaceSource) -> bool:
+    return any(Path(source.name, file).is_file() for file in _SAVED)
+
+
+def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_s: float) -> Any:
+    """What a call of the library gives, asked again while the hub fails."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as e:
         raise ConfigError(f"data.source.type='huggingface' needs datasets: {way_to_extra('hf')}") from e
+    what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
+
+    def call() -> Any:
+        try:
+            return load(datasets)
+        except (ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+            if isinstance(e, OSError):
+                raise
+            raise ConfigError(f"data.source: cannot load the data set {what}: {e}{_first_cause(e)}") from e
+
     try:
-        if any(Path(source.name, file).is_file() for file in _SAVED):
-            saved = datasets.load_from_disk(source.name)
-            return cast(Dataset, saved[source.split] if isinstance(saved, dict) else saved)
-        return cast(Dataset, datasets.load_dataset(source.name, source.subset, split=source.split))
-    except (OSError, ValueError, KeyError) as e:
-        what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
-        raise ConfigError(f"data.source: cannot load the data set {what}: {e}") from e
+        return Retries(retry_s, renew=lambda: None, pause=pause).run(call, source.name)
+    except StorageLost as lost:
+        if lost.can_pass:
+            raise
+        raise ConfigError(f"data.source: cannot load the data set {what}: {lost}") from lost
+
+
+def _first_cause(error: Exception) -> str:
+    """What an error was raised from, which is the text of a traceback where another process raised it."""
+    skipped = (" ", '"', "Traceback", "The above exception", "During handling")
+    lines = (line for line in str(error.__cause__ or "").splitlines() if line and not line.startswith(skipped))
+    return next((f": {line}" for line in lines), "")
 
 
 def _synthetic(source: SyntheticSource, seed: int) -> Iterator[Document]:

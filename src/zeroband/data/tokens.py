@@ -137,8 +137,8 @@ def prepare(
     May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
     Which rank this is decides what of ids that lie elsewhere it fetches ahead.
     Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, a corpus without text, and a
-    conversation that cannot be written or has nothing to learn; StorageLost where ids that were made before lie in a
-    storage that does not answer.
+    conversation that cannot be written or has nothing to learn; StorageLost where a storage of text or ids does not
+    answer for data.retry_s.
     """
     tokenizer = tokenizer_of(config)
     if isinstance(config.source, SyntheticTokensSource):
@@ -175,7 +175,7 @@ def is_prepared(config: DataConfig, seed: int) -> bool:
 
 def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer) -> Path:
     """Where the ids of a corpus lie, or would."""
-    identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed)]
+    identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed, config.retry_s)]
     if isinstance(source, ChatSource):
         identity += [tokenizer.chat_template, config.seq_length]
     elif config.packing == "best-fit":
@@ -323,8 +323,8 @@ def _chunks_of(
     config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer
 ) -> Iterator[_Chunk]:
     if isinstance(source, ChatSource):
-        return _chats(source, tokenizer, config.seq_length)
-    texts = _texts(documents(source, seed), tokenizer)
+        return _chats(source, tokenizer, config.seq_length, config.retry_s)
+    texts = _texts(documents(source, seed, config.retry_s), tokenizer)
     packed_length = _packed_length(config)
     return texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document)
 
@@ -362,9 +362,9 @@ def _groups(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
         yield group
 
 
-def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int) -> Iterator[_Chunk]:
+def _chats(source: ChatSource, tokenizer: Tokenizer, seq_length: int, retry_s: float) -> Iterator[_Chunk]:
     encoder = ChatEncoder(tokenizer)
-    chats = itertools.chain.from_iterable(map(encoder.encode, conversations(source)))
+    chats = itertools.chain.from_iterable(map(encoder.encode, conversations(source, retry_s)))
     packed = pack(chats, seq_length, tokenizer.end_of_document)
     while some := list(itertools.islice(packed, _CHUNK_DOCUMENTS)):
         ids, marks = (np.concatenate(parts) for parts in zip(*some, strict=True))

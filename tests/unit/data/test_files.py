@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from tests.text_server import refusing, text_server, without_sizes
+from tests.unit.data.prepared import FileServer, FilesHandler
 
+from zeroband.data import files
 from zeroband.data.files import SourceFile, find_files, stdlib_files
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 
 
 def read(file: SourceFile) -> bytes:
@@ -95,7 +102,7 @@ def test_open_names_a_file_that_went_away(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (file,) = find_files([f"{tmp_path}/a.txt"])
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.txt"):
+    with pytest.raises(ConfigError, match=r"a\.txt is not there .*bring it back"):
         read(file)
 
 
@@ -133,3 +140,137 @@ def test_stdlib_files_says_so_when_there_are_no_sources(tmp_path: Path, monkeypa
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError, match="holds no Python sources"):
         stdlib_files()
+
+
+TEXT = b"".join(b"line %d\n" % number for number in range(400_000))
+"""More than is read at once."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """Has `a.txt`; nobody pauses between two attempts."""
+    monkeypatch.setattr(files, "pause", lambda _: False)
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.txt").write_bytes(TEXT)
+    with text_server(tmp_path / "served") as serving:
+        yield serving
+
+
+@pytest.mark.parametrize("status", [429, 503, 0], ids=["429", "503", "hangs up"])
+def test_server_that_fails_is_asked_again_and_that_is_said(
+    server: FileServer, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "zeroband")
+    failures = [status] * 4
+    server.fault = refusing(failures)
+    (file,) = find_files([f"{server.url}/a.txt"], retry_s=60.0)
+    assert not failures, "who lists waits it out"
+    failures += [status] * 4
+    assert file.size == len(TEXT)
+    failures += [status] * 4
+    assert read(file) == TEXT
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:2] == ["the storage of the data fails; trying again", "the storage of the data answers again"]
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_file_that_breaks_off_is_read_on_from_there(server: FileServer, knows_ranges: bool) -> None:
+    server.knows_ranges = knows_ranges
+    cuts = 3
+
+    def cut(request: FilesHandler) -> bool:
+        nonlocal cuts
+        cuts -= request.command == "GET"
+        return request.command == "GET" and cuts >= 0 and request.send(*request.content(), cut=True)
+
+    server.fault = cut
+    (file,) = find_files([f"{server.url}/a.txt"], retry_s=60.0)
+    assert read(file) == TEXT
+    assert [asked for asked in server.asked if "bytes" in asked], "the rest is asked for, not all of it"
+
+
+def test_server_that_goes_on_failing_is_an_error_with_file_and_status(server: FileServer, tmp_path: Path) -> None:
+    (file,) = find_files([f"{server.url}/a.txt"])
+    server.fault = refusing([503] * 100)
+    for ask in (lambda: find_files([f"{server.url}/a.txt"]), lambda: read(file), lambda: file.size):
+        with pytest.raises(StorageLost, match=rf"^{server.url}/.*\.txt: the storage did not give it for 0 s .* 503: "):
+            ask()
+
+
+def test_server_that_is_down_is_no_file_that_is_missing() -> None:
+    with pytest.raises(StorageLost, match=r"did not give it .*Cannot connect to host"):
+        find_files(["http://127.0.0.1:1/a.txt"])
+
+
+def test_file_that_ends_early_again_and_again_is_damaged(server: FileServer) -> None:
+    def shorter(request: FilesHandler) -> bool:
+        return request.command == "GET" and request.send(TEXT[:1000], 200)
+
+    (file,) = find_files([f"{server.url}/a.txt"], retry_s=60.0)
+    server.fault = shorter
+    with pytest.raises(ConfigError, match=r"/a\.txt is damaged: it ends before byte 1000, and again .*"):
+        read(file)
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_file_of_a_server_is_read_from_any_byte(server: FileServer, knows_ranges: bool) -> None:
+    server.knows_ranges = knows_ranges
+    (file,) = find_files([f"{server.url}/a.txt"])
+    assert file.has_ranges == knows_ranges
+    with file.open() as stream:
+        for at in (len(TEXT) - 10, 7, 3_000_000, 3_000_100, 0, len(TEXT), len(TEXT) + 1):
+            assert stream.seek(at) == at
+            assert stream.read(20) == TEXT[at : at + 20]
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_table_of_a_server_is_read(server: FileServer, tmp_path: Path, knows_ranges: bool) -> None:
+    values = [f"{number} {os.urandom(50).hex()}" for number in range(20_000)]
+    parquet.write_table(pa.table({"text": values}), tmp_path / "served" / "a.parquet", row_group_size=3000)
+    server.knows_ranges = knows_ranges
+    (file,) = find_files([f"{server.url}/a.parquet"])
+    with file.open() as stream:
+        assert parquet.ParquetFile(stream).read().column("text").to_pylist() == values
+
+
+def test_file_whose_size_nobody_says_is_read_to_its_end(server: FileServer) -> None:
+    server.fault = without_sizes
+    (file,) = find_files([f"{server.url}/a.txt"])
+    assert file.size is None and not file.has_ranges
+    assert read(file) == TEXT
+    with file.open() as stream, pytest.raises(ConfigError, match=r"does not say how large .*/a\.txt is, which is read"):
+        stream.seek(0, 2)
+
+
+def _errors() -> Iterator[Exception]:
+    aiohttp = pytest.importorskip("aiohttp")
+    yield aiohttp.ServerDisconnectedError()
+    yield aiohttp.ClientPayloadError("cut")
+    retry = pytest.importorskip("gcsfs.retry", reason="needs the extra gcs")
+    yield retry.HttpError({"code": 503, "message": "busy"})
+
+
+@pytest.mark.parametrize("error", list(_errors()), ids=lambda error: type(error).__name__)
+def test_errors_of_clients_that_are_no_errors_of_the_system_are_waited_out_too(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not isinstance(error, OSError)
+    monkeypatch.setattr(files, "pause", lambda _: False)
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/zeroband-failing/a.txt", b"had")
+    failures = [error]
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def fails_first(*arguments: Any, **options: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return call(*arguments, **options)
+
+        return fails_first
+
+    for name in ("info", "open"):
+        monkeypatch.setattr(system, name, failing(getattr(system, name)))
+    (file,) = find_files(["memory://zeroband-failing/a.txt"], retry_s=60.0)
+    assert not failures
+    failures += [error, error]
+    assert read(file) == b"had"

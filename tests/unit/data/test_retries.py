@@ -48,6 +48,12 @@ class HttpError(Exception):
         self.code = code
 
 
+class ClientConnectionError(Exception):
+    """As aiohttp's, of which some are no OSError."""
+
+    __module__ = "aiohttp.client_exceptions"
+
+
 class OfflineModeIsEnabled(ConnectionError):
     pass
 
@@ -72,6 +78,9 @@ def caused(error: Exception, by: Exception) -> Exception:
         (caused(OSError(errno.EIO, "slow"), ClientError("RequestTimeout", 400)), "passing"),
         (caused(PermissionError("expired"), ClientError("ExpiredToken", 400)), "refused"),
         (caused(FileNotFoundError("key"), ClientError("NoSuchKey", 404)), "gone"),
+        (caused(FileNotFoundError("http://h/f"), ClientConnectionError("cannot connect")), "passing"),
+        (caused(FileNotFoundError("http://h/f"), ResponseError(503)), "passing"),
+        (FileNotFoundError("f"), "gone"),
         (ConnectionResetError(), "passing"),
         (TimeoutError(), "passing"),
         (OSError(errno.ESTALE, "mount"), "passing"),

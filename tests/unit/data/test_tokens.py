@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,14 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.text_server import text_server
 
 from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
-from zeroband.data import tokens
+from zeroband.data import files, tokens
 from zeroband.data.sources import Document
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import prepare
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 
 END = 256
 
@@ -36,9 +38,9 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     read = tokens.documents
 
-    def counted(source: Any, seed: int) -> Iterator[Document]:
+    def counted(source: Any, seed: int, retry_s: float) -> Iterator[Document]:
         seen.append(seed)
-        return read(source, seed)
+        return read(source, seed, retry_s)
 
     monkeypatch.setattr(tokens, "documents", counted)
     return seen
@@ -146,7 +148,7 @@ def test_prepare_builds_once_for_all_that_ask_at_once(config: DataConfig, monkey
     waiting = threading.Barrier(4)
     builders: list[int] = []
 
-    def once_all_others_wait(source: Any, seed: int) -> Iterator[Document]:
+    def once_all_others_wait(*_: object) -> Iterator[Document]:
         builders.append(threading.get_ident())
         waiting.wait(timeout=10)
         yield Document("abc", "here")
@@ -175,9 +177,9 @@ def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -
     script = """
 import os, signal, sys
 from zeroband.config.data import DataConfig
-from zeroband.data import tokens
+from zeroband.data import files, tokens
 from zeroband.data.sources import Document
-def documents(source, seed):
+def documents(*_):
     yield Document("x" * (1 << 21), "first")
     os.kill(os.getpid(), signal.SIGKILL)
 tokens.documents = documents
@@ -192,6 +194,24 @@ tokens.prepare(DataConfig.model_validate_json(sys.argv[1]), 0)
     store = prepare(config, 0)
     assert store.read(0, len(store)).tolist() == [97, 98, 99, END, 100, 101, END]
     assert not list(config.cache_dir.glob("*.part"))
+
+
+def test_prepare_waits_for_a_server_of_text_as_long_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "pause", lambda _: False)
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
+    with text_server(tmp_path / "served") as server:
+        source = JsonlSource(type="jsonl", paths=(f"{server.url}/a.jsonl",))
+        config = DataConfig(source=source, cache_dir=tmp_path / "cache", retry_s=60.0)
+        turn = itertools.count()
+        server.fault = lambda request: next(turn) % 3 == 0 and request.refuse(503)
+        store = prepare(config, 0)
+        assert store.read(0, len(store)).tolist() == [97, 98, 99, END, 100, 101, END]
+        server.fault = lambda request: request.refuse(503)
+        with pytest.raises(StorageLost, match=rf"^{server.url}/a.jsonl: the storage did not give it for 0 s .*503"):
+            prepare(config.model_copy(update={"retry_s": 1e-9, "cache_dir": tmp_path / "other"}), 0)
 
 
 def test_prepare_leaves_no_entry_when_a_source_fails_midway(tmp_path: Path) -> None:

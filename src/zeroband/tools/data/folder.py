@@ -2,11 +2,13 @@
 
     _prepare/plan.json             first of all
     _prepare/units/<unit>.json     behind the shard of the unit, or where it has none
-    _prepare/hashes/<unit>.npy     with --dedup: (documents, 2) uint64, XXH3-128 of each document, 0 for an empty one
+    _prepare/hashes/<unit>-<documents>.npy
+                                   with --dedup: (documents, 2) uint64, XXH3-128 of each document, 0 for an empty one
     <unit>.npy                     shards
     hashes.npy, manifest.json      at last; then _prepare is removed
 
-Each file appears whole, so what is there counts, and what is not is made again: the same bytes.
+What is there and whole counts, and what is not is made again: the same bytes. On a disk and in most object stores a
+file appears whole or not at all; elsewhere half of one is known by its size or content.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import json
 import re
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +49,8 @@ _UNITS = f"{WORK}/units"
 _DOCUMENTS = f"{WORK}/hashes"
 _OURS = re.compile(rf"\d{{5,}}\.npy|{re.escape(HASHES)}|{re.escape(MANIFEST)}|{WORK}|\..+\.{WORK}")
 """Names that --start-over removes, and those of files that were being written."""
+_HASHED = re.compile(r"(\d+)-(\d+)\.npy")
+_RECORDED = re.compile(rf"{_UNITS}/(\d+)\.json")
 _FETCHING_THREADS = 16
 
 Hashes = npt.NDArray[np.uint64]
@@ -120,11 +125,14 @@ class Folder:
 
     def manifest(self) -> ShardSet | None:
         """The finished set; None where there is none yet. Raises ConfigError where its manifest is damaged."""
-        if MANIFEST not in self.storage.names():
+        names = self.storage.names()
+        if MANIFEST not in names:
             return None
         try:
             return ShardSet.of_json(self.storage.read(MANIFEST))
         except ValueError as error:
+            if WORK in names and self.plan() is not None:
+                return None  # it was being written
             raise ConfigError(
                 f"{self.storage.url}/{MANIFEST} is no manifest, or half of one: {error}; copy the folder again, or "
                 "make the set again with --start-over"
@@ -135,9 +143,12 @@ class Folder:
         if WORK not in self.storage.names():
             return None
         with contextlib.suppress(FileNotFoundError):
+            content = self.storage.read(_PLAN)
             try:
-                return Plan.of_json(self.storage.read(_PLAN))
+                return Plan.of_json(content)
             except ValueError as error:
+                if not _is_json(content):
+                    return None  # it was being written, and nothing else is there
                 raise ConfigError(
                     f"{self.storage.url}/{_PLAN} cannot be read: {error}; begin again with --start-over, or go on with "
                     "the version that began"
@@ -160,21 +171,29 @@ class Folder:
             self.storage.remove(name)
 
     def begin(self, plan: Plan) -> None:
-        """Write the plan."""
+        """Write the plan, when nothing of an earlier one is left."""
+        for folder in (_UNITS, _DOCUMENTS):
+            self.storage.remove(folder)
         self.storage.write(_PLAN, [plan.to_json()])
 
     def records(self, plan: Plan) -> dict[int, UnitRecord]:
         """The records of finished units whose shards are there."""
         sizes = self.storage.sizes("")
-        units = [int(Path(name).stem) for name in sizes if name.startswith(f"{_UNITS}/") and name.endswith(".json")]
+        units = sorted(int(found[1]) for name in sizes if (found := _RECORDED.fullmatch(name)))
         with ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="records") as threads:
             read = dict(zip(units, threads.map(self._record, units), strict=True))
         return {
-            unit: record for unit, record in sorted(read.items()) if _is_whole(record, sizes, plan.shard_name(unit))
+            unit: record
+            for unit, record in read.items()
+            if record is not None and _is_whole(record, sizes, plan.shard_name(unit))
         }
 
-    def _record(self, unit: int) -> UnitRecord:
-        return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
+    def _record(self, unit: int) -> UnitRecord | None:
+        """None where it is half-written."""
+        try:
+            return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
+        except ValueError:
+            return None
 
     def record(self, unit: int, record: UnitRecord) -> None:
         """Note that a unit is finished."""
@@ -182,16 +201,17 @@ class Folder:
 
     def hashed(self) -> dict[int, int]:
         """How many documents each unit holds whose documents are hashed."""
-        sizes = self.storage.sizes(_DOCUMENTS)
-        return {int(Path(name).stem): (size - NPY_HEADER_BYTES) // 16 for name, size in sizes.items()}
+        found = [(_HASHED.fullmatch(name), size) for name, size in self.storage.sizes(_DOCUMENTS).items()]
+        counted = {int(name[1]): (int(name[2]), size) for name, size in found if name}
+        return {unit: n for unit, (n, size) in counted.items() if size == NPY_HEADER_BYTES + 16 * n}
 
     def write_document_hashes(self, unit: int, hashes: Hashes) -> None:
         """Keep the hashes of the documents of a unit. Shapes: (documents, 2)."""
-        self.storage.write(f"{_DOCUMENTS}/{unit}.npy", npy_pieces(hashes.reshape(-1)))
+        self.storage.write(f"{_DOCUMENTS}/{unit}-{len(hashes)}.npy", npy_pieces(hashes.reshape(-1)))
 
-    def document_hashes(self, unit: int) -> Hashes:
-        """What `write_document_hashes` kept."""
-        content = self.storage.read(f"{_DOCUMENTS}/{unit}.npy")
+    def document_hashes(self, unit: int, documents: int) -> Hashes:
+        """What `write_document_hashes` kept of so many. Shapes: (documents, 2)."""
+        content = self.storage.read(f"{_DOCUMENTS}/{unit}-{documents}.npy")
         return np.load(io.BytesIO(content), allow_pickle=False).reshape(-1, 2)
 
     def finish(self, plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> ShardSet:
@@ -206,6 +226,14 @@ class Folder:
     def clean(self) -> None:
         """Remove what only a preparation needs."""
         self.storage.remove(WORK)
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_whole(record: UnitRecord, sizes: dict[str, int], name: str) -> bool:

@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
-from zeroband.data.files import SourceFile, find_files
+from zeroband.data.files import Files, SourceFile
 from zeroband.data.pieces import parquet_shape
-from zeroband.data.sources import Dataset, load_dataset, require_column
+from zeroband.data.sources import announced, dataset_stamp, load_dataset, require_column
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
+from zeroband.observe.log import get_logger
 
 FORMAT = 1
 _HUGGING_FACE = "hf:"
@@ -38,6 +38,8 @@ _IN_FOLDERS = (
 _EXPANSION = 4
 """How much longer text is than its compressed file, roughly: it decides which files share a unit, and no more."""
 _LISTING_THREADS = 16
+
+_log = get_logger(__name__)
 
 Kind = Literal["text", "jsonl", "parquet", "huggingface"]
 
@@ -59,6 +61,10 @@ class Options:
     allow_empty: bool = False
 
     @property
+    def unit_bytes(self) -> int:
+        return round(self.unit_mb * 1e6)
+
+    @property
     def packed_length(self) -> int | None:
         return self.seq_length if self.pack is not None else None
 
@@ -76,6 +82,13 @@ class Origin:
     holds_ids: bool = False
     subset: str | None = None
     split: str = "train"
+
+    @property
+    def label(self) -> str:
+        """Its name for people, which no other origin of a plan has."""
+        if self.kind != "huggingface":
+            return self.name
+        return f"{_HUGGING_FACE}{self.name}:{self.subset or ''}:{self.split}"
 
     def dataset(self, options: Options) -> HuggingFaceSource:
         """The section of a configuration that names this data set."""
@@ -112,8 +125,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two plans only if the same set comes out."""
-        return hashlib.blake2b(self.to_json(), digest_size=16).hexdigest()
+        """Equal for two plans only if the same ids come out; what the user calls tokenizer and sources is no matter."""
+        decisive = {key: value for key, value in asdict(self).items() if key not in ("tokenizer", "sources")}
+        return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int:
@@ -152,7 +166,7 @@ def differences(then: Plan, now: Plan) -> list[str]:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
     if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
         found.append(f"--tokenizer was {then.tokenizer!r} and is {now.tokenizer!r}, which gives other ids")
-    stamps = [{origin.name: origin.stamp for origin in plan.origins} for plan in (then, now)]
+    stamps = [{origin.label: origin.stamp for origin in plan.origins} for plan in (then, now)]
     for words, names in (
         ("not there before", stamps[1].keys() - stamps[0].keys()),
         ("not there any more", stamps[0].keys() - stamps[1].keys()),
@@ -160,20 +174,34 @@ def differences(then: Plan, now: Plan) -> list[str]:
     ):
         if names:
             found.append(f"{words}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}")
+    if not found and then.origins != now.origins:
+        found.append(f"sources, or their order, were {' '.join(then.sources)} and are {' '.join(now.sources)}")
     if not found and then.digest != now.digest:
-        found.append(f"sources were {' '.join(then.sources)} and are {' '.join(now.sources)}")
+        found.append("a server sends whole files that gave parts of them, or the other way round")
     return found
 
 
-def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: Options) -> Plan:
+class Looking(NamedTuple):
+    """How sources are looked at."""
+
+    files: Files
+    retry_s: float
+    """How long a hub that fails is asked again."""
+    processes: int = 1
+    """What a data set of Hugging Face is fetched and converted by."""
+    is_dry: bool = False
+    """Whether such a data set is not fetched where it says by itself what it holds: nothing is made of the plan."""
+
+
+def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: Options, looking: Looking) -> Plan:
     """Look at all sources, and cut the work into units. Reads the footers of Parquet files, and no text.
 
-    Raises: ConfigError naming the source that cannot be listed or read, or holds nothing.
+    Raises: ConfigError naming the source that cannot be listed or read, or holds nothing; StorageLost.
     """
     origins: list[Origin] = []
     pieces: list[Piece] = []
     for number, source in enumerate(sources):
-        found = list(_look(source, number, {origin.name for origin in origins}, options))
+        found = list(_look(source, number, {origin.name for origin in origins}, options, looking))
         if not found:
             raise ConfigError(f"{source} names no file that an earlier source does not name; leave it out")
         if not options.allow_empty and not any(size for _, sizes in found for *_, size in sizes):
@@ -183,7 +211,7 @@ def make_plan(sources: Sequence[str], name: str, tokenizer: Tokenizer, options: 
         for origin, cuts in found:
             pieces += [Piece(len(origins), *cut) for cut in cuts]
             origins.append(origin)
-    units = tuple(_units(pieces, round(options.unit_mb * 1e6)))
+    units = tuple(_units(pieces, options.unit_bytes))
     return Plan(FORMAT, name, tokenizer.fingerprint, options, tuple(sources), tuple(origins), units)
 
 
@@ -191,12 +219,14 @@ Cut = tuple[int, int | None, int]
 """Start, stop and size of a piece."""
 
 
-def _look(source: str, number: int, known: set[str], options: Options) -> Iterator[tuple[Origin, list[Cut]]]:
+def _look(
+    source: str, number: int, known: set[str], options: Options, looking: Looking
+) -> Iterator[tuple[Origin, list[Cut]]]:
     """The files of a source that are not known yet, each with its pieces."""
     if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
-        yield _look_at_dataset(source, number, options)
+        yield _look_at_dataset(source, number, options, looking)
         return
-    files = [file for file in find_files([source], in_folders=_IN_FOLDERS) if file.name not in known]
+    files = [file for file in looking.files.find([source], in_folders=_IN_FOLDERS) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         yield from threads.map(_look_at_file, files, itertools.repeat(number), itertools.repeat(options))
 
@@ -204,38 +234,43 @@ def _look(source: str, number: int, known: set[str], options: Options) -> Iterat
 def _look_at_file(file: SourceFile, number: int, options: Options) -> tuple[Origin, list[Cut]]:
     kind = kind_of(file.name)
     stamp = tuple(file.stamp())
-    limit, size = round(options.unit_mb * 1e6), file.size
+    limit, size = options.unit_bytes, file.size
     if kind == "parquet":
         shape = parquet_shape(file, options.column)
         sizes = [max(group.size_bytes, 1) if group.rows else 0 for group in shape.groups]
         return Origin(kind, file.name, number, stamp, holds_ids=shape.holds_ids), list(_together(sizes, limit))
-    if kind == "jsonl" and not file.name.endswith(_COMPRESSED):
-        stops = [*range(limit, size, limit), size] if size else []
-        cuts: list[Cut] = [(start, stop, stop - start) for start, stop in itertools.pairwise([0, *stops])]
-        return Origin(kind, file.name, number, stamp), cuts
-    expanded = size * (_EXPANSION if file.name.endswith(_COMPRESSED) else 1)
-    return Origin(kind, file.name, number, stamp), [(0, None, expanded)] if expanded else []
+    whole = Origin(kind, file.name, number, stamp)
+    if size is None:  # it fills a unit of its own, and may be empty
+        return whole, [(0, None, limit)]
+    is_packed = file.name.endswith(_COMPRESSED)
+    if kind == "jsonl" and not is_packed and size > limit:
+        if file.has_ranges:
+            stops = [*range(limit, size, limit), size]
+            return whole, [(start, stop, stop - start) for start, stop in itertools.pairwise([0, *stops])]
+        fields = {"file": file.name}
+        _log.warning("its server sends whole files only, so one worker reads it alone", extra={"fields": fields})
+    return whole, [(0, None, size * (_EXPANSION if is_packed else 1))] if size else []
 
 
-def _look_at_dataset(source: str, number: int, options: Options) -> tuple[Origin, list[Cut]]:
-    name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":"), "", "")[:3]
+def _look_at_dataset(source: str, number: int, options: Options, looking: Looking) -> tuple[Origin, list[Cut]]:
+    name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
     named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
-    dataset = load_dataset(named)
-    require_column(options.column, dataset.column_names, name)
-    rows = len(dataset)
-    size = int(dataset.select_columns([options.column]).data.nbytes)
-    each = max(1, round(options.unit_mb * 1e6 * rows / max(size, 1)))
+    rows, size, stamp = _shape_of(named, options.column, looking)
+    each = max(1, round(options.unit_bytes * rows / max(size, 1)))
     cuts: list[Cut] = [
         (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
     ]
-    stamp = stamp_of_dataset(dataset)
     return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
 
 
-def stamp_of_dataset(dataset: Dataset) -> tuple[str, ...]:
-    """What changes when a data set does: its length, and the names and sizes of its files on this machine."""
-    files = [Path(str(file["filename"])) for file in dataset.cache_files]
-    return (str(len(dataset)), *(f"{file} {file.stat().st_size}" for file in files))
+def _shape_of(source: HuggingFaceSource, column: str, looking: Looking) -> tuple[int, int, tuple[str, ...]]:
+    """Rows of a data set, bytes of its text, and its stamp, or none where it was not fetched."""
+    if looking.is_dry and (said := announced(source, looking.retry_s)) is not None:
+        require_column(column, said.column_names, source.name)
+        return said.rows, said.size_bytes, ()
+    dataset = load_dataset(source, looking.retry_s, processes=looking.processes)
+    require_column(column, dataset.column_names, source.name)
+    return len(dataset), int(dataset.select_columns([column]).data.nbytes), dataset_stamp(dataset)
 
 
 def kind_of(name: str) -> Kind:

@@ -12,39 +12,39 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from zeroband.errors import ConfigError
 from zeroband.node.processes import start_leashed
 from zeroband.tools.data.folder import UnitRecord
 from zeroband.tools.data.plan import Plan
+from zeroband.tools.data.progress import say_warning
 from zeroband.tools.data.units import OnProgress
+from zeroband.tools.data.worker import Pipe
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
 OnDone = Callable[[int, UnitRecord | None], None]
 """Told each unit that is finished, and its record if it made one."""
 
-Pipe: TypeAlias = "Connection[Any, Any]"  # generic for type checkers alone
-
 
 class Workers(Protocol):
     """Who does the work of a preparation."""
 
     def run(self, tasks: Iterable[dict[str, Any]], on_progress: OnProgress, on_done: OnDone) -> None:
-        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError."""
+        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError, StorageLost."""
         ...
 
 
-OpenWorkers = Callable[[Plan, str, int], AbstractContextManager[Workers]]
-"""Opens workers for a plan: where OUT is, and how many."""
+OpenWorkers = Callable[[Plan, str, int, float], AbstractContextManager[Workers]]
+"""Opens workers for a plan: where OUT is, how many, and how long a storage of sources that fails is asked again."""
 
 
 class Pool(Workers):
     """Processes of `worker`, each with a tokenizer of its own that runs on one thread."""
 
-    def __init__(self, plan: Plan, out: str, workers: int) -> None:
-        self._begin = json.dumps({"plan": plan.to_json().decode(), "out": out}).encode()
+    def __init__(self, plan: Plan, out: str, workers: int, retry_s: float) -> None:
+        self._begin = json.dumps({"plan": plan.to_json().decode(), "out": out, "retry_s": retry_s}).encode()
         self._workers = workers
         self._processes: dict[Pipe, subprocess.Popen[bytes]] = {}
 
@@ -64,6 +64,9 @@ class Pool(Workers):
                 said = self._received(pipe, busy[pipe])
                 if "progress" in said:
                     on_progress(*said["progress"])
+                    continue
+                if "warning" in said:
+                    say_warning(said["warning"])
                     continue
                 if "error" in said:
                     raise ConfigError(said["error"])

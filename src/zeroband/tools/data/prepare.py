@@ -4,7 +4,7 @@ SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz and .zst
 folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one. A Parquet
 column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as s3://.
 A preparation that was interrupted goes on when the same command is given again.
-Exit codes: 0 OUT is finished; 2 wrong arguments or data, or OUT cannot be written to; 130 interrupted.
+Exit codes: 0 OUT is finished; 2 wrong arguments or data, or a SOURCE or OUT that fails; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,25 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.checkpoint.storage import LocalStorage
+from zeroband.config.data import DataConfig
+from zeroband.data.files import Files
 from zeroband.data.shard_set import ShardSet
 from zeroband.data.tokenizer import Tokenizer, open_tokenizer
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.status import human_bytes, human_count
 from zeroband.tools.data.duplicates import find_duplicates, flags_file
 from zeroband.tools.data.folder import WORK, Folder, UnitRecord, alone_in, open_out, writing_to
-from zeroband.tools.data.plan import Options, differences, make_plan, size_of
+from zeroband.tools.data.plan import Looking, Options, differences, make_plan, size_of
 from zeroband.tools.data.pool import OpenWorkers, Pool, Workers
-from zeroband.tools.data.progress import Shown
+from zeroband.tools.data.progress import Shown, say_warning, warnings_to
 
 _EXIT_INTERRUPTED = 130
 _WORDS = {
     "set data.source.binary = true to train on its bytes": "give --binary to take its bytes, with --tokenizer byte",
     "data.source.paths: ": "",
     "data.source: ": "",
+    "data.source cannot be read: ": "",
     "data.source.field": "--field",
     "data.source.column": "--column",
     "data.source.type='huggingface'": "hf:",
     "data.tokenizer": "--tokenizer",
+    "or raise data.retry_s": "or raise --retry-s",
+    " (data.retry_s)": "",
+    "start the node again": "give the same command again",
+    "this node's credentials": "your credentials",
+    "correct data.source.path": "correct SOURCE",
 }
 """What this command calls what a configuration names otherwise, in messages that both have."""
 
@@ -51,8 +59,9 @@ def main(argv: Sequence[str], open_workers: OpenWorkers = Pool) -> int:
     if not sources:
         parser.error("give at least one SOURCE and, behind it, OUT")
     try:
-        return _Preparation(given, sources, out, open_workers).run()
-    except ConfigError as error:
+        with warnings_to(say_warning):
+            return _Preparation(given, sources, out, open_workers).run()
+    except (ConfigError, StorageLost) as error:
         text = str(error)
         for theirs, ours in _WORDS.items():
             text = text.replace(theirs, ours)
@@ -84,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--pack", choices=["best-fit"], help="fill samples with whole documents, for data.packing = best-fit")
     add("--seq-length", type=int, metavar="T", help="tokens of a sample, data.seq_length; for --pack")
     add("--unit-mb", type=float, default=64.0, help="megabytes of text that make a shard (default: 64)")
+    add(
+        "--retry-s",
+        type=float,
+        default=DataConfig().retry_s,
+        metavar="S",
+        help="seconds that a server of a SOURCE that fails is asked again (default: %(default)g)",
+    )
     add("--allow-empty", action="store_true", help="go on where a source holds nothing")
     add("--start-over", action="store_true", help="remove what an earlier preparation left in OUT")
     add("--dry-run", action="store_true", help="say what would be read, and stop")
@@ -94,6 +110,10 @@ def _options(given: argparse.Namespace) -> Options:
     """What the arguments ask for. Raises ConfigError for values that make no sense together."""
     if given.workers < 1 or given.unit_mb * 1e6 < 1:
         raise ConfigError(f"--workers {given.workers} and --unit-mb {given.unit_mb:g} must both be more than 0")
+    if given.retry_s < 0:
+        raise ConfigError(f"--retry-s {given.retry_s:g} must be 0 or more")
+    if given.max_tokens is not None and given.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {given.max_tokens} leaves out all documents; for no limit leave it out")
     if (given.pack is None) != (given.seq_length is None) or (given.seq_length or 2) < 2:
         raise ConfigError("--pack best-fit and --seq-length T, 2 or more, belong together; give both or none")
     if given.min_tokens is not None and given.max_tokens is not None and given.min_tokens > given.max_tokens:
@@ -114,7 +134,8 @@ class _Preparation:
         self._folder = Folder(open_out(out))
         options = _options(given)
         self._tokenizer: Tokenizer = open_tokenizer(given.tokenizer)
-        self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options)
+        looking = Looking(Files(given.retry_s), given.retry_s, given.workers, given.dry_run)
+        self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options, looking)
 
     def run(self) -> int:
         """Do what the arguments ask for. Returns the exit code."""
@@ -183,7 +204,8 @@ class _Preparation:
         began_s, before = time.monotonic(), sum(record.tokens for record in records.values())
         try:
             with contextlib.ExitStack() as stack:
-                pool = stack.enter_context(self._open_workers(plan, self._out, self._given.workers))
+                workers = self._open_workers(plan, self._out, self._given.workers, self._given.retry_s)
+                pool = stack.enter_context(workers)
                 scratch = stack.enter_context(_scratch(self._folder))
                 spans = self._hash_all(pool, scratch) if plan.options.dedup and len(records) < len(plan.units) else None
                 self._tokenize_all(pool, records, spans, scratch)

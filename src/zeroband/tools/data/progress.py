@@ -1,15 +1,18 @@
-"""How far a preparation is: a bar that redraws itself on a terminal, plain lines for everything else."""
+"""How far a preparation is, and what is said on the way: a bar that redraws itself on a terminal, else plain lines."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from zeroband.observe.log import ROOT, format_fields
 from zeroband.observe.status import human_count
 
 _LINE_EVERY_S = 10.0
@@ -31,7 +34,7 @@ class Shown:
         self._began_s = self._line_s = now()
         self._stream = stream
         console = Console(file=stream)
-        self._bar = _bar(console) if stream.isatty() and not console.is_dumb_terminal else None
+        self._bar = _bar(console, now) if stream.isatty() and not console.is_dumb_terminal else None
         self._task = (
             TaskID(0) if self._bar is None else self._bar.add_task(what, total=self._total, completed=done, counts="")
         )
@@ -78,7 +81,35 @@ class Shown:
             print(f"{self._what}: {self.share:.0%}, {counts}{left}", file=self._stream, flush=True)
 
 
-def _bar(console: Console) -> Progress:
+def _bar(console: Console, now: Callable[[], float]) -> Progress:
     text, counts = TextColumn("{task.description}"), TextColumn("{task.fields[counts]}")
     share = TextColumn("{task.percentage:>3.0f}%")
-    return Progress(text, BarColumn(), share, counts, TimeRemainingColumn(), console=console)
+    return Progress(text, BarColumn(), share, counts, TimeRemainingColumn(), console=console, get_time=now)
+
+
+def say_warning(text: str) -> None:
+    """Print what goes wrong and is not the end; above a bar where there is one."""
+    print(f"zeroband data prepare: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def warnings_to(say: Callable[[str], None]) -> Generator[None]:
+    """Have the warnings of this package, and when it is over what they were about, told so inside the block."""
+    logger, handler = logging.getLogger(ROOT), _Told(say)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Told(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"{record.getMessage()} {format_fields(getattr(record, 'fields', {}))}".rstrip())

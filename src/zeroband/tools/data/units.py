@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from zeroband.data.files import SourceFile, find_files
+from zeroband.data.files import Files, SourceFile
 from zeroband.data.packing import fill_bins
 from zeroband.data.pieces import IdsRow, read_ids, read_lines, read_row_groups, read_rows, read_text
 from zeroband.data.shard_set import BLOCK_TOKENS, block_hashes
 from zeroband.data.shard_writer import ShardDraft, ids_dtype, npy_pieces
-from zeroband.data.sources import Dataset, Document, load_dataset
+from zeroband.data.sources import Dataset, Document, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord
-from zeroband.tools.data.plan import Options, Origin, Piece, Plan, stamp_of_dataset
+from zeroband.tools.data.plan import Options, Origin, Piece, Plan
 
 _CHUNK_CHARACTERS = 1 << 20
 _CHUNK_DOCUMENTS = 1024
@@ -33,7 +33,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class _Read(NamedTuple):
-    """A document of a unit and the number of its source."""
+    """A document of a unit, or a row of ids that may hold several, and the number of its source."""
 
     document: Document | IdsRow
     source: int
@@ -46,12 +46,14 @@ class _Read(NamedTuple):
 class _Sources:
     """The files and data sets of a plan, which must be what they were when it was made."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, retry_s: float) -> None:
         self._plan = plan
+        self._retry_s = retry_s
+        self._files = Files(retry_s)
         self._datasets: dict[Origin, Dataset] = {}
 
     def read(self, unit: Sequence[Piece]) -> Iterator[_Read]:
-        """Yield the documents of a unit. Raises ConfigError naming what cannot be read, or has changed."""
+        """Yield what a unit holds. Raises ConfigError naming what cannot be read, or has changed; StorageLost."""
         for piece in unit:
             origin = self._plan.origins[piece.origin]
             if origin.kind == "huggingface":
@@ -61,7 +63,7 @@ class _Sources:
             yield from (_Read(document, origin.source) for document in found)
 
     def _of_file(self, origin: Origin, piece: Piece) -> Iterator[Document | IdsRow]:
-        (file,) = find_files([origin.name])
+        (file,) = self._files.find([origin.name])
         _require_unchanged(origin, tuple(file.stamp()))
         yield from _pieces_of(file, origin, piece, self._plan.options)
         _require_unchanged(origin, tuple(file.stamp()))
@@ -69,8 +71,8 @@ class _Sources:
     def _rows(self, origin: Origin, piece: Piece) -> Iterator[Document]:
         named = origin.dataset(self._plan.options)
         if origin not in self._datasets:
-            self._datasets[origin] = load_dataset(named)
-        _require_unchanged(origin, stamp_of_dataset(self._datasets[origin]))
+            self._datasets[origin] = load_dataset(named, self._retry_s)
+        _require_unchanged(origin, dataset_stamp(self._datasets[origin]))
         assert piece.stop is not None, piece
         yield from read_rows(self._datasets[origin], named, piece.start, piece.stop)
 
@@ -95,13 +97,16 @@ def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
 
 
 class Units:
-    """Makes what a preparation asks for of each unit, and puts it into OUT. Raises ConfigError, OSError of OUT."""
+    """Makes what a preparation asks for of each unit, and puts it into OUT.
 
-    def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer]) -> None:
+    retry_s: how long a storage of sources that fails is asked again. Raises: ConfigError, StorageLost, OSError of OUT.
+    """
+
+    def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer], retry_s: float) -> None:
         self._plan = plan
         self._folder = folder
         self._open_tokenizer = tokenizer
-        self._sources = _Sources(plan)
+        self._sources = _Sources(plan, retry_s)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -116,7 +121,7 @@ class Units:
     def hash_documents(self, unit: int, on_progress: OnProgress) -> None:
         """Keep the hash of each document of a unit."""
         found: list[bytes] = []
-        for chunk in _chunks(self._sources.read(self._plan.units[unit])):
+        for chunk in _chunks(self._documents(unit)):
             found += [_hash_of(read.document) if read.size else bytes(16) for read in chunk]
             on_progress(sum(read.size for read in chunk), 0)
         self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
@@ -129,7 +134,7 @@ class Units:
         number = 0
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
         with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
-            for chunk in _chunks(self._sources.read(self._plan.units[unit])):
+            for chunk in _chunks(self._documents(unit)):
                 dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
                 number += len(chunk)
                 kept = self._kept(chunk, dropped, counts, of_sources)
@@ -155,26 +160,33 @@ class Units:
         counts["empty"] += len(chunk) - len(full) - int(dropped.sum())
         counts["bytes"] += sum(read.size for read in chunk)
         options = self._plan.options
-        for read, documents in zip(full, self._encoded([read.document for read in full]), strict=True):
-            for ids in documents:
-                if not len(ids):
-                    counts["empty"] += 1
-                elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
-                    counts["filtered"] += 1
-                else:
-                    of_sources[read.source] += 1
-                    kept.append(ids)
+        for read, ids in zip(full, self._encoded([read.document for read in full]), strict=True):
+            if not len(ids):
+                counts["empty"] += 1
+            elif len(ids) < (options.min_tokens or 0) or len(ids) > (options.max_tokens or len(ids)):
+                counts["filtered"] += 1
+            else:
+                of_sources[read.source] += 1
+                kept.append(ids)
         return kept
 
-    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[list[Ids]]:
-        """The ids of each, of a text as one document."""
+    def _documents(self, unit: int) -> Iterator[_Read]:
+        """The documents of a unit."""
+        for read in self._sources.read(self._plan.units[unit]):
+            if isinstance(read.document, IdsRow):
+                yield from (_Read(document, read.source) for document in self._split(read.document))
+            else:
+                yield read
+
+    def _encoded(self, documents: Sequence[Document | IdsRow]) -> Iterator[Ids]:
+        """The ids of each."""
         texts = [document for document in documents if isinstance(document, Document)]
         encoded = iter(encode(self._tokenizer, texts))
         for document in documents:
-            yield [next(encoded)] if isinstance(document, Document) else self._split(document)
+            yield next(encoded) if isinstance(document, Document) else document.ids.astype(np.uint32)
 
-    def _split(self, row: IdsRow) -> list[Ids]:
-        """The documents of a row of ids, which may end with the end of a document, or hold several."""
+    def _split(self, row: IdsRow) -> list[IdsRow]:
+        """The documents of a row of ids, without their ends: the row may end with the end of one, or hold several."""
         ids, vocab_size = row.ids, self._tokenizer.vocab_size
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(wrong):
@@ -185,9 +197,8 @@ class Units:
         ends = np.flatnonzero(ids == self._tokenizer.end_of_document)
         starts = [0, *(ends + 1).tolist()]
         stops = [*ends.tolist(), len(ids)]
-        whole = ids.astype(np.uint32)
-        documents = [whole[start:stop] for start, stop in zip(starts, stops, strict=True)]
-        return documents[:-1] if not len(documents[-1]) and len(documents) > 1 else documents
+        documents = [IdsRow(ids[start:stop], row.where) for start, stop in zip(starts, stops, strict=True)]
+        return documents[:-1] if not len(documents[-1].ids) and len(documents) > 1 else documents
 
     def _write(
         self,

@@ -25,11 +25,11 @@ END = 256
 class Inline:
     """Workers in this process. `order`: how they go through the tasks."""
 
-    def __init__(self, plan: Plan, out: str, order: Callable[[list[Any]], Iterable[Any]]) -> None:
+    def __init__(self, plan: Plan, out: str, order: Callable[[list[Any]], Iterable[Any]], retry_s: float) -> None:
         self._out = out
         self._order = order
         self.plan = plan
-        self.units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer))
+        self.units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer), retry_s)
 
     def run(self, tasks: Iterable[dict[str, Any]], on_progress: OnProgress, on_done: OnDone) -> None:
         for task in self._order(list(tasks)):
@@ -41,8 +41,8 @@ class Inline:
 def prepare(*arguments: object, order: Callable[[list[Any]], Iterable[Any]] = list) -> int:
     """The command with workers in this process; `--tokenizer byte` unless another one is named."""
 
-    def inline(plan: Plan, out: str, _: int) -> AbstractContextManager[Inline]:
-        return nullcontext(Inline(plan, out, order))
+    def inline(plan: Plan, out: str, _: int, retry_s: float) -> AbstractContextManager[Inline]:
+        return nullcontext(Inline(plan, out, order, retry_s))
 
     named = [] if "--tokenizer" in arguments else ["--tokenizer", "byte"]
     return main([*map(str, arguments), *named], open_workers=inline)

@@ -1,20 +1,29 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.buckets import gcs_server, reach_s3, s3_server
+from tests.text_server import refusing, text_server, without_sizes
+from tests.unit.data.prepared import FileServer
 from tests.unit.tools.data.preparations import END, bytes_of, ids_of, manifest_of, prepare, texts_of, write_lines
 
-from zeroband.checkpoint.storage import LocalStorage
+from zeroband.checkpoint.storage import LocalStorage, ObjectStorage
+from zeroband.data import files
 from zeroband.data.shard_set import block_hashes, hashes_digest
 from zeroband.errors import ConfigError
+from zeroband.tools.data.inspect import main as inspect
 
 TEXTS = [f"{n} {'ünï' * (n % 7)}" for n in range(50)]
 SMALL = ("--unit-mb", "0.0004")
@@ -93,6 +102,16 @@ def test_column_of_integers_is_taken_as_ids(tmp_path: Path, out: Path) -> None:
     assert ids_of(out) == [1, 2, END, 3, END, 4, END, 5, END]
     found = manifest_of(out)
     assert (found.documents, found.empty_documents) == (4, 3)
+
+
+def test_duplicates_of_ids_are_documents_however_they_lie_in_rows(tmp_path: Path, out: Path) -> None:
+    rows = [[1, 2], [1, 2, END], [1, 2, END, 3, END], [3], [4, END, 1, 2], [END], []]
+    path = write_parquet(tmp_path / "a.parquet", rows, rows=2, kind=pa.list_(pa.int32()))
+    again = write_parquet(tmp_path / "b.parquet", [[3, END, 5]], kind=pa.list_(pa.int64()))
+    assert prepare(path, again, out, "--dedup", "--unit-mb", "0.00001") == 0
+    assert ids_of(out) == [1, 2, END, 3, END, 4, END, 5, END]
+    found = manifest_of(out)
+    assert (found.documents, found.duplicate_documents, found.empty_documents) == (4, 5, 2)
 
 
 def test_id_that_the_tokenizer_does_not_have_is_named(tmp_path: Path, out: Path) -> None:
@@ -184,6 +203,12 @@ class Killed(BaseException):
     """The process ends here."""
 
 
+def interrupt(tasks: list[Any]) -> Iterator[Any]:
+    """An order of tasks: two, and Ctrl-C."""
+    yield from tasks[:2]
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("flags", [(), ("--dedup", "--pack", "best-fit", "--seq-length", "16")])
 def test_preparation_that_ends_at_any_write_goes_on_to_the_same_bytes(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
@@ -217,11 +242,92 @@ def test_preparation_that_ends_at_any_write_goes_on_to_the_same_bytes(
     assert kills > 6
 
 
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder of a store whose files hold half of what is written to them when a writer ends."""
+    yield "memory://prepared"
+    fsspec.filesystem("memory").rm("/prepared", recursive=True)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with s3_server() as endpoint:
+        reach_s3(endpoint, "prepared", monkeypatch)
+        yield "s3://prepared"
+
+
+@pytest.fixture
+def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with gcs_server("prepared", monkeypatch):
+        yield "gs://prepared"
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """Every file below a URL."""
+    system, root = fsspec.url_to_fs(url, skip_instance_cache=True)
+    found = {path.lstrip("/"): system.cat_file(path) for path in system.find(root)}
+    return {path.removeprefix(f"{root.strip('/')}/"): content for path, content in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "writes"),
+    [
+        ("memory", ("plan.json", "0-40.npy", "00000.npy", "0.json", "hashes.npy", "manifest.json")),
+        ("s3", ("1.json", "manifest.json")),
+        ("gs", ("0-40.npy", "1.json", "manifest.json")),
+    ],
+)
+def test_preparation_to_a_url_that_is_cut_in_a_write_goes_on_to_the_same_bytes(
+    lines: Path,
+    tmp_path: Path,
+    place: str,
+    writes: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """What was written of a file up to there lies at its place."""
+    url = request.getfixturevalue(place)
+    arguments = (lines, "--dedup", "--pack", "best-fit", "--seq-length", "16", "--unit-mb", "0.0012")
+    assert prepare(*arguments, tmp_path / "whole") == 0
+    expected = bytes_of(tmp_path / "whole")
+    write, cut = ObjectStorage.write, list[str]()
+
+    def write_half(storage: ObjectStorage, path: str, pieces: Any) -> None:
+        if cut != [path.rpartition("/")[2]]:
+            write(storage, path, pieces)
+            return
+        cut.clear()
+        content = b"".join(pieces)
+        write(storage, path, [content[: len(content) // 2]])
+        raise Killed
+
+    monkeypatch.setattr(ObjectStorage, "write", write_half)
+    for name in writes:
+        cut.append(name)
+        with pytest.raises(Killed):
+            prepare(*arguments, f"{url}/{name}")
+        assert prepare(*arguments, f"{url}/{name}") == 0
+        assert stored(f"{url}/{name}") == expected
+
+
+def test_what_an_earlier_preparation_left_behind_counts_for_no_other_one(lines: Path, out: Path) -> None:
+    """--start-over was killed when the plan was gone and records were not."""
+    assert prepare(lines, out, *SMALL, "--min-tokens", 1000, order=interrupt) == 130
+    (out / "_prepare/plan.json").unlink()
+    assert prepare(lines, out, *SMALL) == 0
+    assert texts_of(out) == TEXTS
+
+
 def test_preparation_whose_last_step_is_cut_is_finished_by_the_next(
     lines: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(*_: object) -> None:
-        raise Killed
+    remove = LocalStorage.remove
+
+    def cut(storage: LocalStorage, path: str) -> None:
+        if path == "_prepare":
+            raise Killed
+        remove(storage, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "remove", cut)
@@ -235,11 +341,6 @@ def test_preparation_whose_last_step_is_cut_is_finished_by_the_next(
 @pytest.fixture
 def begun(lines: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """OUT with a plan and some units of `lines` in units of 400 bytes."""
-
-    def interrupt(tasks: list[Any]) -> Any:
-        yield from tasks[:2]
-        raise KeyboardInterrupt
-
     assert prepare(lines, out, *SMALL, order=interrupt) == 130
     assert "interrupted: 2 of" in capsys.readouterr().err
     return out
@@ -277,6 +378,42 @@ def test_sources_that_changed_since_the_beginning_are_refused(begun: Path, lines
     write_lines(lines, [*TEXTS, "more"])
     with pytest.raises(ConfigError, match=r"changed: .*a\.jsonl;"):
         prepare(lines, begun, *SMALL)
+
+
+def test_sources_in_another_order_are_refused_and_by_other_names_are_not(
+    begun: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, both = write_lines(tmp_path / "b.jsonl", ["other"]), tmp_path / "both"
+    assert prepare(lines, other, both, *SMALL, order=interrupt) == 130
+    with pytest.raises(
+        ConfigError, match=rf"sources, or their order, were {lines} {other} and are {other} {lines}; give what"
+    ):
+        prepare(other, lines, both, *SMALL)
+    monkeypatch.chdir(tmp_path)
+    assert prepare("./a.jsonl", begun, *SMALL) == 0
+    assert prepare(f"file://{lines}", begun, *SMALL) == 0
+
+
+@pytest.mark.slow
+def test_tokenizer_by_another_name_is_the_same_one_if_it_gives_the_same_ids(
+    lines: Path, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    for name, merges in (("one", []), ("other", [("0", "1")])):
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate([*letters, "01"])}, merges))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+        fast.save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one", order=interrupt) == 130
+    with pytest.raises(ConfigError, match=r"--tokenizer was '.*/one' and is '.*/other', which gives other ids"):
+        prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "other")
+    assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "copy") == 0
+    assert "going on: 2 of" in capsys.readouterr().out
+    assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one") == 0
+    assert "is finished already" in capsys.readouterr().out
 
 
 def test_source_that_changes_in_the_middle_is_named(lines: Path, out: Path) -> None:
@@ -387,6 +524,8 @@ def test_bytes_that_are_no_text_are_taken_where_they_are_asked_for(tmp_path: Pat
         (("--pack", "best-fit"), "--pack best-fit and --seq-length T, 2 or more, belong together"),
         (("--seq-length", "8"), "--pack best-fit and --seq-length T"),
         (("--min-tokens", "3", "--max-tokens", "2"), "--min-tokens 3 is above --max-tokens 2"),
+        (("--max-tokens", "0"), "--max-tokens 0 leaves out all documents; for no limit leave it out"),
+        (("--retry-s", "-1"), "--retry-s -1 must be 0 or more"),
         (("--workers", "0"), "--workers 0 and --unit-mb 64 must both be more than 0"),
         (("--unit-mb", "0"), "must both be more than 0"),
         (("--binary", "--tokenizer", "gpt2"), "--binary needs --tokenizer byte"),
@@ -407,11 +546,98 @@ def test_place_that_cannot_be_written_to_is_named(lines: Path, tmp_path: Path) -
 
 
 def test_set_is_written_to_any_url(lines: Path, out: Path) -> None:
-    import fsspec
-
     memory = fsspec.filesystem("memory")
     assert prepare(lines, out, *SMALL) == 0
     assert prepare(lines, "memory://bucket/set", *SMALL) == 0
     found = {path.removeprefix("/bucket/set/"): memory.cat_file(path) for path in memory.find("/bucket/set")}
     memory.rm("/bucket", recursive=True)
     assert found == bytes_of(out)
+
+
+@pytest.mark.slow
+def test_set_in_google_cloud_storage_is_whole(tmp_path: Path, gs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of shards that are sent in several parts, too: more than 5 MiB."""
+    path = write_lines(tmp_path / "a.jsonl", [f"{number} {'x' * 100_000}" for number in range(40)])
+    assert prepare(path, tmp_path / "whole", "--dedup", "--unit-mb", 3) == 0
+    assert prepare(path, f"{gs}/a/set", "--dedup", "--unit-mb", 3) == 0
+    found = stored(f"{gs}/a/set")
+    assert found == bytes_of(tmp_path / "whole") and max(map(len, found.values())) > 5 << 20
+    assert inspect([f"{gs}/a/set", "--verify"]) == 0
+    assert "files are whole" in capsys.readouterr().out
+
+
+# -- sources on servers ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """Has `a.jsonl` and `b.parquet`, which hold TEXTS each; nobody pauses between two attempts."""
+    monkeypatch.setattr(files, "pause", lambda _: False)
+    folder = tmp_path / "served"
+    folder.mkdir()
+    shutil.copy(lines, folder)
+    write_parquet(folder / "b.parquet", TEXTS)
+    with text_server(folder) as serving:
+        yield serving
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [429, 503])
+def test_source_whose_server_fails_is_waited_out_and_that_is_said(
+    server: FileServer, out: Path, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One request in three, whatever is asked for."""
+    turn = itertools.count()
+    server.fault = lambda request: next(turn) % 3 == 0 and refusing([status])(request)
+    assert prepare(f"{server.url}/a.jsonl", f"{server.url}/b.parquet", out, *SMALL) == 0
+    assert texts_of(out) == TEXTS * 2
+    said = capsys.readouterr().err
+    assert f"prepare: the storage of the data fails; trying again file={server.url}/a.jsonl status=" in said
+    assert "prepare: the storage of the data answers again file=" in said
+
+
+@pytest.mark.slow
+def test_source_whose_server_goes_on_failing_is_named_with_the_way_out(server: FileServer, out: Path) -> None:
+    says = (
+        rf"^{server.url}/a.jsonl: the storage did not give it for 0 s, at last: 503: .*; give the same command again "
+        "when it does, or raise --retry-s$"
+    )
+
+    def fails_from_now_on(tasks: list[Any]) -> list[Any]:
+        server.fault = lambda request: request.refuse(503)
+        return tasks
+
+    for order in (fails_from_now_on, list):  # when units are made, and when sources are listed
+        with pytest.raises(ConfigError, match=says):
+            prepare(f"{server.url}/a.jsonl", out, *SMALL, "--retry-s", 0, order=order)
+
+
+@pytest.mark.slow
+def test_lines_of_a_server_that_sends_whole_files_are_one_unit(
+    server: FileServer, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(f"{server.url}/a.jsonl", out, *SMALL) == 0
+    assert texts_of(out) == TEXTS and len(manifest_of(out).shards) > 1
+    server.knows_ranges = False
+    with pytest.raises(ConfigError, match="holds a finished set of other sources"):
+        prepare(f"{server.url}/a.jsonl", out, *SMALL)
+    assert prepare(f"{server.url}/a.jsonl", out, *SMALL, "--start-over") == 0
+    assert texts_of(out) == TEXTS and len(manifest_of(out).shards) == 1
+    said = f"its server sends whole files only, so one worker reads it alone file={server.url}/a.jsonl"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_file_whose_size_nobody_says_is_read_alone_and_beside_others(
+    server: FileServer, tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "served" / "c.txt").write_text("unknown")
+    (tmp_path / "served" / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
+    server.fault = without_sizes
+    unsaid = [f"{server.url}/{name}" for name in ("c.txt", "a.jsonl", "d.jsonl.gz")]
+    assert prepare(unsaid[0], out / "alone") == 0
+    assert texts_of(out / "alone") == ["unknown"]
+    assert prepare(*unsaid, write_lines(tmp_path / "e.jsonl", ["said"]), out / "beside") == 0
+    assert texts_of(out / "beside") == ["unknown", *TEXTS, "packed", "said"]
+    with pytest.raises(ConfigError, match=r"does not say how large .*b\.parquet is, which is read from its end"):
+        prepare(f"{server.url}/b.parquet", out / "table")

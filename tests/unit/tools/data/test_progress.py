@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+
+import pytest
+
+from zeroband.tools.data.progress import Shown
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def work(shown: Shown, clock: Clock) -> None:
+    """A half in two steps of 15 s."""
+    with shown.block:
+        for _ in range(2):
+            clock.now_s += 15.0
+            shown.advance(250, 75_000)
+
+
+def test_bar_of_a_terminal_shows_share_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    leader, follower = pty.openpty()
+    clock = Clock()
+    with os.fdopen(leader, "rb", buffering=0) as screen, os.fdopen(follower, "w") as terminal:
+        work(Shown("tokens", 1000, 0, terminal, clock), clock)
+        seen = ESCAPES.sub("", screen.read(1 << 16).decode())
+    last = seen.split("\r")[-2]
+    assert re.search(r"^\n?tokens \S+ +50% 150k tokens, 5k/s 0:00:30", last), seen
+
+
+def test_lines_of_a_file_show_share_rate_and_time_left() -> None:
+    clock, out = Clock(), io.StringIO()
+    work(Shown("tokens", 1000, 0, out, clock), clock)
+    assert out.getvalue().splitlines() == [
+        *("tokens: 25%, 75k tokens, 5k/s, 45 s left", "tokens: 50%, 150k tokens, 5k/s, 30 s left"),
+    ]

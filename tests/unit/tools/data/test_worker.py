@@ -1,0 +1,67 @@
+"""What a worker says over its pipe, above all when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.text_server import text_server
+from tests.unit.tools.data.preparations import write_lines
+
+from zeroband.data.files import Files
+from zeroband.data.tokenizer import ByteTokenizer
+from zeroband.tools.data.plan import Looking, Options, Plan, make_plan
+from zeroband.tools.data.worker import main
+
+
+def plan_of(source: object) -> Plan:
+    return make_plan([str(source)], "byte", ByteTokenizer(), Options(), Looking(Files(), 0.0))
+
+
+def said(plan: Plan, out: object, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """All messages of a worker that is given one task."""
+    ours, theirs = Pipe()
+    worker = threading.Thread(target=main, args=([str(os.dup(theirs.fileno()))],))
+    theirs.close()
+    ours.send_bytes(json.dumps({"plan": plan.to_json().decode(), "out": str(out), "retry_s": 0.0}).encode())
+    ours.send_bytes(json.dumps(task).encode())
+    worker.start()
+    found = list[dict[str, Any]]()
+    while not found or not {"done", "error"} & found[-1].keys():
+        found.append(json.loads(ours.recv_bytes()))
+    ours.close()
+    worker.join(10.0)
+    return found
+
+
+def test_server_that_fails_a_worker_is_told_with_its_file_and_status(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    write_lines(tmp_path / "served" / "a.jsonl", ["text"])
+    with text_server(tmp_path / "served") as server:
+        plan = plan_of(f"{server.url}/a.jsonl")
+        server.fault = lambda request: request.refuse(503)
+        (error,) = said(plan, tmp_path / "out", {"tokenize": 0})
+    assert error["error"].startswith(
+        f"{server.url}/a.jsonl: the storage did not give it for 0 s (data.retry_s), at last"
+    )
+    assert "503" in error["error"]
+
+
+def test_defect_of_a_worker_is_told_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(write_lines(tmp_path / "a.jsonl", ["text"]))
+    (error,) = said(plan, tmp_path / "out", {"tokenize": 7})
+    assert error == {
+        "error": "IndexError: tuple index out of range; this is a defect, of which the lines above tell more"
+    }
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_place_that_a_worker_cannot_open_is_told(tmp_path: Path) -> None:
+    plan = plan_of(write_lines(tmp_path / "a.jsonl", ["text"]))
+    (error,) = said(plan, "nosuch://a", {"tokenize": 0})
+    assert error["error"].startswith("OUT='nosuch://a' cannot be opened")
