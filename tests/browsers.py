@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 """What it is called: by Debian, by Google, whose one GitHub's machines have, and by Ubuntu."""
@@ -28,6 +28,8 @@ FLAGS = (
 )
 
 DEADLINE_S = 240.0
+EXPECTED_MS = 60_000
+"""Longest that a page may take for what a test expects of it, on a machine that is busy with other things."""
 
 
 def find_chromium() -> str:
@@ -67,6 +69,7 @@ def _run(command: Sequence[str]) -> tuple[bool, str]:
 def open_browser() -> Iterator[Browser]:
     """One browser without a window; close what is opened in it."""
     path = find_chromium()
+    expect.set_options(timeout=EXPECTED_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=[*FLAGS])
         yield browser
