@@ -5,52 +5,67 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
+from tests.terminals import Terminal
 
 import zeroband
 from zeroband.node.processes import pids_with
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
+LOOKED_AT = 8
+"""Screens, a quarter of a second from one to the next; no node has said anything yet."""
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
 
 class Demo:
-    """The command as a process of its own."""
+    """The command, not started yet, and what it leaves behind."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         source = str(Path(zeroband.__file__).parents[1])
         self.run_id = f"demo-{secrets.token_hex(4)}"
         self.run_dir = folder / "runs" / self.run_id
-        env = {
+        self.env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONUNBUFFERED": "1",
             "ZERO_BAND_RUN__ID": self.run_id,
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
-        command = [sys.executable, "-m", "zeroband.tools.demo", *arguments]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-    def read_line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        self.command = [sys.executable, "-m", "zeroband.tools.demo", *arguments]
 
     def left_behind(self) -> list[object]:
         """Processes and folders in shared memory that belong to the run."""
         return [*pids_with("ZERO_BAND_RUN__ID", self.run_id), *Path("/dev/shm").glob(f"zeroband-{self.run_id}@*")]
 
 
+def frames_of(drawn: str) -> list[list[str]]:
+    """The screens that were drawn, from border to border, each as its lines."""
+    plain = ESCAPES.sub("", drawn).replace("\r", "")
+    return [frame.split("\n") for frame in re.findall("╭.*?╯", plain, re.DOTALL)]
+
+
+def is_of_the_loop(frame: list[str]) -> bool:
+    """Whether the demo began to wait for its nodes before it drew this, as the clock in the lower border says."""
+    return "─ 00:00 ─" not in frame[-1]
+
+
 @pytest.mark.timeout(900)
 def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "--train.total-steps", "150")
-    said, _ = demo.process.communicate()
-    assert demo.process.returncode == 0, said
+    done = subprocess.run(demo.command, env=demo.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = done.stdout
+    assert done.returncode == 0, said
     acts = [
+        "http://localhost:",
+        "starting 4 nodes",
+        "Next: node2 is killed",
         "found the run",
         "SIGKILL: every process of node2",
         "goes on without node2",
@@ -68,13 +83,20 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
     assert demo.left_behind() == []
 
 
-def test_demo_interrupted_while_its_nodes_start_leaves_nothing(tmp_path: Path) -> None:
+def test_demo_moves_from_its_first_second_and_interrupted_leaves_nothing(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
-    lines = iter(demo.read_line, "")
-    assert "http://localhost:" in next(lines)
-    assert any("starting 4 nodes" in line for line in lines)
-    assert "Next" in next(lines)
-    demo.process.send_signal(signal.SIGINT)
-    demo.process.communicate()
-    assert demo.process.returncode == 130
+    env = {
+        **{name: value for name, value in demo.env.items() if name != "NO_COLOR"},
+        "TERM": "xterm",
+        "LC_ALL": "C.UTF-8",
+    }
+    terminal = Terminal(demo.command, 80, 24, env)
+    terminal.wait_for(lambda drawn: sum(map(is_of_the_loop, frames_of(drawn))) >= LOOKED_AT)
+    frames = frames_of(terminal.drawn)
+    for frame in frames:
+        assert len(frame) <= 24 and {cell_len(line) for line in frame} == {80}, "\n".join(frame)
+    bodies = [frame[:-1] for frame in frames if is_of_the_loop(frame)]  # without the clock
+    assert all(before != after for before, after in pairwise(bodies))
+    terminal.press("\x03")
+    assert terminal.exit_code() == 130
     assert demo.left_behind() == []

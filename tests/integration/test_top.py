@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import select
-import struct
 import sys
-import termios
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.terminals import Terminal
 
 pytestmark = pytest.mark.slow
-
-_TIMEOUT_S = 60.0
-
-
-class Terminal:
-    """A command on a terminal of this size, and what it drew so far."""
-
-    def __init__(self, command: list[str], columns: int, lines: int, env: dict[str, str]) -> None:
-        self.pid, self._master = pty.fork()
-        if self.pid == 0:
-            os.execve(command[0], command, env)
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.drawn = ""
-
-    def wait_for(self, condition: Callable[[str], bool]) -> None:
-        end_s = time.monotonic() + _TIMEOUT_S
-        while not condition(self.drawn):
-            assert time.monotonic() < end_s, self.drawn
-            if select.select([self._master], [], [], 0.1)[0]:
-                try:
-                    self.drawn += os.read(self._master, 65536).decode(errors="replace")
-                except OSError:  # it has ended
-                    assert condition(self.drawn), self.drawn
-                    return
-
-    def press(self, key: str) -> None:
-        os.write(self._master, key.encode())
-
-    @property
-    def is_line_by_line(self) -> bool:
-        """Whether the terminal waits for Enter and echoes, as a shell expects it."""
-        flags = termios.tcgetattr(self._master)[3]
-        return bool(flags & termios.ICANON and flags & termios.ECHO)
-
-    def exit_code(self) -> int:
-        self.wait_for(lambda drawn: "\x1b[?1049l" in drawn)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 @pytest.mark.parametrize("key", ["q", "\x03"])

@@ -245,9 +245,10 @@ class ObserveConfig(Section):
     """Write `report.html` into the run directory when the last node in it has ended, also by a failure or since it was
     asked to leave. `zeroband report` writes it at any time."""
     board: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
-    """Serve the run's page from this node, on this machine only, as long as its trainer runs (`zeroband board`)."""
+    """Serve the run's page, on this machine only, as long as this node's trainer runs (`zeroband board`); one for all
+    nodes that share a run directory."""
     board_port: PositiveInt = Field(default=8420, le=65535, json_schema_extra=NODE_LOCAL)
-    """Port of that page."""
+    """Port of that page; where it is taken, one of the next ones, which the log names."""
 
 
 _STEPS_BETWEEN = 500

@@ -1,16 +1,24 @@
-"""The page of a run beside its processes: `zeroband board` as a child that ends with its owner and fails alone."""
+"""The page of a run beside its processes: `zeroband board` as a child that ends with its owner and fails alone.
+
+Those who share a run's folder have one page between them: whoever holds the lock on the folder serves it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.node.processes import start_leashed
 from zeroband.observe.log import get_logger
@@ -21,43 +29,129 @@ PAGE_LOG = "board.log"
 _MODULE = "zeroband.tools.board"
 _NEEDED = ("starlette", "uvicorn", "youplot")
 
+_PORTS = 8
+"""So many ports are tried, from the one that was asked for on; then any."""
+_LOOK_S = 1.0
 _END_S = 3.0
 
 _log = get_logger(__name__)
 
 
-def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, takes_another: bool = False) -> str | None:
+class _Served(Exception):
+    """Another process serves the page of this folder."""
+
+
+def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack) -> str | None:
     """Serve the page of a run on this machine until `stack` closes or this thread ends; its address.
 
-    None, and a warning, where it cannot be: it is never the run's failure. `takes_another`: a port that is free where
-    this one is taken. Its output goes to `folder`.
+    None, and a warning, where it cannot be: it is never the run's failure. Where that port is taken it is one of the
+    next ones, or any. The page's output goes to `folder`.
     """
+    try:
+        return _serve(run_dir, folder, port=port, stack=stack, config=None)
+    except _Served:
+        _warn("another process serves it", f"zeroband board {run_dir}")
+        return None
+
+
+class SharedPage:
+    """The page of a node's run, which this node serves while no other one that shares the run's folder does.
+
+    It shows what lies in that folder and, where the run has a store, what nodes elsewhere record. A thread of its own
+    looks once a second whether the page is another one's; `close()` ends it and the page.
+    """
+
+    def __init__(self, config: RunConfig, node_dir: Path) -> None:
+        self._config = config
+        self._node_dir = node_dir
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._share, name="page", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=2 * _END_S)
+
+    def _share(self) -> None:
+        config, folder = self._config, self._node_dir
+        with ExitStack() as stack:
+            while not self._closing.is_set():
+                try:
+                    port = config.observe.board_port
+                    address = _serve(folder.parent, folder, port=port, stack=stack, config=config)
+                except _Served:
+                    self._closing.wait(_LOOK_S)
+                    continue
+                if address is not None:
+                    _log.info(f"the page of this run is at {address}, on {socket.gethostname()}")
+                self._closing.wait()
+
+
+def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: RunConfig | None) -> str | None:
+    """Start the page; None, and a warning, where it cannot be. Raises _Served."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         _warn(f"{', '.join(missing)} is not installed", way_to_extra("board"))
         return None
     try:
-        port = _free_port(port, takes_another=takes_another)
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", _MODULE, str(run_dir), "--port", str(port)]
-        process = start_leashed(command, env=os.environ, output=folder / PAGE_LOG, death_signal=signal.SIGTERM)
+        lock = _lock(run_dir)
+        stack.callback(os.close, lock)
+        with _listen(port) as listener:
+            process = start_leashed(
+                [*_command(run_dir, config), "--fd", str(listener.fileno())],
+                env=_environment(config),
+                output=folder / PAGE_LOG,
+                death_signal=signal.SIGTERM,
+                pass_fds=(listener.fileno(), lock),  # with the lock: who gets that next finds the port free
+            )
+            address = f"http://localhost:{listener.getsockname()[1]}"
     except (ConfigError, OSError) as error:
         _warn(str(error), f"zeroband board {run_dir}")
         return None
     stack.callback(_end, process)
-    return f"http://localhost:{port}"
+    return address
 
 
-def _free_port(port: int, *, takes_another: bool) -> int:
-    """Raises OSError where the port is taken and no other will do."""
+def _lock(run_dir: Path) -> int:
+    """A descriptor of the folder, which is locked until it and its copies are closed. Raises _Served, OSError."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
     try:
-        with socket.create_server(("127.0.0.1", port)):
-            return port
-    except OSError:
-        if not takes_another:
-            raise
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            return probe.getsockname()[1]
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise _Served from None
+    except OSError:  # some network file systems have no locks
+        pass
+    return descriptor
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket that listens on this port of this machine, one of the next, or any. Raises OSError."""
+    for candidate in range(port, min(port + _PORTS, 1 << 16)):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", candidate))
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def _command(run_dir: Path, config: RunConfig | None) -> list[str]:
+    also_from_store = [] if config is None or config.store.url is None else ["--run-id", run_dir.name]
+    return [sys.executable, "-m", _MODULE, str(run_dir), *also_from_store]
+
+
+def _environment(config: RunConfig | None) -> Mapping[str, str]:
+    """This process's, with the run's store and token, which every user would see on a command line."""
+    env = dict(os.environ)
+    if config is None or config.store.url is None:
+        return env
+    env["ZERO_BAND_STORE__URL"] = config.store.url.get_secret_value()
+    for name in ("ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE"):
+        env.pop(name, None)
+    if config.run.token_file is not None:
+        env["ZERO_BAND_RUN__TOKEN_FILE"] = str(config.run.token_file)
+    elif config.run.token is not None:
+        env["ZERO_BAND_RUN__TOKEN"] = config.run.token.get_secret_value()
+    return env
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

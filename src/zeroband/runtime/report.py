@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.fact_publisher import PATIENCE_S, FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, RunOver
-from zeroband.node.page import open_page
+from zeroband.node.page import SharedPage
 from zeroband.observe.events import EventLog, Events, NoEvents
 from zeroband.observe.hardware import peak_flops, resident_bytes
 from zeroband.observe.log import format_fields, get_logger
@@ -423,11 +423,8 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
         return SilentReport()
     report = TrainerReport(node)
     stack.callback(report.close)
-    observe = node.config.observe
-    if observe.board:
-        address = open_page(node.node_dir.parent, node.node_dir, port=observe.board_port, stack=stack)
-        if address is not None:
-            _log.info(f"the page of this run is at {address}")
+    if node.config.observe.board:
+        stack.enter_context(closing(SharedPage(node.config, node.node_dir)))
     report.started()
     stack.push(report.leave)
     departure = node.departure

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.fact_records import FactBatch, FactLine
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import ConfigError
-from zeroband.observe.facts import Fact, FactSource
+from zeroband.errors import ConfigError, StoreLost
+from zeroband.observe.facts import Fact, FactSource, FolderFacts
 
 PATIENCE_S = 5.0
 """In which the store must answer, if nothing else is said."""
+_AGAIN_S = 10.0
+"""After which a store that is away is asked again by who has something else to show meanwhile."""
 
 
 class StoreFacts(FactSource):
@@ -56,9 +60,14 @@ class StoreFacts(FactSource):
             self._store.require_token()
         return found
 
-    def read(self) -> list[Fact]:
-        """What is new since the last call, each node's in the order of their times. Raises StoreLost, ConfigError."""
+    def read(self, *, but_of: Collection[str] = ()) -> list[Fact]:
+        """What is new since the last call, each node's in the order of their times. Raises StoreLost, ConfigError.
+
+        `but_of`: nodes that are not read.
+        """
         for node_id, standing in sorted(self._look().items()):
+            if node_id in but_of:
+                continue
             node = self._nodes[node_id]
             while entries := self._store.read_facts(node_id, node.behind):
                 for id, batch in entries:
@@ -113,6 +122,59 @@ def _before(batch: FactBatch, standing: FactBatch) -> list[FactLine]:
         for line in standing.lines
         if line.name in ends and line.place.file == ends[line.name].file and line.place.offset < ends[line.name].offset
     ]
+
+
+class NearAndFar(FactSource):
+    """The nodes of a run whose files lie in a folder, and all others from its store.
+
+    While the store is away those of the folder are given. `now`: seconds of a clock that never jumps.
+    """
+
+    def __init__(self, near: FolderFacts, far: StoreFacts, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._near = near
+        self._far = far
+        self._now = now
+        self._problem: ConfigError | StoreLost | None = None
+        """Why the others could not be had when they were asked for last."""
+        self._again_s = 0.0
+
+    @property
+    def run_id(self) -> str:
+        return self._near.run_id
+
+    @property
+    def place(self) -> str:
+        return f"{self._near.place} and {self._far.place}"
+
+    @property
+    def folder(self) -> Path:
+        return self._near.folder
+
+    def node_ids(self) -> list[str]:
+        """The nodes of the folder; others come with what they recorded."""
+        return self._near.node_ids()
+
+    def read(self) -> list[Fact]:
+        """What is new. Raises StoreLost or ConfigError where that is nothing and the others cannot be had."""
+        found = [*self._read_far(), *self._near.read()]
+        if self._problem is not None and not found:
+            raise self._problem.with_traceback(None)
+        return found
+
+    def _read_far(self) -> list[Fact]:
+        if self._problem is not None and self._now() < self._again_s:
+            return []
+        try:
+            found, self._problem = self._far.read(but_of=self._near.node_ids()), None
+        except (ConfigError, StoreLost) as error:
+            found, self._problem, self._again_s = [], error, self._now() + _AGAIN_S
+        return found
+
+    def skipped_lines(self) -> dict[str, int]:
+        return {**self._far.skipped_lines(), **self._near.skipped_lines()}
+
+    def close(self) -> None:
+        self._far.close()
 
 
 def open_store_facts(config: RunConfig) -> StoreFacts:

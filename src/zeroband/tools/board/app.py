@@ -11,6 +11,7 @@ import mimetypes
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,8 +233,10 @@ class _Page:
             return _refusal(HTTPStatus.BAD_REQUEST, "an order is a JSON object")
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
+        client = "" if request.client is None else request.client.host
+        take = partial(self._desk.take, client=client)
         try:
-            words = await run_in_threadpool(self._desk.take, request.headers.get("authorization"), asked)
+            words = await run_in_threadpool(take, request.headers.get("authorization"), asked)
         except OrderRefused as refused:
             return _refusal(refused.status, str(refused))
         return JSONResponse({"words": words})

@@ -1,8 +1,9 @@
-"""`zeroband board [RUN_DIR | --store URL --run-id ID]`: a page that shows a run while it trains, and after it.
+"""`zeroband board [RUN_DIR] [--store URL] [--run-id ID]`: a page that shows a run while it trains, and after it.
 
-It shows what the nodes record. Without arguments that is the newest run in ./runs; where there is none, it waits for
-one. It listens on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's
-token it takes orders: with --store, or where ZERO_BAND_STORE__URL and ZERO_BAND_RUN__TOKEN_FILE are set.
+It shows what the nodes record: those of a folder, of a store with --run-id, or with both those of the folder and the
+others of that run. Without arguments it is the newest run in ./runs; where there is none, it waits for one. It listens
+on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's token it takes
+orders: with --run-id, or where ZERO_BAND_STORE__URL and ZERO_BAND_RUN__TOKEN_FILE are set.
 Exit codes: 0 ended, 2 the arguments are wrong or the port is taken.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.config import RunConfig, load_config
+from zeroband.elastic.store.facts import NearAndFar, StoreFacts
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.board.document import Setting
@@ -55,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_source(asked)
     asked.add_argument("--port", type=_port, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    asked.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # of a socket that listens already, on this machine
     asked.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     asked.add_argument("--price-per-hour", type=_price, help="of a node, in US dollars: shows what the run costs")
     asked.add_argument("--open", action="store_true", help="open it in a browser")
@@ -81,7 +84,7 @@ def serve(arguments: argparse.Namespace) -> None:
     app_module: Any = import_module("zeroband.tools.board.app")  # starlette
     uvicorn: Any = import_module("uvicorn")
     host: str = arguments.host
-    listener = listen(host, arguments.port)
+    listener = listen(host, arguments.port) if arguments.fd is None else socket.socket(fileno=arguments.fd)
     port: int = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if app_module.is_loopback(host) else shown}:{port}"
@@ -96,10 +99,11 @@ def serve(arguments: argparse.Namespace) -> None:
     app = app_module.build_app(watch, desk, host=host)
     print(f"zeroband: the page of {place} is at {address} ; Ctrl-C ends it", flush=True)
     if not app_module.is_loopback(host):
-        print("zeroband: everybody who reaches this address can read the run", file=sys.stderr, flush=True)
+        print(f"zeroband: {exposure(takes_orders=desk.is_open)}", file=sys.stderr, flush=True)
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, server_header=False, limit_concurrency=64, lifespan="off",
         timeout_graceful_shutdown=1, timeout_keep_alive=30,
+        forwarded_allow_ips="127.0.0.1,::1",  # a proxy of this machine says who asks it, nobody else
     )  # fmt: skip
     os.nice(_NICE)
     watch.start()
@@ -139,19 +143,41 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def exposure(*, takes_orders: bool) -> str:
+    """What listening for other machines means."""
+    orders = "; the token of an order crosses the network in the clear: use an ssh tunnel, or put TLS in front"
+    return f"everybody who reaches this address can read the run{orders if takes_orders else ''}"
+
+
 def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | None], OrderDesk, str]:
     """How the run that is meant is found, where orders to it are taken, and where it lies. Raises ConfigError."""
+    run_dir: Path | None = arguments.run_dir
     if arguments.store is None and arguments.run_id is None and arguments.token_file is None:
-        run_dir: Path = arguments.run_dir or Path("runs")
-        found = find_run(run_dir)  # once: orders go to the run that is shown
-        find = partial(find_run, run_dir) if found is None else lambda: found
-        return find, order_desk(found), str(run_dir)
-    facts, token = open_source(arguments), token_of(arguments)
+        folder = run_dir or Path("runs")
+        found = find_run(folder)  # once: orders go to the run that is shown
+        find = partial(find_run, folder) if found is None else lambda: found
+        return find, order_desk(found), str(folder)
+    if run_dir is None or run_dir.name != arguments.run_id:
+        facts = open_source(arguments)
+        return lambda: facts, store_desk(arguments), facts.place
+    far = StoreFacts(store_of(arguments), run_dir.name, token_of(arguments))
+
+    def find_both() -> FactSource | None:
+        near = find_run(run_dir)
+        return None if near is None else NearAndFar(near, far)
+
+    desk = order_desk(FolderFacts(run_dir))
+    return find_both, desk if desk.is_open else store_desk(arguments), str(run_dir)
+
+
+def store_desk(arguments: argparse.Namespace) -> OrderDesk:
+    """Where orders are taken for a run of which the store and the token are known. Raises ConfigError."""
+    token = token_of(arguments)
     if token is None:
-        return lambda: facts, OrderDesk(None, None), facts.place
+        return OrderDesk(None, None)
     asked = ["--outer.type=ddp", f"--store.url={store_of(arguments)}", f"--run.id={arguments.run_id}"]
     config = load_config(asked, {TOKEN_VARIABLE: token})  # what an order goes by; which algorithm it is does not matter
-    return lambda: facts, OrderDesk(token, give_through_store(config)), facts.place
+    return OrderDesk(token, give_through_store(config))
 
 
 def order_desk(run: FolderFacts | None) -> OrderDesk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import threading
 import time
 from collections import deque
@@ -16,7 +17,10 @@ from zeroband.tools.ctl import Order, obey, open_store
 
 ACTIONS = ("pause", "resume", "drain", "rollback")
 WRONG_TOKENS, WRONG_TOKENS_S = 5, 60.0
-"""So many wrong tokens are heard in so many seconds; after that none, right or wrong."""
+"""So many wrong tokens of an address are heard in so many seconds; after that none of it, right or wrong."""
+ADDRESSES = 256
+"""So many addresses are told apart; while all of them sent wrong tokens lately, no other one is heard. So whoever
+guesses has ADDRESSES * WRONG_TOKENS = 1280 tries a minute, from however many addresses."""
 
 Give = Callable[[Order], str]
 """Gives an order to the run; returns what will happen. Raises ConfigError, StoreLost."""
@@ -48,7 +52,8 @@ class OrderDesk:
         self._give = give
         self._now = now
         self._lock = threading.Lock()
-        self._wrong: deque[float] = deque(maxlen=WRONG_TOKENS)
+        self._wrong: dict[str, deque[float]] = {}
+        """When the newest wrong tokens came, by address."""
 
     @property
     def is_open(self) -> bool:
@@ -61,11 +66,14 @@ class OrderDesk:
             return "give the run's token, run.token"
         return "this page only shows: start it with the run's store.url and run.token, as `zeroband ctl` takes them"
 
-    def take(self, authorization: str | None, asked: object) -> str:
-        """Check who asks and what for, and give the order; what will happen. Raises OrderRefused."""
+    def take(self, authorization: str | None, asked: object, *, client: str) -> str:
+        """Check who asks and what for, and give the order; what will happen. Raises OrderRefused.
+
+        `client`: the address that it came from.
+        """
         if self._token is None or self._give is None:
             raise OrderRefused(HTTPStatus.FORBIDDEN, self.why)
-        self._require_token(self._token, authorization)
+        self._require_token(self._token, authorization, network_of(client))
         order = order_of(asked)
         try:
             return self._give(order)
@@ -74,16 +82,29 @@ class OrderDesk:
         except StoreLost as error:
             raise OrderRefused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
-    def _require_token(self, token: str, authorization: str | None) -> None:
+    def _require_token(self, token: str, authorization: str | None, address: str) -> None:
         scheme, _, given = (authorization or "").partition(" ")
         with self._lock:
-            is_full = len(self._wrong) == WRONG_TOKENS
-            if is_full and self._now() - self._wrong[0] < WRONG_TOKENS_S:
+            now_s = self._now()
+            self._wrong = {a: times for a, times in self._wrong.items() if now_s - times[-1] < WRONG_TOKENS_S}
+            times = self._wrong.get(address, deque(maxlen=WRONG_TOKENS))
+            has_had_its_tries = len(times) == WRONG_TOKENS and now_s - times[0] < WRONG_TOKENS_S
+            if has_had_its_tries or (not times and len(self._wrong) == ADDRESSES):
                 raise OrderRefused(HTTPStatus.TOO_MANY_REQUESTS, "too many wrong tokens; try again in a minute")
             is_right = hmac.compare_digest(given.encode(), token.encode()) and scheme.lower() == "bearer"
             if not is_right:
-                self._wrong.append(self._now())
+                times.append(now_s)
+                self._wrong[address] = times
                 raise OrderRefused(HTTPStatus.FORBIDDEN, "this is not the run's token")
+
+
+def network_of(client: str) -> str:
+    """The address itself; of IPv6 its /64, of which one machine may have every address."""
+    try:
+        address = ipaddress.ip_address(client.partition("%")[0])
+    except ValueError:
+        return client
+    return client if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def order_of(asked: object) -> Order:

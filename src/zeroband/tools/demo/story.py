@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     _, overrides = _parser().parse_known_args(argv)
     try:
         with ExitStack() as stack, counted_interrupts() as interrupts, open_cluster(overrides) as cluster:
-            address = open_page(cluster.run_dir, cluster.run_dir, port=_PAGE_PORT, stack=stack, takes_another=True)
+            address = open_page(cluster.run_dir, cluster.run_dir, port=_PAGE_PORT, stack=stack)
             if address is not None:
                 print(f"Watch it in a browser: {address}\n", flush=True)
             story = Story(cluster, load_config(cluster.arguments, cluster.environment(NODES[0], 1)))

@@ -6,11 +6,11 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -134,6 +134,31 @@ def test_store_shows_what_the_files_of_all_nodes_hold(node: Node, run_dir: Path,
     assert shown.read() == in_files(run_dir)
     assert (shown.read(), shown.skipped_lines()) == ([], {"n0": 0, "n1": 0})
     assert RunReader(opened()).read() == RunReader(FolderFacts(run_dir)).read()
+
+
+def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(tmp_path: Path, run_dir: Path) -> None:
+    class Away:
+        place = "nowhere"
+        asked = 0
+        found: Sequence[Fact] | None = None
+
+        def read(self, *, but_of: Collection[str]) -> list[Fact]:
+            self.asked += 1
+            if self.found is None:
+                raise StoreLost("away")
+            return [fact for fact in self.found if fact.node_id not in but_of]
+
+    node, far, now_s = Node(run_dir, "none"), Away(), [0.0]
+    node.start()
+    both = facts.NearAndFar(FolderFacts(run_dir), cast("StoreFacts", far), now=lambda: now_s[0])
+    for _ in range(2):
+        node.train(1)
+        assert {fact.node_id for fact in both.read()} == {"n0"}
+        with pytest.raises(StoreLost, match="away"):
+            both.read()
+    assert far.asked == 1  # a page does not wait for it at each look
+    far.found, now_s[0] = [Fact("n0", {"at_s": 1.0, "step": 1}), Fact("n1", {"at_s": 1.0, "step": 1})], 60.0
+    assert (both.read(), both.node_ids()) == ([Fact("n1", {"at_s": 1.0, "step": 1})], ["n0"])
 
 
 def test_each_line_is_given_once_over_restarts_of_the_node(node: Node, run_dir: Path, opened: Open) -> None:

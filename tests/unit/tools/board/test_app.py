@@ -17,7 +17,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.facts import Fact
 from zeroband.tools.board.app import HEADERS, build_app, names_of
 from zeroband.tools.board.document import Setting
-from zeroband.tools.board.orders import WRONG_TOKENS, OrderDesk
+from zeroband.tools.board.orders import ADDRESSES, WRONG_TOKENS, OrderDesk, OrderRefused
 from zeroband.tools.board.state import RunWatch
 from zeroband.tools.ctl import Order
 
@@ -245,17 +245,64 @@ def test_order_that_makes_no_sense_says_why(page: TestClient) -> None:
     assert answer.json() == {"error": "there is no good checkpoint of step 7"}
 
 
-def test_few_wrong_tokens_a_minute_are_heard() -> None:
-    now_s = [0.0]
-    desk = OrderDesk(TOKEN, lambda order: order.action, now=lambda: now_s[0])
-    statuses: list[HTTPStatus] = []
-    for _ in range(WRONG_TOKENS + 1):
-        with pytest.raises(Exception, match="token") as refused:
-            desk.take("Bearer guess", {"order": "pause"})
-        statuses.append(refused.value.status)  # type: ignore[attr-defined]
-    assert statuses == [HTTPStatus.FORBIDDEN] * WRONG_TOKENS + [HTTPStatus.TOO_MANY_REQUESTS]
-    now_s[0] = 61.0
-    assert desk.take(f"Bearer {TOKEN}", {"order": "pause"}) == "pause"
+class Desk:
+    """A desk, asked for a pause at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._desk = OrderDesk(TOKEN, lambda order: order.action, now=lambda: self.now_s)
+
+    def asked(self, token: str, client: str) -> int:
+        try:
+            self._desk.take(f"Bearer {token}", {"order": "pause"}, client=client)
+        except OrderRefused as refused:
+            return refused.status
+        return HTTPStatus.OK
+
+
+def test_few_wrong_tokens_of_an_address_are_heard_in_a_minute() -> None:
+    desk = Desk()
+    wrong = [desk.asked("guess", "10.0.0.1") for _ in range(WRONG_TOKENS + 1)]
+    assert wrong == [HTTPStatus.FORBIDDEN] * WRONG_TOKENS + [HTTPStatus.TOO_MANY_REQUESTS]
+    assert desk.asked(TOKEN, "10.0.0.1") == HTTPStatus.TOO_MANY_REQUESTS
+    desk.now_s = 61.0
+    assert desk.asked(TOKEN, "10.0.0.1") == HTTPStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("guesser", "operator"),
+    [("10.0.0.1", "10.0.0.2"), ("2001:db8:0:1::1", "2001:db8:0:2::1"), ("10.0.0.1", "testclient"), ("", "::1")],
+)
+def test_wrong_tokens_lock_nobody_out_who_asks_from_elsewhere(guesser: str, operator: str) -> None:
+    desk = Desk()
+    while desk.asked("guess", guesser) != HTTPStatus.TOO_MANY_REQUESTS:
+        pass
+    assert desk.asked(TOKEN, operator) == HTTPStatus.OK
+
+
+def test_addresses_of_one_network_have_their_tries_together() -> None:
+    desk = Desk()
+    wrong = [desk.asked("guess", f"2001:db8::{n}%eth0") for n in range(WRONG_TOKENS + 1)]
+    assert wrong[-1] == HTTPStatus.TOO_MANY_REQUESTS
+
+
+def test_whoever_has_many_addresses_has_a_bounded_number_of_tries() -> None:
+    desk = Desk()
+    answers = [desk.asked("guess", f"10.0.{n // 256}.{n % 256}") for n in range(2 * ADDRESSES) for _ in range(6)]
+    assert answers.count(HTTPStatus.FORBIDDEN) == ADDRESSES * WRONG_TOKENS
+    assert desk.asked(TOKEN, "192.168.0.1") == HTTPStatus.TOO_MANY_REQUESTS  # the price of the bound
+    desk.now_s = 61.0
+    assert desk.asked(TOKEN, "192.168.0.1") == HTTPStatus.OK
+
+
+def test_page_tells_clients_apart_by_their_addresses(static: Path) -> None:
+    app = build_app(watch_of([]), OrderDesk(TOKEN, lambda order: "done"), static=static)
+    guesser, operator = (
+        TestClient(app, base_url="http://localhost:8420", client=(host, 50000)) for host in ("10.0.0.1", "10.0.0.2")
+    )
+    wrong = [ask(guesser, authorization="Bearer guess").status_code for _ in range(WRONG_TOKENS + 1)]
+    assert wrong[-1] == HTTPStatus.TOO_MANY_REQUESTS
+    assert ask(operator).status_code == HTTPStatus.OK
 
 
 def test_page_without_token_takes_no_orders(static: Path) -> None:

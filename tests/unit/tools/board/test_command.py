@@ -16,6 +16,7 @@ import pytest
 from tests.made_runs import run_of
 
 from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.store import facts
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.facts import Fact
@@ -129,11 +130,59 @@ def test_run_is_shown_from_its_store_and_orders_are_taken_with_its_token(
         key: theirs[key] for key in ("nodes", "rounds", "membership")
     }
     with pytest.raises(OrderRefused, match="not the run's token"):
-        desk.take("Bearer other", {"order": "pause"})
+        desk.take("Bearer other", {"order": "pause"}, client="")
     with pytest.raises(OrderRefused, match="has no run"):  # facts alone are none
-        desk.take("Bearer s3cret", {"order": "pause"})
+        desk.take("Bearer s3cret", {"order": "pause"}, client="")
     monkeypatch.delenv("ZERO_BAND_RUN__TOKEN")
     assert not command.watched(asked)[1].is_open
+
+
+def test_page_of_a_folder_and_a_store_shows_the_nodes_of_both(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / "elsewhere" / "run"
+    write(far, facts_of(3))
+    FactPublisher(
+        far / "b", "b", lambda: RedisStore(redis_url, "run", key=RunKey.of("s3cret", "run"), patience_s=5.0)
+    ).close()
+    write(tmp_path / "run", [fact for fact in facts_of(4) if fact.node_id == "a"])
+    (tmp_path / "run" / "a" / "config.toml").write_text('[outer]\ntype = "diloco"\n[ckpt]\npath = "checkpoints"\n')
+    monkeypatch.setenv("ZERO_BAND_STORE__URL", redis_url)
+    monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "s3cret")
+    find, desk, _ = command.watched(command.parser().parse_args([str(tmp_path / "run"), "--run-id", "run"]))
+    watch = RunWatch(find)
+    while watch.look():
+        pass
+    state = json.loads(watch.state(2e9).body)
+    assert ({node["id"]: node["round"] for node in state["nodes"]}, state["problem"]) == ({"a": 4, "b": 3}, None)
+    with pytest.raises(OrderRefused, match="this store has no run"):  # asked with the nodes' configuration
+        desk.take("Bearer s3cret", {"order": "pause"}, client="")
+
+
+def test_folder_and_store_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "run", facts_of(1))
+    assert command.main([str(tmp_path / "run"), "--store", "unix:///nowhere", "--run-id", "other", "--port", "0"]) == 2
+    assert "name one run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned", "warned_of_token"),
+    [("127.0.0.1", "s3cret", False, False), ("0.0.0.0", None, True, False), ("0.0.0.0", "s3cret", True, True)],
+)
+def test_what_crosses_a_network_in_the_clear_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    host: str, token: str | None, warned: bool, warned_of_token: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    monkeypatch.setattr("os.nice", lambda by: None)
+    if token is not None:
+        monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", token)
+    store = ["--store", f"unix://{tmp_path}/nowhere", "--run-id", "run"]
+    monkeypatch.setattr(facts, "PATIENCE_S", 0.05)
+    assert command.main([*store, "--host", host, "--port", "0"]) == 0
+    said = capsys.readouterr().err
+    assert ("everybody who reaches this address can read the run" in said) == warned
+    assert ("in the clear: use an ssh tunnel, or put TLS in front" in said) == warned_of_token
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ export const loss = (value) => (isUnknown(value) ? UNKNOWN : value.toFixed(3));
 export const percent = (value, places = 1) => (isUnknown(value) ? UNKNOWN : (100 * value).toFixed(places) + SPACE + "%");
 export const whole = (value) => (isUnknown(value) ? UNKNOWN : Math.round(value).toLocaleString("en"));
 export const mbit = (value) => (isUnknown(value) ? UNKNOWN : value >= 100 ? value.toFixed(0) : value.toPrecision(2));
+export const ms = (value) =>
+  isUnknown(value) ? "" : (value >= 10 ? Math.round(value) : Number(value.toPrecision(2))) + SPACE + "ms";
 
 export function duration(seconds) {
   if (isUnknown(seconds)) return UNKNOWN;

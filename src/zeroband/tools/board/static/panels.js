@@ -265,7 +265,7 @@ function cell(from, to, link, middle) {
   if (from === to) return make("td", "self", "·");
   if (link?.is_cut_off) return make("td", "is-cut", "✕ cut off");
   if (!link || (link.mbit_s === null && link.rtt_ms === null)) return make("td", "", format.UNKNOWN);
-  const rtt = link.rtt_ms === null ? "" : `${Math.round(link.rtt_ms)} ms`;
+  const rtt = format.ms(link.rtt_ms);
   const td = make("td", "", null, [make("b", "", format.mbit(link.mbit_s)), make("small", "", rtt)]);
   if (link.mbit_s !== null) td.dataset.speed = link.mbit_s < 0.4 * middle ? "slow" : link.mbit_s >= middle ? "fast" : "";
   td.title = `${from} to ${to}: ${format.mbit(link.mbit_s)} Mbit/s${rtt && `, ${rtt} there and back`}`;
