@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from zeroband.elastic.membership.epoch import Wait
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 
@@ -44,6 +44,7 @@ class MemoryRecord:
     """Until then members are given time to bring back what was lost."""
     leases: dict[str, int] = field(default_factory=dict[str, int])
     peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
+    links: dict[str, LinkRates] = field(default_factory=dict[str, LinkRates])
     leaving: set[str] = field(default_factory=set[str])
     shared: Said[dict[str, str]] | None = None
     restart_point: RestartPoint | None = None
@@ -291,13 +292,14 @@ class MemoryStore(Store):
         record = self.record
         with record.changed:
             committed, opening = self._committed(), self._opening()
-            votes = {} if opening is None else record.votes[opening]
+            votes = self._read_all({} if opening is None else record.votes[opening])
+            ready = self._read_all(record.ready[round])
             return View(
                 opening=opening,
                 committed=committed,
                 alive=self._alive(),
-                ready=self._read_all(record.ready[round]),
-                votes=self._read_all(votes),
+                ready=ready,
+                votes=votes,
                 failed=None if opening is None else self._read(record.failed.get(opening)),
                 peers=dict(record.peers),
                 is_known=self._shared() is not None,
@@ -306,11 +308,20 @@ class MemoryStore(Store):
                 restart_point=self._restart_point(),
             )
 
-    def await_change(self, round: int, seen: View, *, within_s: float) -> None:
+    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
         with self.record.changed:
             self.record.changed.wait_for(lambda: self.view(round) != seen, timeout=within_s)
+            return self.view(round)
 
-    def announce_ready(self, member_id: str, ready: Ready) -> View:
+    def tell_links(self, member_id: str, links: LinkRates) -> None:
+        with self.record.changed:
+            self.record.links[member_id] = links
+
+    def links(self) -> dict[str, LinkRates]:
+        with self.record.changed:
+            return dict(self.record.links)
+
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
         with self.record.changed:
             self.record.ready[ready.round].setdefault(member_id, self._say(ready))
             self.record.changed.notify_all()

@@ -21,7 +21,7 @@ from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
@@ -80,7 +80,7 @@ VERDICT = Verdict(
         "skipped": {"": [[0, 4]]},
     },
 )
-READY = Ready(4, 2048, "d0", 10, 10, 120, {B: 30}, 1500, 1.5, 3.25, 0.5, "b/00ff")
+READY = Ready(4, 2048, "d0", 10, 10, 120, 1500, 1.5, 3.25, 0.5, "b/00ff")
 STAMP = Stamp(
     run_id="run",
     session="s1",
@@ -104,7 +104,8 @@ MANIFEST = Manifest(
 STATE = StateManifest(
     3, "d0", VERDICT.record, 8, {"params": 12, "momentum": 4}, {"params": ("h0", "h1"), "momentum": ("h2",)}
 )
-PEER = Peer("a", "10.0.0.1", 4000, True, (B,), {B: 30}, 80)
+PEER = Peer("a", "10.0.0.1", 4000, True, (B,))
+LINKS = LinkRates({B: 30}, 80)
 ORDERS = Orders(3, True, 20, (A,), True, 2, 20, 1)
 RESTART_POINT = RestartPoint(12, 30, "d0", A, ("s2", "s1"))
 
@@ -137,6 +138,12 @@ STORE = {
     ),
     "peer": StoreRecord(
         PEER, ("peer", A), lambda judge: judge.seal_peer(A, PEER), lambda judge, raw: judge.peers("k", {A: raw}).get(A)
+    ),
+    "links": StoreRecord(
+        LINKS,
+        ("links", A),
+        lambda judge: judge.seal_links(A, LINKS),
+        lambda judge, raw: judge.links("k", {A: raw}).get(A),
     ),
     "orders": StoreRecord(
         ORDERS, ("orders",), lambda judge: judge.seal_orders(ORDERS), lambda judge, raw: judge.orders("k", raw)

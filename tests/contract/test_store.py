@@ -30,7 +30,7 @@ from tests.stores import (
 )
 
 from zeroband.elastic.membership.orders import Orders, drain, go_on, pause, roll_back
-from zeroband.elastic.membership.records import Opening, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
 from zeroband.errors import JoinRefused
@@ -109,6 +109,16 @@ def test_wait_for_a_change_ends_where_there_was_one(store: Store, server: Server
     server.open().announce_ready(A, Ready(0, 1, "s"))
     store.await_change(0, seen, within_s=0.01)
     assert store.view(0) != seen
+
+
+def test_links_are_those_that_members_told_last(store: Store, server: Server) -> None:
+    other = server.open()
+    for mbit in (10, 20):
+        other.tell_links(A, LinkRates({B: mbit}, 5))
+        other.tell_links(B, LinkRates({}, 7))
+        store.view(0)
+        assert store.links() == {A: LinkRates({B: mbit}, 5), B: LinkRates({}, 7)}
+    assert store.links() == store.links()
 
 
 def test_store_in_memory_wakes_who_waits_for_a_change() -> None:

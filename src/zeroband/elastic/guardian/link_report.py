@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroband.elastic.membership.records import LinkRates
+
 LINKS_FILE = "links.json"
 """Name of the file in the node's folder."""
 
@@ -87,6 +89,14 @@ class LinkReader:
         self._member_id = member_id
         self._seen: Links = {}
         self._version = (0, 0)
+
+    @property
+    def rates(self) -> LinkRates:
+        """What the last news say that a plan needs."""
+        seen = dict(self._seen)
+        rtts_ms = [link.rtt_ms for link in seen.values() if link.rtt_ms is not None]
+        mbit = {member: link.mbit_s for member, link in seen.items() if link.mbit_s}
+        return LinkRates(mbit, max(1, round(max(rtts_ms))) if rtts_ms else 0)
 
     def news(self) -> list[dict[str, Any]] | None:
         """All links of this member, as records for an event, where they are notably others than at the last news."""

@@ -128,15 +128,6 @@ class LinkMonitor:
         link = self._links.get(member)
         return None if link is None else link.answered_at_s
 
-    def rates(self) -> dict[str, int]:
-        """Mbit/s to the members whose link was measured."""
-        return {member: link.mbit for member, link in dict(self._links).items() if link.mbit}
-
-    def longest_rtt_ms(self) -> int:
-        """Round trip to the farthest member that answered, at least 1; 0: nobody did."""
-        known = [link.rtt_s for link in dict(self._links).values() if link.rtt_s is not None]
-        return max(1, round(max(known) * 1e3)) if known else 0
-
     def seen(self) -> dict[str, LinkSeen]:
         """The links to the members that are watched and have answered, or are cut off."""
         cut_off, found = self.cut_off(), dict[str, LinkSeen]()

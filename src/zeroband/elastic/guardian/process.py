@@ -297,15 +297,7 @@ class _Watch:
         self._cut_off = self._links.cut_off()
         order = self._order
         port = order.listen.port or self._links.port
-        peer = Peer(
-            order.node_id,
-            order.listen.host,
-            port,
-            self._flags.serves_state,
-            self._cut_off,
-            self._links.rates(),
-            self._links.longest_rtt_ms(),
-        )
+        peer = Peer(order.node_id, order.listen.host, port, self._flags.serves_state, self._cut_off)
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
         listed_version = self._flags.listed_version

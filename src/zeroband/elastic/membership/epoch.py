@@ -10,11 +10,11 @@ opening that they build on, so of two competing ones the store refuses the secon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Verdict, View
+from zeroband.elastic.membership.records import FOUNDING_ROUND, LinkRates, Opening, Ready, Verdict, View
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, plan
 
@@ -58,10 +58,17 @@ class Patience:
     """Members that are not there go without this round."""
 
 
-def next_opening(view: View, round: int, rules: Rules, patience: Patience = Patience()) -> Opening | Wait:
+def next_opening(
+    view: View,
+    round: int,
+    rules: Rules,
+    patience: Patience = Patience(),
+    links: Callable[[], Mapping[str, LinkRates]] = dict,
+) -> Opening | Wait:
     """The opening of `round` that this view calls for, or what it still waits for.
 
-    Returns the current opening itself where it is for this round and can still be finished.
+    Returns the current opening itself where it is for this round and can still be finished. `links`: asked for what
+    members know of their links, if there is to be another one.
     """
     if view.is_settling:
         return Wait("the store lost its record; members are given time to bring it back")
@@ -83,6 +90,20 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
     if len(members) < rules.min_nodes:
         return Wait(f"{len(members)} of at least {rules.min_nodes} nodes can take part (elastic.min_nodes)")
+    return _opening_to(members, view, round, rules, links(), late=_late(view, missing))
+
+
+def _opening_to(
+    members: tuple[str, ...],
+    view: View,
+    round: int,
+    rules: Rules,
+    rates: Mapping[str, LinkRates],
+    *,
+    late: tuple[str, ...],
+) -> Opening:
+    """The opening of a round to these members, behind the current one."""
+    current, is_founding = view.opening, round == FOUNDING_ROUND or restarts_with(view, round)
     keeps_groups = current is not None and members == current.members and current.round != round
     ready = [view.ready[m] for m in members]
     return Opening(
@@ -94,11 +115,11 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
         steps=tuple(r.steps for r in ready),
         steps_requested=tuple(r.steps_requested for r in ready),
         norms=tuple(r.norm for r in ready) if any(r.norm for r in ready) else (),
-        late=_late(view, missing),
+        late=late,
         divergences=divergences(view, round),
         network=plan(
             members,
-            [_seen(view, m) for m in members],
+            [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
         ),
         orders=view.orders.version,
@@ -112,6 +133,29 @@ def next_opening(view: View, round: int, rules: Rules, patience: Patience = Pati
     )
 
 
+def expected_in(view: View) -> tuple[str, ...]:
+    """Those for whom a round waits: the living members of the last one; before there was any, all that live."""
+    return tuple(m for m in view.committed.members if m in view.alive) if view.committed else tuple(sorted(view.alive))
+
+
+def may_open(view: View, round: int, rules: Rules, patience: Patience) -> bool:
+    """Whether `next_opening` may call for another opening, by how many are ready: a look may not show who they are."""
+    current = view.opening
+    if view.is_settling or view.orders.is_paused:
+        return False
+    if current is not None and current.round == round and not view.can_finish(current):
+        return True
+    if round == FOUNDING_ROUND or restarts_with(view, round):
+        return patience.start_is_over or view.arrived >= rules.start_nodes
+    return patience.stragglers_are_late or view.arrived >= len(expected_in(view))
+
+
+def knows_enough_to_open(view: View, round: int) -> bool:
+    """Whether a view shows all that `next_opening` asks of it."""
+    is_open = view.opening is not None and view.opening.round == round
+    return not view.unseen_ready and not (view.unseen_votes and is_open)
+
+
 def _has_lost_verdict(view: View, round: int) -> bool:
     """Whether the run has committed rounds that the store does not show: who holds no state must not begin another."""
     if view.committed is not None or restarts_with(view, round):
@@ -121,22 +165,17 @@ def _has_lost_verdict(view: View, round: int) -> bool:
     return view.opening is not None and view.opening.round > FOUNDING_ROUND and not is_abandoned(view)
 
 
-def _seen(view: View, member: str) -> LinkObservation:
-    """What a member's transfers and its guardian's probes showed of its links.
-
-    Of two rates the higher: a link shared while it was measured carries more.
-    """
-    ready, peer = view.ready[member], view.peers.get(member)
-    probed = {} if peer is None else peer.links
-    links = {m: max(probed.get(m, 0), ready.links.get(m, 0)) for m in {*probed, *ready.links}}
-    return LinkObservation(ready.rate, links, 0 if peer is None else peer.rtt_ms, ready.took_ms)
+def _seen(ready: Ready, links: LinkRates) -> LinkObservation:
+    """What a member knows of its way to the others."""
+    return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
 
 
 def has_quorum(view: View) -> bool:
     """Whether half of the members of the last round that are alive stand at the boundary."""
     members = view.committed.members if view.committed is not None else ()
     alive = [m for m in members if m in view.alive]
-    return bool(alive) and 2 * sum(m in view.ready for m in alive) >= len(alive)
+    arrived = view.arrived if view.unseen_ready else sum(m in view.ready for m in alive)
+    return bool(alive) and 2 * arrived >= len(alive)
 
 
 def _late(view: View, missing: tuple[str, ...]) -> tuple[str, ...]:
@@ -172,17 +211,19 @@ def _connected(view: View, members: tuple[str, ...], expected: tuple[str, ...]) 
 
     Of two nodes one must stay that others can take the state from.
     """
-    left = list(members)
-    while True:
-        cuts = {m: sum(view.are_cut(m, other) for other in left if other != m) for m in left}
-        if not any(cuts.values()):
-            return tuple(left)
+    left, cuts = list(members), view.cuts_among(members)
 
-        def blame(member: str, cuts: Mapping[str, int] = cuts) -> tuple[bool, bool, int, int, str]:
-            ready = view.ready[member]
-            return (member not in expected, ready.steps_requested == 0, cuts[member], -ready.weight, member)
+    def blame(member: str) -> tuple[bool, bool, int, int, str]:
+        ready = view.ready[member]
+        return (member not in expected, ready.steps_requested == 0, len(cuts[member]), -ready.weight, member)
 
-        left.remove(max((m for m in left if cuts[m]), key=blame))
+    while cuts:
+        gone = max(cuts, key=blame)
+        left.remove(gone)
+        for other in cuts.pop(gone):
+            cuts[other].discard(gone)
+        cuts = {member: others for member, others in cuts.items() if others}
+    return tuple(left)
 
 
 def next_verdict(view: View, opening: Opening, record: Mapping[str, Any]) -> Verdict | Wait | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property, lru_cache
 from statistics import median_low
@@ -44,8 +44,6 @@ class Ready:
     round."""
     rate: int = 0
     """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
-    links: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Mbit/s to each other member, as far as known."""
     took_ms: int = 0
     """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
     norm: float = 0.0
@@ -213,8 +211,14 @@ class Peer:
     """Whether others may fetch its state."""
     cut_off: tuple[str, ...] = ()
     """Members that did not answer its probes for `fault.detect_s`."""
-    links: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Mbit/s to each other member, as its guardian measured them when the two met."""
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What a member knows of its links. Written anew where they changed notably; who proposes an opening reads it."""
+
+    mbit: Mapping[str, int] = field(default_factory=dict[str, int])
+    """To each other member, as far as known."""
     rtt_ms: int = 0
     """The longest round trip to another member; 0: not known."""
 
@@ -242,10 +246,30 @@ class View:
     orders: Orders = field(default_factory=Orders)
     restart_point: RestartPoint | None = None
     """The newest agreement to begin again on a checkpoint."""
+    unseen_ready: int = 0
+    """So many more stand at the boundary than `ready` shows, which has this member at least."""
+    unseen_votes: int = 0
+    """So many more have voted than `votes` shows."""
 
-    def are_cut(self, one: str, other: str) -> bool:
-        """Whether two members, which both reach the store, do not reach one another."""
-        return any(a in self.peers and b in self.peers[a].cut_off for a, b in ((one, other), (other, one)))
+    @property
+    def arrived(self) -> int:
+        """How many stand at the boundary."""
+        return len(self.ready) + self.unseen_ready
+
+    @property
+    def voted(self) -> int:
+        """How many have voted for the current opening."""
+        return len(self.votes) + self.unseen_votes
+
+    def cuts_among(self, members: Sequence[str]) -> dict[str, set[str]]:
+        """Which of these members do not reach one another, though they reach the store: both ends of each cut."""
+        asked, cuts = set(members), dict[str, set[str]]()
+        for one in members:
+            for other in self.peers[one].cut_off if one in self.peers else ():
+                if other in asked:
+                    cuts.setdefault(one, set()).add(other)
+                    cuts.setdefault(other, set()).add(one)
+        return cuts
 
     def can_finish(self, opening: Opening) -> bool:
         """Whether this opening is the current one, and nothing that it needs is lost."""
@@ -259,8 +283,8 @@ class View:
         if not any(m in self.alive for m in opening.members):
             return opening.members
         unvoted = [m for m in opening.members if m not in self.votes]
-        dead = [m for m in unvoted if m not in self.alive]
-        cut = [m for m in unvoted if any(self.are_cut(m, other) for other in opening.members)]
+        dead, cuts = [m for m in unvoted if m not in self.alive], self.cuts_among(opening.members)
+        cut = [m for m in unvoted if m in cuts]
         return tuple(dict.fromkeys([*dead, *cut]))
 
 

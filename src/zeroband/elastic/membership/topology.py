@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
+
+Rates = np.ndarray
+"""Mbit/s (members, members) from one member to another."""
 
 EXACT_UP_TO = 16
 """So many members are ordered by looking at all rings; more by improving one."""
@@ -57,29 +61,33 @@ def plan(members: Sequence[str], seen: Sequence[LinkObservation], before: LinkTa
     `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
-    links = _links(members, [s.links for s in seen])
-    order = steady_order(len(members), links, before.order)
-    known = {pair: rate for pair, rate in links.items() if rate != UNKNOWN}
-    ring = order or tuple(range(len(members)))
+    table = _table(members, [s.links for s in seen])
+    order = steady_order(table, before.order)
+    known = table[table > UNKNOWN]
+    used = [table[step] for step in _steps(order or range(len(members))) if table[step] > UNKNOWN]
     return LinkTable(
         rates=rates,
         order=order,
-        slowest_link=_steady(min(known.values(), default=UNKNOWN), before.slowest_link),
-        slowest_in_ring=_steady(min((known[p] for p in _steps(ring) if p in known), default=0), before.slowest_in_ring),
+        slowest_link=_steady(int(known.min()) if known.size else UNKNOWN, before.slowest_link),
+        slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
         rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
         took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
     )
 
 
-def _links(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> dict[tuple[int, int], int]:
-    """Rates by the places of both ends; a direction that was not measured is like the other one."""
-    pairs = [(a, b) for a in range(len(members)) for b in range(len(members)) if a != b]
-    seen = {(a, b): links[a].get(members[b], UNKNOWN) for a, b in pairs}
-    return {(a, b): rate or seen[b, a] for (a, b), rate in seen.items()}
+def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
+    """Rates (members, members) from one to another; a direction that was not measured is like the other one."""
+    places = {member: place for place, member in enumerate(members)}
+    table = np.full((len(members), len(members)), float(UNKNOWN))
+    for place, seen in enumerate(links):
+        for member, rate in seen.items():
+            if member in places and places[member] != place:
+                table[place, places[member]] = rate
+    return np.where(table > UNKNOWN, table, table.T)
 
 
 def _steady(measured: int, before: int) -> int:
-    return before if _is_near(measured, before) else measured
+    return before if is_near(measured, before) else measured
 
 
 def _steps(order: Sequence[int]) -> list[tuple[int, int]]:
@@ -92,27 +100,29 @@ def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, .
 
     `before`: empty where nothing is known, or as many; so is what is returned.
     """
-    if len(before) == len(measured) and all(_is_near(a, b) for a, b in zip(measured, before, strict=True)):
+    if len(before) == len(measured) and all(is_near(a, b) for a, b in zip(measured, before, strict=True)):
         return tuple(before)
     return tuple(measured) if any(measured) else ()
 
 
-def steady_order(members: int, links: Mapping[tuple[int, int], float], before: Sequence[int]) -> tuple[int, ...]:
+def steady_order(table: Rates, before: Sequence[int]) -> tuple[int, ...]:
     """The ring to plan with: the one from before, unless another one is really faster.
 
-    `links`: rate from one member to another, by their places. `before`: empty where the members follow one another as
-    listed, or their places; so is what is returned.
+    `table`: rates (members, members) from one to another, or UNKNOWN. `before`: empty where the members follow one
+    another as listed, or their places; so is what is returned.
     """
+    members = len(table)
     as_listed = tuple(range(members))
-    if members <= 3 or not any(links.values()):
+    if members <= 3 or not table.any():
         return ()
-    table, old = _table(links, members), tuple(before) or as_listed
-    new = ring_order(links, members)
-    chosen = new if slowest(table, new) >= WORTH * slowest(table, old) else old
+    rates, old = _filled(table), tuple(before) or as_listed
+    new = ring_order(table)
+    chosen = new if slowest(rates, new) >= WORTH * slowest(rates, old) else old
     return () if chosen == as_listed else chosen
 
 
-def _is_near(a: int, b: int) -> bool:
+def is_near(a: int, b: int) -> bool:
+    """Whether of two rates one is no news beside the other."""
     return a == b or (min(a, b) > 0 and max(a, b) < WORTH * min(a, b))
 
 
@@ -137,24 +147,28 @@ def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def ring_order(links: Mapping[tuple[int, int], float], members: int) -> tuple[int, ...]:
+def ring_order(table: Rates) -> tuple[int, ...]:
     """Order members so that the slowest link from one to the next, around the ring, is as fast as possible.
 
     Exactly so up to EXACT_UP_TO members, nearly above.
 
-    `links`: rate from one member to another, by their places; one that is missing or UNKNOWN counts as the median.
+    `table`: rates (members, members) from one to another; UNKNOWN ones count as the median of the others.
     """
+    return _searched(np.ascontiguousarray(table).tobytes(), len(table))
+
+
+@lru_cache(maxsize=4)  # from round to round nothing is told of links that have hardly changed
+def _searched(table: bytes, members: int) -> tuple[int, ...]:
     if members <= 3:
         return tuple(range(members))
     search = _exact_ring if members <= EXACT_UP_TO else _improved_ring
-    return search(_table(links, members))
+    return search(_filled(np.frombuffer(table).reshape(members, members)))
 
 
-def _table(links: Mapping[tuple[int, int], float], members: int) -> np.ndarray:
-    """Rates (members, members) with the gaps filled."""
-    known = sorted(rate for rate in links.values() if rate > 0)
-    usual = known[len(known) // 2] if known else 1.0
-    return np.array([[links.get((a, b), UNKNOWN) or usual for b in range(members)] for a in range(members)])
+def _filled(table: Rates) -> Rates:
+    """The rates with the gaps filled."""
+    known = np.sort(table[table > UNKNOWN])
+    return np.where(table > UNKNOWN, table, known[len(known) // 2] if known.size else 1.0)
 
 
 def slowest(rates: np.ndarray, order: Sequence[int]) -> float:
@@ -211,26 +225,38 @@ def _trace(usable: np.ndarray, ends: np.ndarray, before: Sequence[int]) -> tuple
     return (0, *(b + 1 for b in reversed(path)))
 
 
-def _improved_ring(rates: np.ndarray) -> tuple[int, ...]:
-    """Always to the nearest that is left, then pieces turned around as long as the slowest links get faster."""
+def _improved_ring(rates: Rates) -> tuple[int, ...]:
+    """Always to the fastest that is left; then pieces turned around that take the slowest link out of the ring."""
     members = len(rates)
-    order, left = [0], set(range(1, members))
-    while left:
-        following = max(sorted(left), key=lambda b: rates[order[-1], b])
+    order, left = [0], np.ones(members, bool)
+    left[0] = False
+    while len(order) < members:
+        following = int(np.argmax(np.where(left, rates[order[-1]], -1.0)))
         order.append(following)
-        left.remove(following)
-    best, is_better = _quality(rates, order), True
-    while is_better:
-        is_better = False
-        for i in range(1, members - 1):
-            for j in range(i + 1, members):
-                turned = [*order[:i], *reversed(order[i : j + 1]), *order[j + 1 :]]
-                quality = _quality(rates, turned)
-                if quality > best:
-                    order, best, is_better = turned, quality, True
-    return tuple(order)
+        left[following] = False
+    ring = np.array(order)
+    for _ in range(members * members):  # each turn leaves fewer links that are as slow
+        links = rates[ring, np.roll(ring, -1)]
+        worst = int(links.argmin())
+        ring = np.roll(ring, -worst - 1)  # the slowest link is now the one from the last to the first
+        turned = _without_last_link(rates, ring, links[worst])
+        if turned is None:
+            break
+        ring = turned
+    start = int(np.flatnonzero(ring == 0)[0])
+    return tuple(int(place) for place in np.roll(ring, -start))
 
 
-def _quality(rates: np.ndarray, order: Sequence[int]) -> tuple[float, ...]:
-    """The slowest link first, then the next one: equal bottlenecks are told apart."""
-    return tuple(sorted(float(rates[a, b]) for a, b in _steps(order))[:4])
+def _without_last_link(rates: Rates, ring: np.ndarray, slowest_rate: float) -> np.ndarray | None:
+    """The ring with its begin turned around, so that all new links are faster than this; None: there is no such way.
+
+    Of the first j + 1 members turned around, the links are: last to j, from j down to the first, the first to j + 1.
+    """
+    backwards = rates[ring[1:], ring[:-1]]  # each to the one before it
+    inside = np.minimum.accumulate(np.concatenate([[np.inf], backwards]))[:-1]  # of the first j + 1 members
+    ends = np.minimum(rates[ring[-1], ring[:-1]], rates[ring[0], ring[1:]])
+    gained = np.minimum(inside, ends)
+    best = int(gained[:-1].argmax()) if len(gained) > 1 else 0
+    if gained[best] <= slowest_rate:
+        return None
+    return np.concatenate([ring[: best + 1][::-1], ring[best + 1 :]])

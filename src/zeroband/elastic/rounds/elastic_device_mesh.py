@@ -104,7 +104,7 @@ class ElasticDeviceMesh:
 
         def announce() -> None:
             rates = self._plane.measured()
-            self.member.announce_ready(replace(ready, rate=rates.own, links=rates.links, took_ms=rates.took_ms))
+            self.member.announce_ready(replace(ready, rate=rates.own, took_ms=rates.took_ms), rates.links)
 
         on_first_rank(self.local, announce)
 

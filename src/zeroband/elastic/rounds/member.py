@@ -6,18 +6,30 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkReader
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.epoch import Patience, Rules, Wait, has_quorum, must_leave, next_opening, next_verdict
+from zeroband.elastic.membership.epoch import (
+    Patience,
+    Rules,
+    Wait,
+    expected_in,
+    has_quorum,
+    knows_enough_to_open,
+    may_open,
+    must_leave,
+    next_opening,
+    next_verdict,
+)
 from zeroband.elastic.membership.orders import Orders, give_up_rollback
-from zeroband.elastic.membership.records import Opening, Ready, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Ready, Verdict, View
+from zeroband.elastic.membership.topology import is_near
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
@@ -26,7 +38,11 @@ from zeroband.errors import Fenced, Leaving, PeerLost, TransferStalled, Zeroband
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
-_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.05
+_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.25
+_LOOK_S = 1.0
+"""Longest wait for news, of which some do not come: leases run out, and words are lost."""
+_STEP_IN_S = 0.25
+"""So much later than the one before it proposes a member what is due, if nobody else has done so."""
 _REMIND_S = 10.0
 
 _log = get_logger(__name__)
@@ -90,6 +106,21 @@ class RunAccess:
     """By which a member counts the seconds that it waits."""
 
 
+@dataclass(frozen=True)
+class Rule(Generic[_T]):
+    """What a member waits for."""
+
+    decide: Callable[[View], _T | Wait]
+    """Decides at each look, and proposes what is called for where the look shows all that this takes."""
+    is_due: Callable[[View], bool]
+    """Whether something may have to be proposed, as far as a look that need not show everything tells."""
+    proposers: Callable[[View], Sequence[str]]
+    """Members that may propose it: the first one at once, the others one after the other while it stays due."""
+
+    def __call__(self, view: View) -> _T | Wait:
+        return self.decide(view)
+
+
 class Member:
     """One membership, from lease to leave.
 
@@ -112,6 +143,10 @@ class Member:
         self._clock = run.clock
         self._recording = threading.Lock()
         self._memory = LiveBackup(self.member_id, run.shared)
+        self._alive: frozenset[str] = frozenset()
+        self._round = 0
+        """As of the last look."""
+        self._told_links = LinkRates()
         self._first_look: tuple[int, View] | None = None
         """What the store showed for a round when this member last said something; whoever waits for it begins there."""
         flags.set_fenced(False)
@@ -143,10 +178,29 @@ class Member:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def announce_ready(self, ready: Ready) -> None:
-        """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`."""
+    def announce_ready(self, ready: Ready, links: Mapping[str, int] | None = None) -> None:
+        """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`.
+
+        `links`: Mbit/s to other members, as transfers showed them.
+        """
         self._memory.announced(ready)
-        self._first_look = ready.round, self._checked(self.store.announce_ready(self.member_id, ready), ready.round)
+        self._tell_links(links or {})
+        committed = self._memory.known.committed
+        expected = 0 if committed is None else sum(m in self._alive for m in committed.members)
+        view = self.store.announce_ready(self.member_id, ready, enough=expected)
+        self._first_look = ready.round, self._checked(view, ready.round)
+
+    def _tell_links(self, seen: Mapping[str, int]) -> None:
+        """Tell the store what is known of the links, where that is news. Of two rates the higher counts.
+
+        A link that was shared while it was measured carries more.
+        """
+        probed, told = self._links.rates, self._told_links
+        mbit = {m: max(probed.mbit.get(m, 0), seen.get(m, 0)) for m in {*probed.mbit, *seen} if m in self._alive}
+        is_news = mbit.keys() != told.mbit.keys() or not all(is_near(mbit[m], told.mbit[m]) for m in mbit)
+        if is_news or not is_near(probed.rtt_ms, told.rtt_ms):
+            self._told_links = LinkRates(mbit, probed.rtt_ms)
+            self.store.tell_links(self.member_id, self._told_links)
 
     def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> Opening | Verdict:
         """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
@@ -158,31 +212,42 @@ class Member:
 
     def turn_rule(
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
-    ) -> Callable[[View], Opening | Verdict | Wait]:
+    ) -> Rule[Opening | Verdict]:
         """What `await_turn` decides at each look, proposing the opening that is called for. Raises Fenced."""
         stragglers = _Stragglers(rules.straggler_deadline_s if is_member else None)
         pause = _Pause(round, self._on_event)
 
-        def decide(view: View) -> Opening | Verdict | Wait:
+        def patience_at(view: View) -> Patience:
             now_s = self._clock()
-            pause.look(view.orders, now_s)
+            return Patience(
+                start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
+            )
+
+        def decide(view: View) -> Opening | Verdict | Wait:
+            pause.look(view.orders, self._clock())
             excluded = must_leave(view, self.member_id, round) if is_member else None
             if excluded is not None:
                 raise Fenced(excluded.reason)
             if view.committed is not None and view.committed.round >= round:
                 return view.committed
-            patience = Patience(
-                start_is_over=now_s > start_deadline_s, stragglers_are_late=stragglers.are_late(view, now_s)
-            )
-            return self._decide_opening(view, round, rules, patience)
+            return self._decide_opening(view, round, rules, patience_at(view))
 
-        return decide
+        def is_due(view: View) -> bool:
+            return may_open(view, round, rules, patience_at(view))
+
+        return Rule(decide, is_due, expected_in)
 
     def _decide_opening(self, view: View, round: int, rules: Rules, patience: Patience) -> Opening | Wait:
-        decision = next_opening(view, round, rules, patience)
+        current = view.opening
+        if current is not None and current.round == round and view.can_finish(current):
+            decision: Opening | Wait = current
+        elif not knows_enough_to_open(view, round):
+            return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
+        else:
+            decision = next_opening(view, round, rules, patience, self.store.links)
         if isinstance(decision, Wait):
             return decision
-        if decision != view.opening and not self.store.propose_opening(decision, current=view.opening):
+        if decision != current and not self.store.propose_opening(decision, current=current):
             return Wait("another member's proposal was first")
         if self.member_id not in decision.members:
             return Wait(f"round {round} is open to {len(decision.members)} others")
@@ -200,7 +265,7 @@ class Member:
         """
         return self._poll(opening.round, self.verdict_rule(opening, record))
 
-    def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Callable[[View], Verdict | Wait]:
+    def verdict_rule(self, opening: Opening, record: Mapping[str, Any]) -> Rule[Verdict]:
         """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
 
         def decide(view: View) -> Verdict | Wait:
@@ -209,6 +274,8 @@ class Member:
                     return view.committed
                 raise Fenced(f"round {opening.round} was committed without {self.member_id}")
             self._check_opening(view, opening)
+            if view.unseen_votes:
+                return Wait(f"{view.voted} of {len(opening.members)} members have voted on round {opening.round}")
             decision = next_verdict(view, opening, record)
             if decision is None:
                 self.store.report_failure(opening, "the members hold different results")
@@ -219,7 +286,10 @@ class Member:
                 self._memory.committed(decision)
             return decision
 
-        return decide
+        def is_due(view: View) -> bool:
+            return view.voted >= len(opening.members) or bool(view.lost(opening))
+
+        return Rule(decide, is_due, lambda view: [m for m in opening.members if m in view.alive])
 
     def _check_opening(self, view: View, opening: Opening) -> None:
         """Raise PeerLost where an opening is superseded or cannot be finished any more."""
@@ -227,14 +297,15 @@ class Member:
             raise PeerLost(f"round {opening.round} was opened again without some of its members")
         if view.failed is not None:
             raise PeerLost(f"round {opening.round} cannot be finished: {view.failed}")
-        lost = view.lost(opening)
+        lost = () if view.unseen_votes else view.lost(opening)
         if lost:
             reason = f"{', '.join(lost)} lost during round {opening.round}"
             if self.store.report_failure(opening, reason):  # else a lost one came back and voted after all
                 raise PeerLost(reason, lost)
 
-    def _poll(self, round: int, decide: Callable[[View], _T | Wait]) -> _T:
-        pause_s, reminded_at_s, said = _POLL_MIN_S, self._clock(), ""
+    def _poll(self, round: int, rule: Rule[_T]) -> _T:
+        pause_s, reminded_at_s, said, due_at_s = _POLL_MIN_S, self._clock(), "", None
+        view = self._take_first_look(round) or self.look(round)
         while True:
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
@@ -242,8 +313,7 @@ class Member:
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
             self._flags.advance()
-            view = self._take_first_look(round) or self.look(round)
-            decision = decide(view)
+            decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
@@ -251,8 +321,21 @@ class Member:
                 _log.info(
                     "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
                 )
-            self.store.await_change(round, view, within_s=pause_s)
-            pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+            due_at_s = None if not rule.is_due(view) else now_s if due_at_s is None else due_at_s
+            left_s = _LOOK_S if due_at_s is None else due_at_s + self._place(rule, view) * _STEP_IN_S - now_s
+            if left_s > 0:  # it is for others to propose
+                view = self._await_change(round, view, within_s=min(left_s, _LOOK_S), whole=False)
+            else:
+                view = self._await_change(round, view, within_s=pause_s, whole=True)
+                pause_s = min(1.5 * pause_s, _POLL_MAX_S)
+
+    def _place(self, rule: Rule[Any], view: View) -> int:
+        """How many come before this member where something is to be proposed."""
+        proposers = sorted(rule.proposers(view))
+        return proposers.index(self.member_id) if self.member_id in proposers else len(proposers)
+
+    def _await_change(self, round: int, view: View | None, *, within_s: float, whole: bool) -> View:
+        return self._checked(self.store.await_change(round, view, within_s=within_s, whole=whole), round)
 
     def _take_first_look(self, round: int) -> View | None:
         seen, self._first_look = self._first_look, None
@@ -265,12 +348,14 @@ class Member:
     def _checked(self, view: View, round: int) -> View:
         if self._memory.is_more_than(view, round):
             if self.store.restore(self._memory.known):
+                self._told_links = LinkRates()
                 _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
             view = self.store.view(round)
         if (failure := self._memory.failure_unknown_to(view)) is not None:
             self.store.report_failure(*failure)
             view = self.store.view(round)
         self._memory.learn(view)
+        self._alive, self._round = view.alive, round
         self._enter_session(view)
         if view.opening is not None and self.member_id in (*view.opening.members, *view.opening.late):
             self._flags.set_listed_version(view.opening.version)
@@ -290,6 +375,15 @@ class Member:
     def watch(self, opening: Opening | None) -> None:
         """During a transfer, mark it aborted on the flags as soon as the opening cannot be finished. None: stop."""
         self._watcher.watch(opening)
+
+    def look_after_record(self) -> None:
+        """Give back to the store what it has lost. The watcher's thread."""
+        self._await_change(self._round, None, within_s=0.0, whole=False)
+
+    def await_news(self, opening: Opening, seen: View | None) -> View:
+        """Wait a moment for news of an opening. The view shows all that its end takes. The watcher's thread."""
+        view = self._await_change(opening.round, seen, within_s=_LOOK_S, whole=False)
+        return self.look(opening.round) if view.unseen_votes and view.lost(opening) else view
 
     def report_failure(self, opening: Opening, reason: str) -> None:
         self._memory.failed(opening, reason)
@@ -412,6 +506,7 @@ class _Watcher:
         self._departure = departure
         self._time_outs = time_outs
         self._opening: Opening | None = None
+        self._seen: View | None = None
         self._clock = clock
         self._looked_at_s = clock()
         self._stop = threading.Event()
@@ -432,10 +527,11 @@ class _Watcher:
     def _look(self) -> None:
         opening, now_s = self._opening, self._clock()
         if opening is not None:
-            if not self._member.look(opening.round).can_finish(opening) or self._departure.is_overdue(now_s):
+            self._seen = self._member.await_news(opening, self._seen)
+            if not self._seen.can_finish(opening) or self._departure.is_overdue(now_s):
                 self._flags.abort(opening.version)
         elif now_s - self._looked_at_s > self._time_outs.renew_s:
-            self._member.look(0)
+            self._member.look_after_record()
             self._looked_at_s = now_s
 
     def close(self) -> None:

@@ -33,9 +33,10 @@ from zeroband.config.store_url import StoreUrl, TlsOptions, parse_store_url
 from zeroband.errors import ConfigError
 
 COMMANDS = (
-    *("del", "evalsha", "exists", "expire", "get", "hdel", "hget", "hgetall", "hset", "hsetnx"),
-    *("incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set", "time"),
-    *("type", "xadd", "xdel", "xrange", "xrevrange", "zadd", "zrangebyscore", "zrem", "zscore"),
+    *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
+    *("hmget", "hset", "hsetnx", "incrby", "lpush", "lrange", "ltrim", "mget", "ping", "script|load", "select", "set"),
+    *("strlen", "time", "type", "xadd", "xdel", "xrange", "xread", "xrevrange", "zadd", "zcard", "zcount"),
+    *("zrangebyscore", "zrem", "zscore"),
 )
 """What a run says to Redis, inside its scripts and outside."""
 
@@ -90,6 +91,30 @@ class StoreClient(redis.Redis):
             raise GarbledAnswer("an answer of Redis is longer than it says, or not what was asked for")
         return answer
 
+    def wait_and_execute(self, wait: Sequence[str | int], *args: Any, shape: Shape) -> Any:
+        """Say two things at once, of which the first may keep the server waiting; the answer to the second.
+
+        One round trip: the server begins with the second when the first is over. Raises as `execute_command`.
+        """
+        pool = self.connection_pool
+        connection: Any = pool.get_connection()
+        try:
+            connection.send_packed_command(connection.pack_commands([wait, args]))
+            try:
+                connection.read_response()
+            except redis.ResponseError:
+                connection.disconnect()  # the other answer is still to come
+                raise
+            return self.parse_response(connection, args[0], shape=shape)
+        except (ValueError, TypeError, LookupError) as error:
+            connection.disconnect()
+            raise GarbledAnswer(f"an answer of Redis cannot be read: {error!r}") from error
+        except (redis.ConnectionError, redis.TimeoutError, OSError):
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
     def script(self, text: str, answer: Shape) -> StoreScript:
         """Prepare a script that gives answers of this shape."""
         return StoreScript(self, text, answer)
@@ -102,10 +127,14 @@ class StoreScript:
         self._client, self._text, self._answer = client, text, answer
         self._sha = hashlib.sha1(text.encode()).hexdigest()  # the name that Redis gives it
 
-    def __call__(self, *, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-        """Run it. Raises GarbledAnswer, redis.RedisError."""
+    def __call__(
+        self, *, keys: Sequence[str], args: Sequence[str | bytes | int], wait: Sequence[str | int] = ()
+    ) -> Any:
+        """Run it, after a command that waits for something, if there is one. Raises GarbledAnswer, redis.RedisError."""
         command = ("EVALSHA", self._sha, len(keys), *keys, *args)
         try:
+            if wait:
+                return self._client.wait_and_execute(wait, *command, shape=self._answer)
             return self._client.execute_command(*command, shape=self._answer)
         except NoScriptError:
             self._client.script_load(self._text)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of what nodes tell one another: their records, and what contributions, journals and states mean.
 
 Nodes with another one are refused at join.
@@ -116,15 +116,26 @@ class Store(Protocol):
         """All that the rules need for `round`, read at one instant."""
         ...
 
-    def await_change(self, round: int, seen: View, *, within_s: float) -> None:
-        """Wait until `round` is worth another look: it shows something else than `seen`, or the time is over.
+    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
+        """Wait until `round` may show something that decides, and look; or until the time is over, at the latest.
 
-        A store that does not tell of changes has its caller wait for the whole time.
+        `seen`: what the same thread saw last; None: nothing. `whole`: the view has all who are ready, and all votes.
         """
         ...
 
-    def announce_ready(self, member_id: str, ready: Ready) -> View:
-        """Say that a member stands at the boundary of a round, and look; the first word counts."""
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
+        """Say that a member stands at the boundary of a round, and look; the first word counts.
+
+        `enough`: the view need have who else is there only if there are so many; 0: it has everybody.
+        """
+        ...
+
+    def tell_links(self, member_id: str, links: LinkRates) -> None:
+        """Say what a member knows of its links, for whoever proposes an opening."""
+        ...
+
+    def links(self) -> Mapping[str, LinkRates]:
+        """What the members know of their links, as of this node's last look."""
         ...
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
@@ -136,7 +147,10 @@ class Store(Protocol):
         ...
 
     def vote(self, opening: Opening, member_id: str, digest: str) -> View:
-        """Say which result a member holds for an opening, and look; the first word counts."""
+        """Say which result a member holds for an opening, and look; the first word counts.
+
+        The view need have the others' votes only if all members of the opening have voted.
+        """
         ...
 
     def propose_verdict(self, verdict: Verdict) -> bool:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import (
+    LinkRates,
     Opening,
     Peer,
     Ready,
@@ -205,6 +206,13 @@ class Judge:
     def peers(self, name: str, said: Mapping[str, bytes]) -> dict[str, Peer]:
         """Where members are found."""
         return self._all(Peer, name, said, "peer")
+
+    def seal_links(self, member: str, links: LinkRates) -> str:
+        return self._seal(to_json(links), "links", member)
+
+    def links(self, name: str, said: Mapping[str, bytes]) -> dict[str, LinkRates]:
+        """What members know of their links."""
+        return self._all(LinkRates, name, said, "links")
 
     def seal_leaving(self, member: str) -> str:
         return self._seals.seal("leaving", "leaving", member)

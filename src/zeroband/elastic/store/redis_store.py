@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import redis
 
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.records import Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
@@ -33,12 +34,11 @@ from zeroband.elastic.store.connection import (
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.interface import Store, record_of, require_equal
 from zeroband.elastic.store.judge import Judge
+from zeroband.elastic.store.known import RECORDS, Known, pairs, text_of
+from zeroband.elastic.store.scripts import RUN_TTL_S
 from zeroband.elastic.store.seals import Seals, id_of
 from zeroband.errors import ConfigError, JoinRefused, StoreLost
 from zeroband.observe.log import get_logger
-
-RUN_TTL_S = 30 * 24 * 3600
-"""Life of the run's own record after its last write."""
 
 ROUND_TTL_S = 7 * 24 * 3600
 """Life of what belongs to one round: longer than any pause a run may sit through."""
@@ -67,8 +67,19 @@ _PAGE, _LOOKED = 64, 16
 """Entries of facts that are read at once, and that are looked at to find one that counts."""
 
 _TEXT, _FLAG, _OUTCOME = bytes | None, frozenset((0, 1)), frozenset((0, 1, 2))
-_VIEW = (_TEXT, _TEXT, list, list, list, _TEXT, list, bytes | int | None, _FLAG, _TEXT, _TEXT)
+_LIST: type = list
+_NEWS, _WORDS = bytes | int | None, (bytes, _FLAG, _LIST | int)
+_TIMES = (_TEXT, _TEXT, _TEXT)
+_RENEWAL = (_FLAG, _TEXT, _TIMES, _LIST | int, _WORDS)
+"""The answer to a renewal."""
+_VIEW = (_TIMES, _NEWS, _NEWS, _NEWS, _NEWS, _NEWS, _NEWS, _LIST | int, _WORDS, _WORDS, _WORDS, _FLAG, _NEWS, _NEWS)
 """The answer to a look."""
+
+_NEVER = 1 << 31
+"""More members than there are."""
+
+_WHOLE_LEASES = 6
+"""After so many leases a look takes nothing for known: what somebody damages without a trace is seen by then."""
 
 _log = get_logger(__name__)
 
@@ -89,6 +100,13 @@ class FactEntry(NamedTuple):
     """None: it does not count."""
 
 
+class _Said(NamedTuple):
+    """What a member writes for itself."""
+
+    key: str
+    word: str
+
+
 class Keys:
     """Every key of a run. Hash tags keep a run on one shard of a cluster.
 
@@ -107,6 +125,9 @@ class Keys:
         self.restart_point = f"{self.prefix}:restart_point"  # string: on which checkpoint the run is to begin again
         self.orders = f"{self.prefix}:orders"  # string: what operators want of the run
         self.history = f"{self.prefix}:history"  # list: the newest verdicts, newest first
+        self.links = f"{self.prefix}:links"  # hash: member -> what its links to the others carry
+        self.changes = f"{self.prefix}:changes"  # hash: numbers all that a look shows
+        self.news = f"{self.prefix}:news"  # stream: the numbers of the changes for which members wait
         self.recorders = f"{self.prefix}:recorders"  # hash: node id -> what a late reader has to know of it
 
     def ready(self, round: int) -> str:
@@ -155,15 +176,20 @@ class RedisStore(Store):
     ) -> None:
         self.keys = Keys(run_id)
         self._judge = Judge(Seals(key, run_id, self.keys.prefix))
-        self._known_run = ""
-        """Digest of the run's record that was looked at last and counts."""
+        self._seen = Known()
+        self._seeing = threading.Lock()
+        self._own = ""
+        """The member that speaks through this store; empty: none did yet."""
+        self._era = 0
+        """Grows with each session: what counts in one may not in another."""
         self._known_word = ""
         """Digest of what stands of the node whose facts are added, as it was looked at last and counts."""
         self._patience_s = patience_s
         self._before_retry = before_retry
         self._has_answered = False
         self._lease_ms = int(lease_s * 1000)
-        self._redis = connect(url, timeout_s=min(max(1.0, lease_s), patience_s))
+        self._answer_s = min(max(1.0, lease_s), patience_s)
+        self._redis = connect(url, timeout_s=self._answer_s)
         self._view = self._script(scripts.VIEW, _VIEW)
         self._open, self._begin, self._fail, self._order, self._clear, self._end_lease = (
             self._script(text, _FLAG)
@@ -171,7 +197,7 @@ class RedisStore(Store):
         )
         self._commit, self._restore = (self._script(text, _OUTCOME) for text in (scripts.COMMIT, scripts.RESTORE))
         self._renew, self._leave = (
-            self._script(scripts.RENEW, (_FLAG, list | bytes)),
+            self._script(scripts.RENEW, _RENEWAL),
             self._script(scripts.LEAVE, (list, list)),
         )
         self._found = self._script(scripts.FOUND, (_TEXT, _TEXT, _FLAG))
@@ -179,6 +205,8 @@ class RedisStore(Store):
             self._script(scripts.READ, (_TEXT, _TEXT, _TEXT)),
             self._script(scripts.READ_HISTORY, list),
         )
+        self._tell_links = self._script(scripts.TELL_LINKS, _FLAG)
+        self._read_links = self._script(scripts.READ_LINKS, (_TIMES, _WORDS))
         self._add_once = self._script(scripts.ADD_ONCE, int)
         self._append_facts = self._script(scripts.APPEND_FACTS, (_FLAG, list | bytes, bytes | int | None))
         self._read_facts, self._read_nodes = (
@@ -199,7 +227,7 @@ class RedisStore(Store):
     @session.setter
     def session(self, session: str) -> None:
         self._judge.session = session
-        self._known_run = ""
+        self._era += 1
 
     @property
     def _silence_ms(self) -> int:
@@ -248,11 +276,12 @@ class RedisStore(Store):
         keys: Sequence[str],
         args: Sequence[str | bytes | int],
         patience_s: float | None = None,
+        wait: Sequence[str | int] = (),
     ) -> Any:
-        """The result of a script; says which keys it found to be of a wrong kind."""
-        mended, result = self._call(lambda: script(keys=keys, args=args), patience_s)
+        """The result of a script; says which keys it found to be of a wrong kind. `wait`: a command before it."""
+        mended, result = self._call(lambda: script(keys=keys, args=args, wait=wait), patience_s)
         for key in mended:
-            fields = {"key": _text(key)}
+            fields = {"key": text_of(key)}
             _log.warning("a key of the store was of a wrong kind and has been deleted", extra={"fields": fields})
         return result
 
@@ -270,7 +299,7 @@ class RedisStore(Store):
             raw, other_protocol, is_alive = self._run(self._found, keys, args)
             waits = is_first and bool(is_alive)
             if other_protocol and not waits:
-                raise JoinRefused("protocol", _text(other_protocol), record["protocol"])
+                raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
             theirs = self._judge.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)
@@ -304,11 +333,11 @@ class RedisStore(Store):
 
     def propose_restart_point(self, restart_point: RestartPoint, view: View) -> bool:
         judge, keys = self._judge, self.keys
-        names = [keys.restart_point, keys.opening, keys.committed]
+        names, news = [keys.restart_point, keys.opening, keys.committed], [keys.changes, keys.news]
         before = [judge.seal_restart_point(view.restart_point), judge.seal_opening(view.opening)]
         before.append(judge.seal_verdict(view.committed))
         args = [*before, judge.seal_restart_point(restart_point), RUN_TTL_S, self._silence_ms, *map(judge.junk, names)]
-        return bool(self._run(self._begin, [*names, keys.clock, keys.leases], args))
+        return bool(self._run(self._begin, [*names, keys.clock, keys.leases, *news], args))
 
     def restore(self, known: StoreBackup) -> bool:
         keys, judge, member = self.keys, self._judge, known.member_id
@@ -323,6 +352,7 @@ class RedisStore(Store):
         places = [keys.opening, keys.committed, keys.run, keys.orders, f"{ready_key} {member}", f"{vote_key} {member}"]
         args = [RUN_TTL_S, self._lease_ms, HISTORY_LENGTH, ROUND_TTL_S, member, *ours, *map(judge.junk, places)]
         names = [keys.opening, keys.committed, keys.history, keys.clock, keys.run, ready_key, vote_key, keys.orders]
+        names += [keys.changes, keys.news]
         return self._run(self._restore, names, args) == 1
 
     # -- leases -------------------------------------------------------------------------------------------------
@@ -330,29 +360,46 @@ class RedisStore(Store):
     def renew_lease(
         self, member_id: str, peer: Peer, *, first: bool = False, listed_version: int = 0
     ) -> dict[str, Peer] | None:
-        keys = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
-        args = [member_id, self._lease_ms, self._silence_ms, int(first), self._judge.seal_peer(member_id, peer)]
-        refuted = b""
+        names = [self.keys.leases, self.keys.clock, self.keys.peers, self.keys.opening, self.keys.run]
+        names += [self.keys.changes, self.keys.news]
+        args: list[str | bytes | int] = [member_id, self._lease_ms, self._silence_ms, int(first)]
+        args += [self._judge.seal_peer(member_id, peer), RUN_TTL_S]
+        refuted, known = b"", self._known()
         for _ in range(_ASK_AGAIN):
-            granted, said = self._run(self._renew, keys, [*args, RUN_TTL_S, refuted])
+            seen = [refuted, known.changes, known.alive_tag, known.peers.change]
+            granted, against, *living = self._run(self._renew, names, [*args, *seen])
             if granted:
-                return self._judge.peers(self.keys.peers, _pairs(said))
-            opening = self._judge.opening(self.keys.opening, said, None)
+                return self._living(known, *living)
+            opening = self._judge.opening(self.keys.opening, against, None)
             is_newer = opening is not None and opening.version > listed_version
             if opening is not None and is_newer and member_id not in (*opening.members, *opening.late):
                 return None
-            refuted = said
+            refuted = against
         raise StoreLost(f"somebody changes {self.keys.opening} all the time; {member_id} could not renew its lease")
 
+    def _living(self, known: Known, times: Sequence[Any], alive: Any, peers: Sequence[Any]) -> dict[str, Peer]:
+        """The living members, as a renewal tells what is new of them."""
+        known.learn_times(*times)
+        known.learn_alive(alive)
+        known.peers.learn(peers, known.change, lambda new: self._judge.peers(self.keys.peers, new))
+        known.view = None
+        self._keep(known)
+        return {member: peer for member, peer in known.peers.read.items() if member in known.alive}
+
     def release_lease(self, member_id: str) -> None:
-        self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 1])
+        self._end(member_id, forget=True)
 
     def expire_lease(self, member_id: str) -> None:
-        self._run(self._end_lease, [self.keys.leases, self.keys.peers, self.keys.clock], [member_id, 0])
+        self._end(member_id, forget=False)
+
+    def _end(self, member_id: str, *, forget: bool) -> None:
+        keys = self.keys
+        names = [keys.leases, keys.peers, keys.clock, keys.changes, keys.news, keys.links]
+        self._run(self._end_lease, names, [member_id, int(forget)])
 
     def lease_ends_ms(self) -> dict[str, int]:
         leases = self._call(lambda: self._redis.zrangebyscore(self.keys.leases, "-inf", "+inf", withscores=True))
-        return {_text(member): int(end) for member, end in leases if abs(end) < float("inf")}
+        return {text_of(member): int(end) for member, end in leases if abs(end) < float("inf")}
 
     def is_renewed(self, before_ms: int, end_ms: int) -> bool:
         return 0 < end_ms - before_ms < self._silence_ms
@@ -361,77 +408,158 @@ class RedisStore(Store):
         keys = [self.keys.leases, self.keys.clock, self.keys.leaving]
         args = [member_id, self._silence_ms, ROUND_TTL_S, self._judge.seal_leaving(member_id)]
         alive, leaving = self._run(self._leave, keys, args)
-        return frozenset(map(_text, alive)) - self._judge.leaving(self.keys.leaving, _pairs(leaving))
+        return frozenset(map(text_of, alive)) - self._judge.leaving(self.keys.leaving, pairs(leaving))
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def view(self, round: int) -> View:
         return self._look(round)
 
-    def await_change(self, round: int, seen: View, *, within_s: float) -> None:
-        time.sleep(within_s)  # Redis tells nobody of changes
+    def await_change(self, round: int, seen: View | None, *, within_s: float, whole: bool = True) -> View:
+        return self._look(round, whole=whole, seen=seen, wait_ms=int(1000 * min(within_s, self._answer_s / 2)))
 
-    def announce_ready(self, member_id: str, ready: Ready) -> View:
-        return self._look(
-            ready.round, (self.keys.ready(ready.round), member_id, self._judge.seal_ready(member_id, ready))
-        )
+    def announce_ready(self, member_id: str, ready: Ready, *, enough: int = 0) -> View:
+        self._own = member_id
+        said = _Said(self.keys.ready(ready.round), self._judge.seal_ready(member_id, ready))
+        return self._look(ready.round, said, whole=not enough, enough_ready=enough or _NEVER)
 
     def vote(self, opening: Opening, member_id: str, digest: str) -> View:
-        return self._look(
-            opening.round, (self.keys.votes(opening), member_id, self._judge.seal_vote(member_id, opening, digest))
-        )
+        self._own = member_id
+        said = _Said(self.keys.votes(opening), self._judge.seal_vote(member_id, opening, digest))
+        return self._look(opening.round, said, whole=False, enough_votes=len(opening.members))
 
-    def _look(self, round: int, said: tuple[str, str, str] | None = None) -> View:
-        """`said`: key, member and word of what is written first, in the same round trip."""
-        keys, judge = self.keys, self._judge
+    def _known(self) -> Known:
+        """What this node has seen of the store, if that is not too old; else nothing. To learn in."""
+        with self._seeing:
+            seen, now_s = self._seen, time.monotonic()
+            if seen.era != self._era or now_s - seen.began_at_s > _WHOLE_LEASES * self._lease_ms / 1000:
+                seen = self._seen = Known(era=self._era, began_at_s=now_s)
+            return seen.fork()
+
+    def _keep(self, known: Known) -> None:
+        """Have what was learned be known to the next look, unless another thread has learned more meanwhile."""
+        with self._seeing:
+            seen = self._seen
+            is_newer = known.is_set_back or known.born != seen.born or known.change >= seen.change
+            if known.era == seen.era and is_newer:
+                self._seen = known
+
+    def _look(
+        self,
+        round: int,
+        said: _Said | None = None,
+        *,
+        whole: bool = True,
+        enough_ready: int = _NEVER,
+        enough_votes: int = _NEVER,
+        seen: View | None = None,
+        wait_ms: int = 0,
+    ) -> View:
+        """`said`: what is written first, in the same round trip. `wait_ms`: for news, where `seen` is the newest."""
+        keys, known = self.keys, self._known()
+        known.ask_for_round(round)
         names = [keys.opening, keys.committed, keys.leases, keys.clock, keys.peers, keys.run, keys.ready(round)]
-        names += [keys.orders, keys.restart_point]
-        args: list[str | int] = [keys.prefix, self._silence_ms, self._known_run]
+        names += [keys.orders, keys.restart_point, keys.changes]
+        args: list[str | bytes | int] = [keys.prefix, self._silence_ms, known.changes, *map(known.tag, RECORDS)]
+        args += [known.alive_tag, known.ready.change, known.peers.change, known.opening_id, known.votes.change]
+        args += [int(whole), enough_ready, enough_votes, self._own]
+        args += [int(known.ready.lacks(self._own)), int(known.votes.lacks(self._own))]
         if said is not None:
-            names.append(said[0])
-            args += [*said[1:], ROUND_TTL_S]
-        seen = self._run(self._view, names, args)
-        raw_opening, raw_committed, alive, ready, votes, failed, peers, run, is_settling, orders, restart_point = seen
-        committed = judge.verdict(keys.committed, raw_committed)
-        opening = judge.opening(keys.opening, raw_opening, committed)
-        votes_key, failed_key = (keys.votes(opening), keys.failed(opening)) if opening is not None else ("", "")
-        return View(
-            opening=opening,
-            committed=committed,
-            alive=frozenset(map(_text, alive)),
-            ready=judge.ready(keys.ready(round), round, _pairs(ready)),
-            votes=judge.votes(votes_key, opening, _pairs(votes)),
-            failed=judge.failure(failed_key, opening, failed),
-            peers=judge.peers(keys.peers, _pairs(peers)),
-            is_known=self._knows_run(run),
-            is_settling=bool(is_settling),
-            orders=judge.orders(keys.orders, orders),
-            restart_point=judge.restart_point(keys.restart_point, restart_point, committed),
-        )
+            names.append(said.key)
+            args += [said.word, ROUND_TTL_S]
+        waits = wait_ms > 0 and seen is known.view  # else another thread has seen more already
+        wait = ("XREAD", "BLOCK", wait_ms, "COUNT", 1, "STREAMS", keys.news, f"{known.change}-0") if waits else ()
+        view = self._learn(known, round, self._run(self._view, names, args, wait=wait))
+        self._keep(known)
+        return self._look(round, whole=whole) if known.peers.unseen else view  # some were forgotten
 
-    def _knows_run(self, said: bytes | int | None) -> bool:
-        """Whether the run's record stands there; it is told in full only where it is not the one that was seen last."""
-        if isinstance(said, int):
-            return True
-        is_known = self._judge.run(self.keys.run, said) is not None
-        self._known_run = _sha1(said) if said and is_known else ""
-        return is_known
+    def _learn(self, known: Known, round: int, told: Sequence[Any]) -> View:
+        """Take over what a look told. Returns the view of it: the one from before where nothing is new."""
+        keys, judge = self.keys, self._judge
+        times, *records, alive, ready, peers, votes, is_settling, own_ready, own_vote = told
+        known.learn_times(*times)
+        if known.learn_records(records) or known.view is None:
+            self._judge_records(known)
+        opening, ready_key = known.opening, keys.ready(round)
+        votes_key = "" if opening is None else keys.votes(opening)
+
+        def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
+            return judge.ready(ready_key, round, raw)
+
+        def read_votes(raw: Mapping[str, bytes]) -> dict[str, str]:
+            return judge.votes(votes_key, opening, raw)
+
+        is_new = [
+            known.learn_alive(alive),
+            known.peers.learn(peers, known.change, lambda raw: judge.peers(keys.peers, raw)),
+            known.ready.learn(ready, known.change, read_ready),
+            known.votes.learn(votes, known.change, read_votes),
+        ]
+        if self._own:
+            is_new.append(known.ready.learn_own(self._own, own_ready, read_ready))
+            is_new.append(known.votes.learn_own(self._own, own_vote, read_votes))
+        if known.view is not None and not any(is_new) and known.view.is_settling == bool(is_settling):
+            return known.view
+        known.view = View(
+            opening=opening,
+            committed=known.committed,
+            alive=known.alive,
+            ready=known.ready.read,
+            votes=known.votes.read if opening is not None else {},
+            failed=known.failed,
+            peers=known.peers.read,
+            is_known=known.is_known,
+            is_settling=bool(is_settling),
+            orders=known.orders,
+            restart_point=known.restart_point,
+            unseen_ready=known.ready.unseen,
+            unseen_votes=known.votes.unseen if opening is not None else 0,
+        )
+        return known.view
+
+    def _judge_records(self, known: Known) -> None:
+        """Read the records of which there is one each; some count only beside others."""
+        keys, judge, raw = self.keys, self._judge, known.records.get
+        committed = judge.verdict(keys.committed, raw("committed"))
+        opening = judge.opening(keys.opening, raw("opening"), committed)
+        if opening != known.opening:
+            known.forget_votes()
+        known.committed, known.opening, known.view = committed, opening, None
+        known.failed = judge.failure("" if opening is None else keys.failed(opening), opening, raw("failed"))
+        known.is_known = judge.run(keys.run, raw("run")) is not None
+        known.orders = judge.orders(keys.orders, raw("orders"))
+        known.restart_point = judge.restart_point(keys.restart_point, raw("restart_point"), committed)
+
+    def tell_links(self, member_id: str, links: LinkRates) -> None:
+        sealed = self._judge.seal_links(member_id, links)
+        self._run(self._tell_links, [self.keys.links, self.keys.changes], [member_id, sealed, RUN_TTL_S])
+
+    def links(self) -> Mapping[str, LinkRates]:
+        keys, known = self.keys, self._known()
+        if known.links.change != known.links_change or known.links.unseen:
+            args = [known.changes, known.links.change]
+            times, links = self._run(self._read_links, [keys.links, keys.changes], args)
+            known.learn_times(*times)
+            known.links.learn(links, known.links_change, lambda raw: self._judge.links(keys.links, raw))
+            self._keep(known)
+        return known.links.read
 
     def propose_opening(self, opening: Opening, *, current: Opening | None) -> bool:
         judge, keys = self._judge, self.keys
         args = [judge.seal_opening(current), opening.round, judge.seal_opening(opening), RUN_TTL_S, opening.orders]
         args += [self._silence_ms, *map(judge.junk, (keys.opening, keys.committed, keys.orders))]
-        return bool(self._run(self._open, [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases], args))
+        names = [keys.opening, keys.committed, keys.clock, keys.orders, keys.leases, keys.changes, keys.news]
+        return bool(self._run(self._open, names, args))
 
     def report_failure(self, opening: Opening, reason: str) -> bool:
         judge, keys = self._judge, [self.keys.committed, self.keys.failed(opening)]
         args = [opening.version, judge.seal_failure(opening, reason), ROUND_TTL_S, *map(judge.junk, keys)]
-        return bool(self._run(self._fail, keys, args))
+        return bool(self._run(self._fail, [*keys, self.keys.changes, self.keys.news], args))
 
     def propose_verdict(self, verdict: Verdict) -> bool:
         opening, keys, judge = verdict.opening, self.keys, self._judge
         names = [keys.opening, keys.committed, keys.history, keys.failed(opening), keys.leases, keys.peers, keys.clock]
-        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders]
+        names += [keys.ready(verdict.round), keys.votes(opening), keys.orders, keys.changes, keys.news, keys.links]
         args = [judge.seal_opening(opening), verdict.round, judge.seal_verdict(verdict), RUN_TTL_S, HISTORY_LENGTH]
         args += [self._silence_ms, SPENT_TTL_S, judge.junk(keys.committed), judge.junk(keys.failed(opening))]
         listed = (*opening.members, *opening.late)
@@ -473,7 +601,8 @@ class RedisStore(Store):
                 orders = replace(orders, version=newest)
             changed = change(orders)
             args = [raw, self._judge.seal_orders(changed), RUN_TTL_S]
-            if changed == orders or self._run(self._order, [self.keys.orders], args):
+            names = [self.keys.orders, self.keys.changes, self.keys.news]
+            if changed == orders or self._run(self._order, names, args):
                 return changed
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -487,7 +616,7 @@ class RedisStore(Store):
     def saving(self, attempt: str, *, patience_s: float) -> dict[str, str]:
         """What the writers of a checkpoint last said, by node id."""
         key = self.keys.saving(attempt)
-        return self._judge.saving(key, _pairs(self._run(self._read_said, [key], [], patience_s)))
+        return self._judge.saving(key, pairs(self._run(self._read_said, [key], [], patience_s)))
 
     # -- what nodes recorded ------------------------------------------------------------------------------------
 
@@ -506,7 +635,7 @@ class RedisStore(Store):
         args += [FACTS_TTL_S, FACTS_ENTRIES, FACTS_BYTES, _LOOKED, self._known_word]
         is_added, said, listed = self._run(self._append_facts, keys, args)
         if is_added:
-            return Appended(_text(said), self._knows_word(node_id, listed))
+            return Appended(text_of(said), self._knows_word(node_id, listed))
         return self._entries(node_id, said)
 
     def _knows_word(self, node_id: str, said: bytes | int | None) -> bool:
@@ -524,12 +653,12 @@ class RedisStore(Store):
 
     def _entries(self, node_id: str, raw: Sequence[Any]) -> Sequence[FactEntry]:
         key = self.keys.facts(node_id)
-        return [FactEntry(_text(id), self._judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
+        return [FactEntry(text_of(id), self._judge.facts(key, node_id, _facts_of(parts))) for id, parts in raw]
 
     def recorders(self) -> dict[str, FactBatch]:
         """The nodes that recorded something, with what stands however long ago they did."""
         name = self.keys.recorders
-        said = _pairs(self._run(self._read_nodes, [name], []))
+        said = pairs(self._run(self._read_nodes, [name], []))
         opened = {node_id: self._judge.facts(name, node_id, raw) for node_id, raw in said.items()}
         return {node_id: batch for node_id, batch in opened.items() if batch is not None}
 
@@ -558,15 +687,6 @@ def _sha1(said: bytes) -> str:
     return hashlib.sha1(said, usedforsecurity=False).hexdigest()
 
 
-def _text(value: bytes | str) -> str:
-    """A name that somebody wrote into the store."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def _facts_of(parts: Sequence[bytes]) -> bytes:
     """The sealed part of an entry, whatever somebody wrote there."""
     return parts[3] if len(parts) > 3 else b"-"
-
-
-def _pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
-    return {_text(k): v for k, v in zip(flat[::2], flat[1::2], strict=True)}

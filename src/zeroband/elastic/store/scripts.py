@@ -10,6 +10,9 @@ there. What the caller has not judged may have been written since it looked: it 
 
 from __future__ import annotations
 
+RUN_TTL_S = 30 * 24 * 3600
+"""Life of the run's own record after its last write."""
+
 _PRELUDE = """
 local mended = {}
 local function mend(key, kind) -- so that no command fails by what somebody put there
@@ -45,6 +48,12 @@ local function holds(leases, member, at)
   return ends and ends > at
 end
 local function alive_at(leases, at) return redis.call('ZRANGEBYSCORE', leases, '(' .. at, '+inf') end
+local function alive_unless(leases, at, known) -- who is alive; 1 where that digest is of the same members
+  local alive = alive_at(leases, at)
+  table.sort(alive)
+  if redis.sha1hex(table.concat(alive, ' ')) == known then return 1 end
+  return alive
+end
 local function is_torn(leases, clock) -- one of the two was lost, or the clock set back: whose lease held is not known
   local now, pulse = time_ms(), pulse_of(clock)
   return (pulse == nil) ~= (redis.call('EXISTS', leases) == 0) or (pulse and now < pulse) or false
@@ -66,7 +75,67 @@ end
 local function forget_stopped_clock(leases, clock) -- of nobody: the next lease begins it anew
   if redis.call('EXISTS', leases) == 0 then redis.call('HDEL', clock, 'pulse') end
 end
-"""
+local function is_error(answer) return type(answer) == 'table' and answer.err ~= nil end
+local function next_change(changes) -- numbers every write that a view shows
+  if redis.call('HEXISTS', changes, 'born') == 0 then redis.call('HSET', changes, 'born', time_ms()) end
+  local n = redis.pcall('HINCRBY', changes, 'n', 1)
+  if not is_error(n) then return n end
+  redis.call('DEL', changes)
+  redis.call('HSET', changes, 'born', time_ms(), 'n', 1)
+  return 1
+end
+local function tell(changes, news) -- and wake those who wait for what decides
+  local n = next_change(changes)
+  for _ = 1, 2 do
+    if not is_error(redis.pcall('XADD', news, 'MAXLEN', '16', string.format('%.0f-0', n), 'n', '1')) then break end
+    redis.call('DEL', news) -- ids of a counter that was lost
+  end
+  redis.call('EXPIRE', news, RUN_TTL)
+  redis.call('EXPIRE', changes, RUN_TTL)
+end
+local function follows(changes, seen) -- whether the changes go on from those that a caller has seen, as `born:n`
+  local born, n = string.match(seen, '^(.*):(%d+)$')
+  return born ~= '' and born == redis.call('HGET', changes, 'born')
+         and tonumber(n) <= (tonumber(redis.call('HGET', changes, 'n')) or -1)
+end
+local function times_of(words) return words .. ':at' end -- member -> number of the change that its word came with
+local function note(changes, words, member, ttl)
+  mend(times_of(words), 'zset')
+  redis.call('ZADD', times_of(words), next_change(changes), member)
+  redis.call('EXPIRE', times_of(words), ttl)
+end
+local function forget(words, member)
+  mend(times_of(words), 'zset')
+  redis.call('HDEL', words, member)
+  redis.call('ZREM', times_of(words), member)
+end
+local function since(words, known) -- how many there are, whether these are all of them, and those after a change
+  -- (a count is a string, of which the answer says how long it is: a byte that is lost on the way is noticed)
+  mend(times_of(words), 'zset')
+  local many = redis.call('HLEN', words)
+  if known == '0' or redis.call('ZCARD', times_of(words)) ~= many then
+    return {tostring(many), 1, redis.call('HGETALL', words)}
+  end
+  local members, found = redis.call('ZRANGEBYSCORE', times_of(words), '(' .. known, '+inf'), {}
+  for i = 1, #members, 1000 do
+    local some = {unpack(members, i, math.min(i + 999, #members))}
+    local said = redis.call('HMGET', words, unpack(some))
+    for j, member in ipairs(some) do
+      if said[j] then found[#found + 1] = member; found[#found + 1] = said[j] end
+    end
+  end
+  return {tostring(many), 0, found}
+end
+local function tag(key) -- tells a sealed record from the one that a caller knows: its MAC, and its length
+  local length = redis.call('STRLEN', key)
+  if length == 0 then return '' end
+  return redis.call('GETRANGE', key, 0, 31) .. length
+end
+local function unless(key, known) -- the record of this key; 1 where it is the one that the caller knows
+  if tag(key) == known then return 1 end
+  return redis.call('GET', key)
+end
+""".replace("RUN_TTL", str(RUN_TTL_S))
 
 
 _AS_IT_IS = "as-it-is"
@@ -83,37 +152,52 @@ def _script(kinds: str, body: str) -> str:
 
 
 VIEW = _script(
-    "string string zset hash hash string hash string string hash",
+    "string string zset hash hash string hash string string hash hash",
     """
--- KEYS: opening committed leases clock peers run ready orders restart_point [said]
--- ARGV: prefix silence_ms known_run [member word ttl]
--- What a member says is written first; its first word counts. `known_run`: digest of the run's record that the caller
--- has seen; the record itself is told where it is another.
-if KEYS[10] then
-  redis.call('HSETNX', KEYS[10], ARGV[4], ARGV[5])
-  redis.call('EXPIRE', KEYS[10], ARGV[6])
+-- KEYS: opening committed leases clock peers run ready orders restart_point changes [said]
+-- ARGV: prefix silence_ms, then what the caller knows: changes tag_opening tag_committed tag_failed tag_run tag_orders
+--   tag_restart_point alive ready peers votes_of votes; whole enough_ready enough_votes member lacks_ready lacks_vote
+--   [word ttl]
+-- What a member says is written first; its first word counts. Told is what is another than the caller knows. Who is
+-- ready and who has voted is told where it is asked for (`whole`), and where there are enough of them; else how many,
+-- and what this member itself said: its word where the caller lacks it, 1 where it is there, 0 where it is not.
+local goes_on = follows(KEYS[10], ARGV[3])
+local function known(i) return goes_on and ARGV[i] or '0' end
+if KEYS[11] then
+  if redis.call('HSETNX', KEYS[11], ARGV[18], ARGV[21]) == 1 then note(KEYS[10], KEYS[11], ARGV[18], ARGV[22]) end
+  redis.call('EXPIRE', KEYS[11], ARGV[22])
 end
-local opening, votes, failed = redis.call('GET', KEYS[1]), {}, false
-local _, _, id = label(opening)
+local function own(words, lacks)
+  if lacks == '1' then return redis.call('HGET', words, ARGV[18]) or 0 end
+  return redis.call('HEXISTS', words, ARGV[18])
+end
+local function told(words, i, enough) -- where they are asked for
+  local many = redis.call('HLEN', words)
+  if ARGV[15] == '1' or many >= tonumber(enough) then return since(words, known(i)) end
+  return {tostring(many), 0, 0}
+end
+local _, _, id = label(redis.call('GETRANGE', KEYS[1], 0, 255))
+local votes, own_vote, failed = {'0', 1, {}}, 0, false
 if id then
   local names = {ARGV[1] .. ':votes:' .. id, ARGV[1] .. ':failed:' .. id}
   mend(names[1], 'hash')
   mend(names[2], 'string')
-  votes, failed = redis.call('HGETALL', names[1]), redis.call('GET', names[2])
+  if id ~= ARGV[13] then ARGV[14] = '0' end
+  own_vote = own(names[1], id ~= ARGV[13] and '1' or ARGV[20])
+  votes, failed = told(names[1], 14, ARGV[17]), unless(names[2], id == ARGV[13] and ARGV[6] or '')
 end
-local run = redis.call('GET', KEYS[6])
-if run and redis.sha1hex(run) == ARGV[3] then run = 1 end
-local at = reading(KEYS[4], tonumber(ARGV[2]))
-return {opening, redis.call('GET', KEYS[2]), alive_at(KEYS[3], at), redis.call('HGETALL', KEYS[7]), votes, failed,
-        redis.call('HGETALL', KEYS[5]), run, is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0,
-        redis.call('GET', KEYS[8]), redis.call('GET', KEYS[9])}
+local alive = alive_unless(KEYS[3], reading(KEYS[4], tonumber(ARGV[2])), ARGV[10])
+return {redis.call('HMGET', KEYS[10], 'born', 'n', 'links'), unless(KEYS[1], ARGV[4]), unless(KEYS[2], ARGV[5]),
+        failed, unless(KEYS[6], ARGV[7]), unless(KEYS[8], ARGV[8]), unless(KEYS[9], ARGV[9]), alive,
+        told(KEYS[7], 11, ARGV[16]), since(KEYS[5], known(12)), votes,
+        is_settling(KEYS[3], KEYS[4], tonumber(ARGV[2])) and 1 or 0, own(KEYS[7], ARGV[19]), own_vote}
 """,
 )
 
 OPEN = _script(
-    "string string hash string zset",
+    "string string hash string zset hash stream",
     """
--- KEYS: opening committed clock orders leases
+-- KEYS: opening committed clock orders leases changes news
 -- ARGV: current round record ttl orders silence_ms junk_opening junk_committed junk_orders
 local committed, orders = judged(redis.call('GET', KEYS[2]), ARGV[8]), judged(redis.call('GET', KEYS[4]), ARGV[9])
 if (judged(redis.call('GET', KEYS[1]), ARGV[7]) or '') ~= ARGV[1] then return 0 end
@@ -123,28 +207,30 @@ if committed and (not round or round >= tonumber(ARGV[2])) then return 0 end
 local _, version = label(orders)
 if orders and not version or (version or 0) ~= tonumber(ARGV[5]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'EX', ARGV[4])
+tell(KEYS[6], KEYS[7])
 return 1
 """,
 )
 
 BEGIN = _script(
-    "string string string hash zset",
+    "string string string hash zset hash stream",
     """
--- KEYS: restart_point opening committed clock leases
+-- KEYS: restart_point opening committed clock leases changes news
 -- ARGV: current opening committed record ttl silence_ms junk_restart_point junk_opening junk_committed
 for i = 1, 3 do
   if (judged(redis.call('GET', KEYS[i]), ARGV[6 + i]) or '') ~= ARGV[i] then return 0 end
 end
 if is_settling(KEYS[5], KEYS[4], tonumber(ARGV[6])) then return 0 end
 redis.call('SET', KEYS[1], ARGV[4], 'EX', ARGV[5])
+tell(KEYS[6], KEYS[7])
 return 1
 """,
 )
 
 COMMIT = _script(
-    "string string list string zset hash hash hash hash string",
+    "string string list string zset hash hash hash hash string hash stream hash",
     """
--- KEYS: opening committed history failed leases peers clock ready votes orders
+-- KEYS: opening committed history failed leases peers clock ready votes orders changes news links
 -- ARGV: opening round record ttl keep silence_ms spent_ttl junk_committed junk_failed orders next_orders listed ...
 -- Returns 2 where the orders are others than the caller has seen, which this round would change.
 local silence = tonumber(ARGV[6])
@@ -161,70 +247,92 @@ redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
 redis.call('LPUSH', KEYS[3], ARGV[3])
 redis.call('LTRIM', KEYS[3], 0, ARGV[5] - 1)
 redis.call('EXPIRE', KEYS[3], ARGV[4])
-redis.call('EXPIRE', KEYS[8], ARGV[7])
-redis.call('EXPIRE', KEYS[9], ARGV[7])
+for _, words in ipairs({KEYS[8], KEYS[9]}) do
+  redis.call('EXPIRE', words, ARGV[7])
+  redis.call('EXPIRE', times_of(words), ARGV[7])
+end
 local listed = {}
 for i = 12, #ARGV do listed[ARGV[i]] = true end
 local at = reading(KEYS[7], silence)
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', at)) do -- forget the dead that cannot return
   if not listed[member] then
     redis.call('ZREM', KEYS[5], member)
-    redis.call('HDEL', KEYS[6], member)
+    forget(KEYS[6], member)
+    forget(KEYS[13], member)
   end
 end
+tell(KEYS[11], KEYS[12])
 return 1
 """,
 )
 
 FAIL = _script(
-    "string string",
+    "string string hash stream",
     """
--- KEYS: committed failed   ARGV: version reason ttl junk_committed junk_failed
+-- KEYS: committed failed changes news   ARGV: version reason ttl junk_committed junk_failed
 -- An opening is either committed or failed, never both.
 local committed = judged(redis.call('GET', KEYS[1]), ARGV[4])
 local _, version = label(committed)
 if committed and (not version or version >= tonumber(ARGV[1])) then return 0 end
 if not judged(redis.call('GET', KEYS[2]), ARGV[5]) then redis.call('DEL', KEYS[2]) end
 redis.call('SET', KEYS[2], ARGV[2], 'NX', 'EX', ARGV[3])
+tell(KEYS[3], KEYS[4])
 return 1
 """,
 )
 
 RENEW = _script(
-    "zset hash hash string string",
+    "zset hash hash string string hash stream",
     """
--- KEYS: leases clock peers opening run   ARGV: member lease_ms silence_ms first peer ttl refuted
+-- KEYS: leases clock peers opening run changes news
+-- ARGV: member lease_ms silence_ms first peer ttl refuted, then what the caller knows: changes alive peers
 -- A lease that ran out is taken again where the current opening lists its member: no verdict is newer than that. The
--- caller reads the opening; `refuted`: the one that does not keep it from its lease.
+-- caller reads the opening; `refuted`: the one that does not keep it from its lease. Leases that ran out since anybody
+-- looked are told to who waits.
 local now, silence = time_ms(), tonumber(ARGV[3])
 local ends = now + tonumber(ARGV[2])
 if is_torn(KEYS[1], KEYS[2]) then redis.call('HSET', KEYS[2], 'settled', ends) end -- all get the time to renew
 wake(KEYS[1], KEYS[2], ends, silence)
 for _, member in ipairs(alive_at(KEYS[1], longest(now, silence))) do redis.call('ZADD', KEYS[1], ends, member) end
 local opening = redis.call('GET', KEYS[4])
-if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) and opening and opening ~= ARGV[7] then return {0, opening} end
+if ARGV[4] == '0' and not holds(KEYS[1], ARGV[1], now) and opening and opening ~= ARGV[7] then
+  return {0, opening, {false, false, false}, 1, {'0', 0, 0}}
+end
 redis.call('ZADD', KEYS[1], ends, ARGV[1])
 redis.call('HSET', KEYS[2], 'pulse', now)
-redis.call('HSET', KEYS[3], ARGV[1], ARGV[5])
-for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5]}) do redis.call('EXPIRE', key, ARGV[6]) end
-local peers = {}
-for _, member in ipairs(alive_at(KEYS[1], now)) do
-  local peer = redis.call('HGET', KEYS[3], member)
-  if peer then peers[#peers + 1] = member; peers[#peers + 1] = peer end
+local goes_on, before = follows(KEYS[6], ARGV[8]), redis.call('HGET', KEYS[3], ARGV[1])
+if before ~= ARGV[5] then
+  redis.call('HSET', KEYS[3], ARGV[1], ARGV[5])
+  note(KEYS[6], KEYS[3], ARGV[1], ARGV[6])
 end
-return {1, peers}
+local swept = tonumber(redis.call('HGET', KEYS[2], 'swept')) or 0
+redis.call('HSET', KEYS[2], 'swept', now)
+if (before and before ~= ARGV[5]) or redis.call('ZCOUNT', KEYS[1], '(' .. math.min(swept, now), now) > 0 then
+  tell(KEYS[6], KEYS[7])
+end
+for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3], KEYS[5], times_of(KEYS[3])}) do
+  redis.call('EXPIRE', key, ARGV[6])
+end
+local times = redis.call('HMGET', KEYS[6], 'born', 'n', 'links')
+return {1, false, times, alive_unless(KEYS[1], now, ARGV[9]), since(KEYS[3], goes_on and ARGV[10] or '0')}
 """,
 )
 
 END_LEASE = _script(
-    "zset hash hash",
+    "zset hash hash hash stream hash",
     """
--- KEYS: leases peers clock   ARGV: member forget
+-- KEYS: leases peers clock changes news links   ARGV: member forget
 -- It stays listed as one that was alive a moment ago, so that it may take the lease again if it is alive after all.
-if ARGV[2] == '0' then return redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1]) end
-redis.call('HDEL', KEYS[2], ARGV[1])
-local ended = redis.call('ZREM', KEYS[1], ARGV[1])
-if ended == 1 then forget_stopped_clock(KEYS[1], KEYS[3]) end
+local ended
+if ARGV[2] == '0' then
+  ended = redis.call('ZADD', KEYS[1], 'XX', 'CH', 0, ARGV[1])
+else
+  forget(KEYS[2], ARGV[1])
+  forget(KEYS[6], ARGV[1])
+  ended = redis.call('ZREM', KEYS[1], ARGV[1])
+  if ended == 1 then forget_stopped_clock(KEYS[1], KEYS[3]) end
+end
+if ended == 1 then tell(KEYS[4], KEYS[5]) end
 return ended
 """,
 )
@@ -275,9 +383,9 @@ return 1
 )
 
 RESTORE = _script(
-    "string string list hash string hash hash string",
+    "string string list hash string hash hash string hash stream",
     """
--- KEYS: opening committed history clock run ready votes orders
+-- KEYS: opening committed history clock run ready votes orders changes news
 -- ARGV: ttl lease_ms keep round_ttl member, then opening committed run orders ready vote, then what of these is junk
 -- Members tell what they remember; the highest committed round and the newest opening win.
 -- Returns 1 where the store had lost any of it, 2 where a part must be looked at once more before.
@@ -308,25 +416,33 @@ if opening ~= '' and (not theirs.opening or their_version < our_version) then pu
 if is_older(theirs.orders, orders) then put(KEYS[8], orders) end
 if not judged(redis.call('GET', KEYS[5]), junk[3]) then redis.call('SET', KEYS[5], run) end
 redis.call('EXPIRE', KEYS[5], ARGV[1])
+local is_older_file = false
 for i, word in ipairs({ready, vote}) do
   if word ~= '' then
     local key = KEYS[5 + i]
-    if not judged(redis.call('HGET', key, ARGV[5]), junk[4 + i]) then redis.call('HSET', key, ARGV[5], word) end
+    if not judged(redis.call('HGET', key, ARGV[5]), junk[4 + i]) then
+      redis.call('HSET', key, ARGV[5], word)
+      note(KEYS[9], key, ARGV[5], ARGV[4])
+      is_older_file = true
+    end
     redis.call('EXPIRE', key, ARGV[4])
   end
 end
 if changed then redis.call('HSET', KEYS[4], 'settled', time_ms() + tonumber(ARGV[2])) end
 redis.call('EXPIRE', KEYS[4], ARGV[1])
+if changed or is_older_file then redis.call('HSET', KEYS[9], 'born', time_ms()) end -- it may count them a second time
+tell(KEYS[9], KEYS[10])
 return changed and 1 or 0
 """,
 )
 
 ORDER = _script(
-    "string",
+    "string hash stream",
     """
--- KEYS: orders   ARGV: current record ttl   only on the orders that were looked at
+-- KEYS: orders changes news   ARGV: current record ttl   only on the orders that were looked at
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+tell(KEYS[2], KEYS[3])
 return 1
 """,
 )
@@ -354,6 +470,27 @@ READ_HISTORY = _script(
     "list",
     """
 return redis.call('LRANGE', KEYS[1], 0, -1)
+""",
+)
+
+TELL_LINKS = _script(
+    "hash hash",
+    """
+-- KEYS: links changes   ARGV: member record ttl
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+note(KEYS[2], KEYS[1], ARGV[1], ARGV[3])
+redis.call('HSET', KEYS[2], 'links', redis.call('HGET', KEYS[2], 'n'))
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+""",
+)
+
+READ_LINKS = _script(
+    "hash hash",
+    """
+-- KEYS: links changes   ARGV: changes known
+local known = follows(KEYS[2], ARGV[1]) and ARGV[2] or '0'
+return {redis.call('HMGET', KEYS[2], 'born', 'n', 'links'), since(KEYS[1], known)}
 """,
 )
 

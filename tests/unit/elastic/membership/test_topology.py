@@ -76,7 +76,7 @@ def test_ring_of_few_is_the_best_of_all_rings(members: int, data: st.DataObject)
     links = data.draw(st.composite(lambda draw: all_links(members, draw))())
     table = table_of(links, members)
     best = max(slowest(table, (0, *rest)) for rest in itertools.permutations(range(1, members)))
-    order = ring_order(links, members)
+    order = ring_order(table_of(links, members))
     assert sorted(order) == list(range(members)) and slowest(table, order) == best
 
 
@@ -91,7 +91,7 @@ def test_ring_finds_the_one_way_without_slow_links(members: int) -> None:
         return 100.0 / min(distance, members - distance)
 
     links = {(a, b): rate(a, b) for a in range(members) for b in range(members) if a != b}
-    order = ring_order(links, members)
+    order = ring_order(table_of(links, members))
     assert sorted(order) == list(range(members))
     assert slowest(table_of(links, members), order) >= (100.0 if members <= EXACT_UP_TO else 50.0)
 
@@ -99,7 +99,15 @@ def test_ring_finds_the_one_way_without_slow_links(members: int) -> None:
 def test_link_that_was_not_measured_counts_as_the_median() -> None:
     links = {(a, b): 100.0 for a in range(4) for b in range(4) if a != b}
     del links[1, 2]
-    assert sorted(ring_order(links, 4)) == [0, 1, 2, 3]
+    assert sorted(ring_order(table_of(links, 4))) == [0, 1, 2, 3]
+
+
+def test_ring_of_many_leaves_the_slow_links_out() -> None:
+    """A fifth of all links are slow; among 300 members there are many rings without them."""
+    chance = np.random.default_rng(3)
+    table = np.where(chance.random((300, 300)) < 0.2, 5.0, 50.0 + 50.0 * chance.random((300, 300)))
+    order = ring_order(table)
+    assert sorted(order) == list(range(300)) and order[0] == 0 and slowest(table, order) >= 50.0
 
 
 # -- steadiness -------------------------------------------------------------------------------------------------------
@@ -128,20 +136,20 @@ def links_with(fast: tuple[int, ...], rate: int) -> dict[tuple[int, int], float]
 
 
 def test_order_changes_only_for_a_ring_that_is_really_faster() -> None:
-    assert steady_order(4, links_with((0, 2, 1, 3), 120), ()) == ()
-    assert steady_order(4, links_with((0, 2, 1, 3), 130), ()) == (0, 2, 1, 3)
-    assert steady_order(4, links_with((0, 1, 2, 3), 120), (0, 2, 1, 3)) == (0, 2, 1, 3)
-    assert steady_order(4, links_with((0, 1, 2, 3), 200), (0, 2, 1, 3)) == ()
+    assert steady_order(table_of(links_with((0, 2, 1, 3), 120), 4), ()) == ()
+    assert steady_order(table_of(links_with((0, 2, 1, 3), 130), 4), ()) == (0, 2, 1, 3)
+    assert steady_order(table_of(links_with((0, 1, 2, 3), 120), 4), (0, 2, 1, 3)) == (0, 2, 1, 3)
+    assert steady_order(table_of(links_with((0, 1, 2, 3), 200), 4), (0, 2, 1, 3)) == ()
 
 
 @pytest.mark.parametrize("members", [0, 1, 2, 3])
 def test_few_members_have_one_ring(members: int) -> None:
     links = {(a, b): 5.0 + a for a in range(members) for b in range(members) if a != b}
-    assert steady_order(members, links, ()) == ()
+    assert steady_order(table_of(links, members), ()) == ()
 
 
 def test_links_that_nobody_measured_order_nobody() -> None:
-    assert steady_order(5, {(a, b): 0 for a in range(5) for b in range(5) if a != b}, ()) == ()
+    assert steady_order(table_of({(a, b): 0 for a in range(5) for b in range(5) if a != b}, 5), ()) == ()
 
 
 def test_plan_knows_the_slowest_link_and_the_longest_way() -> None:

@@ -3,9 +3,9 @@
 The user of a run needs exactly `ACL_RULES`, which the tests below prove both ways:
 
     ACL SETUSER NAME on >PASSWORD resetkeys ~zeroband:* -@all
-        +del +evalsha +exists +expire +get +hdel +hget +hgetall +hset +hsetnx +incrby +lpush +lrange
-        +ltrim +mget +ping +script|load +select +set +time +type +xadd +xdel +xrange +xrevrange +zadd
-        +zrangebyscore +zrem +zscore
+        +del +evalsha +exists +expire +get +getrange +hdel +hexists +hget +hgetall +hincrby +hlen +hmget +hset +hsetnx
+        +incrby +lpush +lrange +ltrim +mget +ping +script|load +select +set +strlen +time +type +xadd +xdel +xrange
+        +xread +xrevrange +zadd +zcard +zcount +zrangebyscore +zrem +zscore
 
 (`+select` only where store.url names a database.) With Sentinel that asks for a login, its user needs
 `+sentinel|get-master-addr-by-name` and nothing else.
@@ -29,7 +29,7 @@ from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
-from zeroband.elastic.membership.records import Opening, Peer, Ready, Verdict
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, Verdict
 from zeroband.elastic.store import connection, scripts
 from zeroband.elastic.store import redis_store as store
 from zeroband.elastic.store.backup import StoreBackup
@@ -195,10 +195,11 @@ def test_rules_of_the_docstring_are_those_of_the_code() -> None:
 
 def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     """Read from the sources: a path that no test takes must not fail for want of a permission either."""
-    inside = set(re.findall(r"redis\.call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
+    inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", Path(store.__file__).read_text()))
     spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
+    spoken |= set(map(str.lower, re.findall(r'wait = \("([A-Z]+)"', Path(store.__file__).read_text())))
     assert spoken == set(COMMANDS)
 
 
@@ -211,7 +212,11 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         for _ in range(2):
             shared = run.found_or_match({"train.batch_size": "64"})
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
-        run.announce_ready("a#1", ready)
+        seen = run.announce_ready("a#1", ready)
+        assert run.await_change(0, seen, within_s=0.01) == seen
+        run.tell_links("a#1", LinkRates({}, 1))
+        run.view(0)
+        assert run.links() == {"a#1": LinkRates({}, 1)}
         assert run.propose_opening(opening, current=None)
         run.vote(opening, "a#1", "digest")
         assert run.propose_verdict(verdict) and not run.report_failure(opening, "too late")

@@ -10,18 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from tests.servers import SERVERS
-from tests.stores import SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next
+from tests.stores import RUN_ID, SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next, renew
 
+from zeroband.elastic.membership.orders import pause
 from zeroband.elastic.membership.records import Ready, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.judge import Judge
 from zeroband.elastic.store.redis_store import HISTORY_LENGTH, ROUND_TTL_S, SPENT_TTL_S, RedisStore
 from zeroband.elastic.store.seals import Seals
@@ -120,7 +124,7 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
     store.group_set(store.keys.group(failed, 0), b"x")
     store.group_add(store.keys.group(failed, 1), 1)
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
-    assert len(lives) == 15
+    assert len(lives) == 22
     assert {key: life for key, life in lives.items() if life <= 0} == {}
     assert all(key.startswith("zeroband:{run}:") for key in lives)
 
@@ -129,7 +133,7 @@ def test_every_key_of_a_restored_run_has_a_life(store: RedisStore, redis_client:
     opening = an_opening(A, B, version=7, round=6)
     store.restore(known_to(A, round=5, opening=opening, ready=Ready(6, 5, "s"), vote=(opening, "d")))
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
-    assert len(lives) == 7
+    assert len(lives) == 11
     assert {key: life for key, life in lives.items() if life <= 0} == {}
 
 
@@ -300,3 +304,83 @@ def test_run_of_an_older_protocol_is_left_as_it_is(store: RedisStore, redis_clie
         store.found_or_match(SHARED)
     assert (refused.value.key, refused.value.theirs) == ("protocol", "7")
     assert redis_client.hlen(store.keys.run) == 2
+
+
+# -- what is told of changes ------------------------------------------------------------------------------------------
+
+FIRST = an_opening(A, B)
+DECISIONS: dict[str, Callable[[Store], object]] = {
+    "a round is opened again": lambda store: store.propose_opening(an_opening(A, version=2), current=FIRST),
+    "a round is committed": lambda store: store.propose_verdict(a_verdict(FIRST)),
+    "an opening fails": lambda store: store.report_failure(FIRST, "a lane broke"),
+    "orders are given": lambda store: store.give_orders(pause),
+    "a member leaves": lambda store: store.release_lease(B),
+    "a guardian has ended": lambda store: store.expire_lease(B),
+    "a member does not reach another": lambda store: store.renew_lease(A, a_peer(A, B)),
+    "a lost record is brought back": lambda store: store.restore(known_to(A, round=5)),
+}
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_whoever_waits_is_woken_by_what_decides(redis_url: str, redis_client: redis.Redis, decision: str) -> None:
+    """The wait would be longer than the test may take."""
+    waiting, other = (RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=1000.0) for _ in range(2))
+    with closing(waiting), closing(other), ThreadPoolExecutor(1) as threads:
+        hold(other, A, B)
+        assert open_next(other, FIRST)
+        seen = waiting.view(0)
+        woken = threads.submit(waiting.await_change, 0, seen, within_s=1e6, whole=False)
+        while not redis_client.info("clients")["blocked_clients"]:
+            assert not woken.done()
+        DECISIONS[decision](other)
+        assert woken.result(timeout=60) != seen
+
+
+def test_wait_ends_at_once_where_another_thread_has_seen_more(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(store, A)
+    seen, opening = store.view(0), an_opening(A)
+    assert store.propose_opening(opening, current=None)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(store.view, 0).result()
+    monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
+    assert store.await_change(0, seen, within_s=1e6).opening == opening
+
+
+def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_client: redis.Redis) -> None:
+    """What a look costs does not grow with what was told before."""
+    members = [f"n{i}#1" for i in range(50)]
+    hold(store, *members)
+    for member in members:
+        store.announce_ready(member, Ready(0, 1, "s"))
+    assert open_next(store, an_opening(*members))
+    whole = store.view(0)
+    assert len(whole.ready) == 50
+
+    def sent_bytes(act: Callable[[], object]) -> int:
+        before = redis_client.info("stats")["total_net_output_bytes"]
+        act()
+        return int(redis_client.info("stats")["total_net_output_bytes"]) - before
+
+    info = sent_bytes(lambda: None)
+    assert sent_bytes(lambda: store.view(0)) - info < 300
+    assert store.view(0) is whole
+    assert sent_bytes(lambda: store.announce_ready("late#1", Ready(0, 1, "s"))) - info < 1000
+    assert store.view(0).ready.keys() == {*members, "late#1"}
+    assert sent_bytes(lambda: renew(store, members[0])) - info < 300
+
+
+def test_member_is_told_who_else_is_there_once_there_are_enough(store: RedisStore, redis_url: str) -> None:
+    others = [RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0) for _ in range(2)]
+    first, second = (
+        other.announce_ready(member, Ready(0, 1, "s"), enough=3) for other, member in zip(others, (A, B), strict=True)
+    )
+    last = store.announce_ready("c#1", Ready(0, 1, "s"), enough=3)
+    assert (first.ready.keys(), first.arrived) == ({A}, 1) and (second.ready.keys(), second.arrived) == ({B}, 2)
+    assert (last.ready.keys(), last.unseen_ready) == ({A, B, "c#1"}, 0)
+    seen = others[0].await_change(0, first, within_s=0.001, whole=False)
+    assert (seen.ready.keys(), seen.arrived) == ({A}, 3)
+    assert others[0].await_change(0, seen, within_s=0.001, whole=True).ready == last.ready
+    for other in others:
+        other.close()

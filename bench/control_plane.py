@@ -1,0 +1,369 @@
+"""What membership and rounds cost as nodes are added: bytes, commands and processor time of store and members.
+
+Real members, rules and records on a real Redis, without training and without the bytes of a transfer: guardian, watcher
+and main thread of each member do to the store what they do in a run. Some processes carry the members as threads, so
+the times to a decision are those of members that share the processors of this machine.
+
+    python bench/control_plane.py --nodes 4 16 64
+    python bench/control_plane.py --nodes 128 --churn    # then 30 % leave at once, and 50 join at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import redis
+from evidence import count, require
+
+from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
+from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
+from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.epoch import Rules
+from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.records import FOUNDING_ROUND, Opening, Peer, Ready, Verdict
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
+from zeroband.elastic.store.local_server import RedisServer
+from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.errors import PeerLost
+from zeroband.node.shared_flags import SharedFlags
+
+RUN_ID = "scale"
+SHAPE = RunShape(total_steps=10**9, batch_size=32)
+STEPS = 50
+START_S = 600.0
+SHARED = {f"section.key_{i}": str(i) for i in range(40)}
+TIME_OUTS = TimeOuts.following(5.0, dict.fromkeys(TIME_OUT_NAMES))
+PER_PROCESS = 32
+JOIN_AT_ONCE, LEAVE_PART = 50, 0.3
+JOIN_ROUNDS, JOIN_ROUND_S = 6, 1.0
+"""Rounds in which those that join at once have to come in, and how long their transfers last."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a stretch of time cost."""
+
+    seconds: float
+    sent_bytes: int
+    """By the store."""
+    received_bytes: int
+    commands: int
+    store_cpu_s: float
+    members_cpu_s: float
+    """Of all members together."""
+
+
+class Lease:
+    """What a guardian does to the store, without its process: takes a lease, renews it, gives it back."""
+
+    pid = 0
+
+    def __init__(self, store: RedisStore, order: GuardianOrder) -> None:
+        self._store, self._order = store, order
+        self._stop = threading.Event()
+        self._renew(is_first=order.is_first)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _renew(self, *, is_first: bool = False) -> None:
+        order = self._order
+        peer = Peer(order.node_id, order.listen.host, 29700, True)
+        self._store.renew_lease(order.member_id, peer, first=is_first)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._order.renew_s):
+            self._renew()
+
+    def is_running(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        """Renew no more: the lease runs out."""
+        self._stop.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        self.end()
+        self._store.release_lease(self._order.member_id)
+        self._store.close()
+
+
+class Node:
+    """One member, and what a node has beside it."""
+
+    def __init__(self, url: str, number: int, folder: Path) -> None:
+        self._store = RedisStore(url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
+        self._url, self.number = url, number
+        self._flags = SharedFlags(folder / f"flags-{number}", create=True)
+        self.lease: Lease | None = None
+        access = RunAccess(
+            self._store, url, RUN_ID, self._store.found_or_match(SHARED), start_guardian=lambda o, _: self._guard(o)
+        )
+        identity = NodeIdentity(
+            f"node-{number:04d}", ListenAddress(f"10.0.{number // 250}.{number % 250}"), (), 0, folder
+        )
+        self.member = Member(access, identity, self._flags, TIME_OUTS, Departure(grace_s=1e6))
+        self.verdict: Verdict | None = None
+
+    def _guard(self, order: GuardianOrder) -> Lease:
+        store = RedisStore(self._url, RUN_ID, lease_s=TIME_OUTS.lease_s, patience_s=60.0)
+        self.lease = Lease(store, order)
+        return self.lease
+
+    def join(self, last: int) -> None:
+        """Come in with weight 0, as soon as a round lists this member, and take part up to this round."""
+        while self.verdict is None or self.member.member_id not in self.verdict.members:
+            committed = self.member.look(0).committed
+            assert committed is not None
+            self._round(committed.round + 1, Rules(), weight=0, transfer_s=0.0, is_member=False)
+        while self.verdict.round < last:
+            self.round(JOIN_ROUND_S)
+
+    def found(self, nodes: int) -> None:
+        assert self._round(FOUNDING_ROUND, Rules(start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False)
+
+    def round(self, transfer_s: float) -> None:
+        assert self.verdict is not None
+        assert self._round(self.verdict.round + 1, Rules(), weight=1000, transfer_s=transfer_s, is_member=True)
+
+    def _round(self, round: int, rules: Rules, *, weight: int, transfer_s: float, is_member: bool) -> bool:
+        """One round from start to end. False: it was committed without this member."""
+        member = self.member
+        steps = STEPS if weight else 0
+        links = {} if self.verdict is None else {m: 80 + hash((m, self.number)) % 20 for m in self.verdict.members}
+        ready = Ready(round, weight, "state", steps=steps, steps_requested=STEPS, rate=900, loss=2.5)
+        member.announce_ready(ready, links)
+        while True:
+            turn = member.await_turn(round, rules, is_member=is_member, start_deadline_s=time.monotonic() + START_S)
+            if isinstance(turn, Verdict):
+                self.verdict = turn
+                return False
+            try:
+                member.watch(turn)
+                time.sleep(transfer_s)
+                member.watch(None)
+                member.vote(turn, "digest")
+                self.verdict = member.await_verdict(turn, self._record(turn))
+                return True
+            except PeerLost:
+                continue
+
+    def _record(self, opening: Opening) -> dict[str, Any]:
+        if self.verdict is None:
+            committed = self.member.look(opening.round).committed
+            before = None if committed is None else Progress.from_record(committed.record["progress"])
+        else:
+            before = Progress.from_record(self.verdict.record["progress"])
+        if before is None:
+            after = Progress.at_start().begin(opening, SHAPE, after_round=None)
+        else:
+            after = before.after(opening, SHAPE)
+        return {"progress": after.to_record(), "session": "s" * 16}
+
+    def die(self) -> None:
+        """Say nothing more."""
+        assert self.lease is not None
+        self.lease.end()
+
+    def rest(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self.member.close()
+        self._flags.close()
+        self._store.close()
+
+
+def carry(url: str, numbers: Sequence[int], told: Connection) -> None:
+    """A process that carries some members: does what it is told with those that are meant, all at once."""
+    nodes: dict[int, Node] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(numbers)) as threads:
+
+        def act(what: str, number: int, arguments: Sequence[Any]) -> None:
+            if what == "start":
+                nodes[number] = Node(url, number, Path(folder))
+            elif number in nodes:  # else it has not started, or is not there any more
+                getattr(nodes[number], what)(*arguments)
+
+        while True:
+            what, meant, *arguments = told.recv()
+            doing = [threads.submit(act, what, number, arguments) for number in numbers if number in meant]
+            problems = [repr(done.exception()) for done in doing if done.exception() is not None]
+            newest = max((node.verdict.round for node in nodes.values() if node.verdict is not None), default=-1)
+            told.send((problems, time.process_time(), newest))
+            if what == "close":
+                return
+
+
+class Crowd:
+    """Members of one run, in processes that carry them, and the store between them."""
+
+    def __init__(self, server: RedisServer, *groups: range) -> None:
+        """`groups`: members that are told what to do together; no process carries members of two."""
+        self._client = redis.Redis.from_url(server.local_url)
+        spawn = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[range, Connection]] = []
+        self._processes: list[Any] = []
+        for numbers in (group[at : at + PER_PROCESS] for group in groups for at in range(0, len(group), PER_PROCESS)):
+            ours, theirs = spawn.Pipe()
+            self._processes.append(spawn.Process(target=carry, args=(server.local_url, numbers, theirs), daemon=True))
+            self._processes[-1].start()
+            self._workers.append((numbers, ours))
+        self._everybody = range(groups[-1].stop)
+
+    def have(self, what: str, members: range, *arguments: Any) -> tuple[float, int]:
+        """Have these members do something, all at once. Returns their processes' processor time, their newest round."""
+        meant = [worker for numbers, worker in self._workers if set(numbers) & set(members)]
+        for worker in meant:
+            worker.send((what, members, *arguments))
+        answers = [worker.recv() for worker in meant]
+        problems = [problem for some, _, _ in answers for problem in some]
+        require(not problems, "; ".join(problems[:3]))
+        return sum(cpu_s for _, cpu_s, _ in answers), max(newest for _, _, newest in answers)
+
+    def cost_of(self, act: Callable[[], object]) -> Cost:
+        def now() -> tuple[float, ...]:
+            cpu_s, _ = self.have("rest", self._everybody)
+            info: dict[str, Any] = self._client.info("everything")  # type: ignore[assignment]
+            store_cpu_s = info["used_cpu_user"] + info["used_cpu_sys"]
+            traffic = info["total_net_output_bytes"], info["total_net_input_bytes"]
+            trips = info["cmdstat_evalsha"]["calls"]  # a look that waits for news is one of them
+            return time.monotonic(), *traffic, trips, store_cpu_s, cpu_s
+
+        before = now()
+        act()
+        at_s, sent, received, commands, store_cpu_s, cpu_s = (b - a for a, b in zip(before, now(), strict=True))
+        return Cost(at_s, int(sent), int(received), int(commands), store_cpu_s, cpu_s)
+
+    def clients(self) -> int:
+        return int(self._client.info("clients")["connected_clients"])  # type: ignore[index]
+
+    def close(self) -> None:
+        self.have("close", self._everybody)
+        for process in self._processes:
+            process.join()
+        self._client.close()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run of so many nodes costs."""
+
+    nodes: int
+    training_mbit: float
+    """Sent by the store while nodes only train, per second."""
+    training_cpu: float
+    """Part of a core that one member takes meanwhile."""
+    round_bytes: int
+    """Sent by the store in one round, without what training costs in the same time."""
+    round_commands: float
+    """Of one member."""
+    round_cpu_s: float
+    """Of one member."""
+    round_s: float
+    """From the first word to the last verdict, without the transfer."""
+    store_round_cpu_s: float
+    clients: float
+    """Connections to the store, of one member."""
+
+
+def figures(crowd: Crowd, nodes: int, *, rounds: int, train_s: float, transfer_s: float) -> Figures:
+    """Found a run of so many nodes, and measure it."""
+    members = range(nodes)
+    crowd.have("start", members)
+    crowd.have("found", members, nodes)
+    crowd.have("round", members, 0.0)
+    training = crowd.cost_of(lambda: time.sleep(train_s))
+    spent = crowd.cost_of(lambda: [crowd.have("round", members, transfer_s) for _ in range(rounds)])
+    clients = crowd.clients()
+    beside = spent.seconds / training.seconds
+    return Figures(
+        nodes=nodes,
+        training_mbit=8e-6 * training.sent_bytes / training.seconds,
+        training_cpu=training.members_cpu_s / training.seconds / nodes,
+        round_bytes=int((spent.sent_bytes - beside * training.sent_bytes) / rounds),
+        round_commands=(spent.commands - beside * training.commands) / rounds / nodes,
+        round_cpu_s=(spent.members_cpu_s - beside * training.members_cpu_s) / rounds / nodes,
+        round_s=spent.seconds / rounds - transfer_s,
+        store_round_cpu_s=(spent.store_cpu_s - beside * training.store_cpu_s) / rounds,
+        clients=clients / nodes,
+    )
+
+
+HEAD = (
+    "nodes | sent while training, Mbit/s | of a core, a member | round: MB sent | commands, a member "
+    "| ms of processor, a member | s to the verdict | s of the store's processor | connections, a member"
+)
+
+
+def row(found: Figures) -> str:
+    return (
+        f"{found.nodes} | {found.training_mbit:.2f} | {found.training_cpu:.4f} | {found.round_bytes / 1e6:.3f} "
+        f"| {found.round_commands:.1f} | {1e3 * found.round_cpu_s:.1f} | {found.round_s:.2f} "
+        f"| {found.store_round_cpu_s:.3f} | {found.clients:.1f}"
+    )
+
+
+def churn(crowd: Crowd, nodes: int) -> None:
+    """30 % leave at once between two rounds; then 50 join at once."""
+    dead, left = range(int(LEAVE_PART * nodes)), range(int(LEAVE_PART * nodes), nodes)
+    crowd.have("die", dead)
+    took = crowd.cost_of(lambda: crowd.have("round", left, 0.0))
+    print(
+        f"{len(dead)} of {nodes} gone at once: the others' next round took {took.seconds:.1f} s, of which "
+        f"{TIME_OUTS.lease_s:g} s until the leases ran out; the store sent {took.sent_bytes / 1e6:.1f} MB",
+        flush=True,
+    )
+    new = range(nodes, nodes + JOIN_AT_ONCE)
+    crowd.have("start", new)
+    _, newest = crowd.have("rest", left)
+
+    def join() -> None:
+        with ThreadPoolExecutor(1) as beside:
+            joining = beside.submit(crowd.have, "join", new, newest + JOIN_ROUNDS)
+            for _ in range(JOIN_ROUNDS):
+                crowd.have("round", left, JOIN_ROUND_S)
+            joining.result()
+
+    took = crowd.cost_of(join)
+    print(
+        f"{JOIN_AT_ONCE} joined at once, all of them within {JOIN_ROUNDS} rounds, which took {took.seconds:.1f} s; "
+        f"the store sent {took.sent_bytes / 1e6:.1f} MB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=count, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--train-s", type=float, default=5.0)
+    parser.add_argument("--transfer-s", type=float, default=1.0)
+    parser.add_argument("--churn", action="store_true", help="then have some leave, and others join, at once")
+    options = parser.parse_args()
+    print(HEAD, flush=True)
+    for nodes in options.nodes:
+        with RedisServer() as server, ExitStack() as stack:
+            joiners = range(nodes, nodes + JOIN_AT_ONCE if options.churn else nodes)
+            crowd = Crowd(server, range(nodes), joiners)
+            stack.callback(crowd.close)
+            found = figures(crowd, nodes, rounds=options.rounds, train_s=options.train_s, transfer_s=options.transfer_s)
+            require(found.round_bytes > 0, "the store sent nothing")
+            print(row(found), flush=True)
+            if options.churn:
+                churn(crowd, nodes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What a node has seen of the store, so that a look at it brings only what is new.
+
+Holds the raw records beside what was read of them, since a record is verified once. Decides nothing, asks nobody.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.records import LinkRates, Opening, Peer, Ready, RestartPoint, Verdict, View
+from zeroband.elastic.store.seals import id_of
+
+RECORDS = ("opening", "committed", "failed", "run", "orders", "restart_point")
+"""Those of which a look shows one each, in the order in which it tells them."""
+
+_T = TypeVar("_T")
+
+_TAG_BYTES = 32
+"""So many bytes at the begin of a sealed record are its MAC."""
+
+
+class Words(Generic[_T]):
+    """What the members wrote into one hash of the store: each of them one record."""
+
+    def __init__(self) -> None:
+        self.change = 0
+        """Number of the newest change that is in here."""
+        self.count = 0
+        """So many there are, whether or not they were told."""
+        self.read: Mapping[str, _T] = {}
+        """Those that count."""
+        self._raw: dict[str, bytes] = {}
+
+    def fork(self) -> Words[_T]:
+        """Give another one of the same content, to learn by itself."""
+        return copy.copy(self)  # what it refers to is replaced, never changed
+
+    @property
+    def unseen(self) -> int:
+        """How many were not told; also where somebody took out some that were."""
+        return abs(self.count - len(self._raw))
+
+    def lacks(self, member: str) -> bool:
+        """Whether the word of a member is not in here."""
+        return member not in self._raw
+
+    def learn_own(
+        self, member: str, said: bytes | int | None, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
+    ) -> bool:
+        """Take over what there is of one member: its word, 1 for the known one, 0 for none. Whether that is new."""
+        if isinstance(said, int) and (said == 1 or self.lacks(member)):
+            return False
+        new = {member: said} if isinstance(said, bytes) else {}
+        self._raw = {**{m: raw for m, raw in self._raw.items() if m != member}, **new}
+        self.read = {**{m: word for m, word in self.read.items() if m != member}, **read(new)}
+        return True
+
+    def learn(
+        self, answer: Sequence[Any], change: int, read: Callable[[Mapping[str, bytes]], Mapping[str, _T]]
+    ) -> bool:
+        """Take over a script's answer: how many there are, whether these are all, and those that are new.
+
+        `read`: gives those of the new ones that count. Returns whether anything is another than before.
+        """
+        before = self.unseen
+        self.count = number(answer[0])
+        if isinstance(answer[2], int):  # they were not asked for
+            return before != self.unseen
+        told = pairs(answer[2])
+        new = {member: raw for member, raw in told.items() if self._raw.get(member) != raw}
+        gone = self._raw.keys() - told.keys() if answer[1] == 1 else ()
+        if new or gone:
+            kept = {m: word for m, word in self.read.items() if m not in new and m not in gone}
+            self.read = {**kept, **read(new)}
+            self._raw = {**{m: raw for m, raw in self._raw.items() if m not in gone}, **new}
+        self.change = 0 if self.unseen else change  # all of it the next time
+        return bool(new or gone) or before != self.unseen
+
+
+@dataclass
+class Known:
+    """The store as it was at one instant. A new one knows nothing, and so is told everything.
+
+    A look learns in a fork of the newest one, since others may look meanwhile.
+    """
+
+    era: int = 0
+    """Number of the session that it was read in."""
+    began_at_s: float = 0.0
+    born: bytes = b""
+    """Tells the count of changes from that of a store that lost its own."""
+    change: int = 0
+    """Number of the newest change at the last look."""
+    is_set_back: bool = False
+    """The store had counted further at the look before: it came back with an earlier file."""
+    links_change: int = 0
+    """Number of the newest change of links."""
+    records: dict[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
+    """Raw, by name."""
+    alive: frozenset[str] = frozenset()
+    alive_tag: str = ""
+    round: int | None = None
+    """The round that `ready` is of."""
+    ready: Words[Ready] = field(default_factory=Words[Ready])
+    opening_id: str = ""
+    """Names the opening that `votes` are after."""
+    votes: Words[str] = field(default_factory=Words[str])
+    peers: Words[Peer] = field(default_factory=Words[Peer])
+    links: Words[LinkRates] = field(default_factory=Words[LinkRates])
+
+    opening: Opening | None = None
+    committed: Verdict | None = None
+    failed: str | None = None
+    is_known: bool = False
+    orders: Orders = field(default_factory=Orders)
+    restart_point: RestartPoint | None = None
+    """What was read of the records that count."""
+    view: View | None = None
+    """What the last look gave; None where something is another by now."""
+
+    def fork(self) -> Known:
+        """Give another one of the same content, to learn by itself."""
+        words = {name: getattr(self, name).fork() for name in ("ready", "votes", "peers", "links")}
+        return replace(self, **words)
+
+    def ask_for_round(self, round: int) -> None:
+        """Have `ready` be of this round."""
+        if self.round != round:
+            self.round, self.ready, self.view = round, Words[Ready](), None
+
+    def learn_times(self, born: bytes | None, change: bytes | None, links_change: bytes | None = None) -> None:
+        """Take over which changes the store counts, and the newest one. May start anew."""
+        self.is_set_back = (born or b"") == self.born and number(change) < self.change
+        if self.is_set_back or (born or b"") != self.born:
+            self.born = born or b""
+            for words in (self.ready, self.votes, self.peers, self.links):
+                words.change = 0
+        self.change, self.links_change = number(change), number(links_change)
+
+    def learn_alive(self, said: Sequence[bytes] | int) -> bool:
+        """Take over who is alive; whether that is another than before."""
+        if isinstance(said, int):
+            return False
+        self.alive = frozenset(map(text_of, said))
+        self.alive_tag = hashlib.sha1(b" ".join(said), usedforsecurity=False).hexdigest()
+        return True
+
+    def learn_records(self, said: Sequence[bytes | int | None]) -> bool:
+        """Take over the records, each of which is told where it is another one; whether any is."""
+        new = {name: raw for name, raw in zip(RECORDS, said, strict=True) if not isinstance(raw, int)}
+        id = id_of(new.get("opening", self.records.get("opening")) or b"")
+        if id != self.opening_id:
+            self.opening_id = id
+            self.forget_votes()
+            new = {"failed": None, **new}
+        is_new = any(self.records.get(name) != raw for name, raw in new.items())
+        self.records = {**self.records, **new}
+        return is_new
+
+    def forget_votes(self) -> None:
+        self.votes = Words[str]()
+
+    @property
+    def changes(self) -> bytes:
+        """Which changes are in here; as the scripts take it."""
+        return self.born + b":" + str(self.change).encode()
+
+    def tag(self, name: str) -> bytes:
+        """What tells the known record of this name from another one; as the script computes it."""
+        raw = self.records.get(name)
+        return raw[:_TAG_BYTES] + str(len(raw)).encode() if raw else b""
+
+
+def number(said: bytes | None) -> int:
+    """A count of the store; 0 where somebody wrote something else there."""
+    return int(said) if said is not None and said.isdigit() else 0
+
+
+def text_of(value: bytes | str) -> str:
+    """A name that somebody wrote into the store."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def pairs(flat: Sequence[bytes]) -> dict[str, bytes]:
+    """The fields of a hash with their values."""
+    return {text_of(k): v for k, v in zip(flat[::2], flat[1::2], strict=True)}
