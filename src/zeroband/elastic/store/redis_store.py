@@ -541,6 +541,7 @@ class RedisStore(Store):
             times, links = self._run(self._read_links, [keys.links, keys.changes], args)
             known.learn_times(*times)
             known.links.learn(links, known.links_change, lambda raw: self._judge.links(keys.links, raw))
+            known.view = None  # it may be older than the changes that count as seen now
             self._keep(known)
         return known.links.read
 

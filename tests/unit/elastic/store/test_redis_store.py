@@ -21,7 +21,7 @@ from tests.servers import SERVERS
 from tests.stores import RUN_ID, SHARED, a_peer, a_verdict, an_opening, commit, hold, known_to, open_next, renew
 
 from zeroband.elastic.membership.orders import pause
-from zeroband.elastic.membership.records import Ready, View
+from zeroband.elastic.membership.records import LinkRates, Ready, View
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient
@@ -346,6 +346,18 @@ def test_wait_ends_at_once_where_another_thread_has_seen_more(
         threads.submit(store.view, 0).result()
     monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
     assert store.await_change(0, seen, within_s=1e6).opening == opening
+
+
+def test_decision_that_fell_while_links_were_read_is_not_waited_for(
+    store: RedisStore, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, patience_s=5.0)) as other:
+        hold(other, A)
+        other.tell_links(A, LinkRates({}, 1))
+        seen, opening = store.view(0), an_opening(A)
+        assert other.propose_opening(opening, current=None) and store.links()
+        monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
+        assert store.await_change(0, seen, within_s=1e6).opening == opening
 
 
 def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_client: redis.Redis) -> None:
