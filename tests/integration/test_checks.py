@@ -149,7 +149,7 @@ LACKS = {
     ),
     "data": Lack(("--data.source.type=text", "--data.source.paths=absent.txt"), "no file matches 'absent.txt'"),
     "readable data": Lack(
-        ("--data.source.type=text", "--data.source.paths=/proc/self/mem"), "cannot read /proc/self/mem"
+        ("--data.source.type=text", "--data.source.paths=/proc/self/mem"), "/proc/self/mem cannot be read"
     ),
     "text": Lack(("--data.source.type=text", f"--data.source.paths={sys.executable}"), "data.source.binary = true"),
     "weights": Lack(("--train.init-from=absent",), "train.init_from='absent' has no config.json"),

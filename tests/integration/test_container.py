@@ -38,6 +38,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "kernels/compiler.py": ("g++", "gcc"),
     "node/processes.py": ("python",),
     "runtime/afterword.py": ("python",),
+    "runtime/watching.py": ("git",),
     "tools/cluster/gpus.py": ("nvidia-smi",),
     "tools/cluster/network.py": ("ip",),
     "tools/join.py": ("python",),
@@ -51,6 +52,7 @@ FROM_BASE = {"ldconfig", "python"}
 
 FROM_OUTSIDE = {
     "nvidia-smi": "NVIDIA's container toolkit lays it in, for NVIDIA_DRIVER_CAPABILITIES=utility",
+    "git": "names the commit of a clone, which an image is not",
     "ip": "simulated links need root and network namespaces, which a container of ours does not have",
 }
 
