@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
-NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
+NAMES = ("chromium", "google-chrome", "chromium-browser")
 """What it is called: by Debian, by Google, whose one GitHub's machines have, and by Ubuntu."""
 
 FLAGS = (
