@@ -394,6 +394,11 @@ class _Line:
         if "eval/loss" in record and "eval/step" in record:
             self.evaluated(int(record["eval/step"]), float(record["eval/loss"]), node_id, at_s, tokens)
 
+    def holds(self, node_id: str, progress: Mapping[str, Any]) -> None:
+        """A node holds the state after a round, which may be one that others committed while it was away."""
+        if (tokens := _number(progress, "tokens")) is not None:
+            self._committed[node_id] = int(tokens)
+
     def _tokens(self, node_id: str, record: Mapping[str, Any], members: int) -> int:
         """Tokens of the run after a step: since a round a node knows only its own, and the others do as it, about."""
         told = int(_number(record, "train/tokens") or 0)
@@ -632,6 +637,7 @@ class RunHistory:
         node.committed_at_s, node.lost_now, node.stalled_on = at_s, (), ()
         progress = record.get("progress")
         if progress is not None:
+            line.holds(node_id, progress)
             self._add_progress(line, number, record, progress)
 
     def _add_progress(self, line: _Line, number: int, record: Mapping[str, Any], progress: Mapping[str, Any]) -> None:

@@ -283,6 +283,27 @@ def test_tokens_of_all_nodes_count_between_two_rounds() -> None:
     assert loss.x == (1600.0, 1800.0, 2000.0, 2200.0)
 
 
+def test_tokens_count_from_the_round_that_a_node_came_back_with() -> None:
+    """Node b is away for round 2; what was committed meanwhile is none of what it learned since its own round."""
+    history = RunHistory("run")
+
+    def round_of(node_id: str, number: int, tokens: int) -> Fact:
+        progress = {"inner_step": number, "tokens": tokens, "ledgers": {}, "founding": "line", "follows": None}
+        return committed(node_id, number, number, ("a", "b"), progress=progress)
+
+    for node_id in ("a", "b"):
+        for fact in [*joined(node_id, 0), round_of(node_id, 1, 1000)]:
+            history.add(fact)
+        history.add(step(node_id, 1, 1, train__tokens=1000, outer__nodes=2))
+    history.add(round_of("a", 2, 5000))
+    history.add(step("a", 2, 2, train__tokens=5000, outer__nodes=1))
+    history.add(round_of("b", 2, 5000))
+    for node_id in ("a", "b"):
+        history.add(step(node_id, 3, 3, train__tokens=5100))
+    loss = next(series for series in history.series("tokens") if series.key == "loss")
+    assert loss.x == (1000.0, 5000.0, 5200.0)
+
+
 def test_series_leaves_out_what_a_rollback_superseded() -> None:
     def line(founding: str, at_s: float, numbers: range, follows: object) -> list[Fact]:
         progress = {"founding": founding, "follows": follows, "ledgers": {}}
