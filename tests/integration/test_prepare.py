@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,29 @@ def finish(*arguments: object, mark: str = "") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def signal_when(process: subprocess.Popen[str], is_due: Callable[[], bool], number: signal.Signals) -> None:
-    """Send a signal when something begins to hold, or the process has ended."""
+def files_in(out: str) -> dict[str, bytes]:
+    """What `bytes_of` gives, of a folder in which files come and go."""
+    found = dict[str, bytes]()
+    for path in (Path(at, name) for at, _, names in os.walk(out) for name in names):
+        with contextlib.suppress(FileNotFoundError):
+            found[str(path.relative_to(out))] = path.read_bytes()
+    return found
+
+
+Files = Callable[[str], Mapping[str, bytes]]
+"""All files below an OUT."""
+
+
+def await_in(process: subprocess.Popen[str], is_due: Callable[[], bool]) -> None:
+    """Wait until something holds, or the process has ended."""
     end_s = time.monotonic() + LIMIT_S
     while process.poll() is None and not is_due() and time.monotonic() < end_s:
-        time.sleep(0.002)
-    process.send_signal(number)
+        time.sleep(0.005)
+
+
+def units_of(files: Mapping[str, bytes], kind: str) -> int:
+    """How many units of a preparation are hashed, or are made (`units`)."""
+    return sum(name.startswith(f"_prepare/{kind}/") and "/." not in name for name in files)
 
 
 def phase_of(files: Mapping[str, bytes]) -> str:
@@ -87,54 +105,59 @@ def phase_of(files: Mapping[str, bytes]) -> str:
     if "_prepare/plan.json" not in files:
         return "at its end" if "manifest.json" in files else "before the plan"
     units = len(json.loads(files["_prepare/plan.json"])["units"])
-    hashed, made = (
-        sum(name.startswith(f"_prepare/{kind}/") and "/." not in name for name in files) for kind in ("hashes", "units")
-    )
+    hashed, made = units_of(files, "hashes"), units_of(files, "units")
     steps = {"hashing": hashed < units, "at the first units": not made, "making units": made < units}
     return next((step for step, is_it in steps.items() if is_it), "at its end")
 
 
-def kill_again_and_again(
-    arguments: Sequence[object],
-    folder: object,
-    whole: Mapping[str, bytes],
-    files_of: Callable[[str], Mapping[str, bytes]],
-    kills: int,
-    seed: int,
-) -> Counter[str]:
-    """Kill preparations at moments that are drawn over how long one lasts, and go on, until so many were killed.
+def steps_done(files: Mapping[str, bytes]) -> int:
+    return units_of(files, "hashes") + units_of(files, "units")
 
-    Each that comes to its end has the bytes of the `whole` one, and the next is begun anew. Returns what was killed.
+
+def kill_again_and_again(
+    arguments: Sequence[object], folder: object, expected: Path, files_of: Files, kills: int, seed: int
+) -> Counter[str]:
+    """Kill preparations at moments that are drawn over all of their work, and go on, until so many were killed.
+
+    Each of ten kills is at a number of units that are hashed or made, or while the process starts. Then it comes to its
+    end with the files that are `expected`, and the next one is begun. Returns how many were killed in each phase.
     """
     chance, mark = random.Random(seed), f"{folder}-{os.getpid()}"
-    began_s = time.monotonic()
-    assert finish(*arguments, f"{folder}/timed", "--workers", 2, mark=mark)[0] == 0
-    lasts_s = time.monotonic() - began_s
-    phases, finished = Counter[str](), 0
-    while phases.total() < kills or not finished:
-        out = f"{folder}/{finished}"
-        process = start(*arguments, out, "--workers", chance.choice((1, 2, 3)), mark=mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=chance.uniform(0.0, lasts_s) if phases.total() < kills else LIMIT_S)
-        process.kill()
-        _, err = process.communicate()
-        assert pids_with("PREPARATION", mark) == []
-        if process.returncode == -signal.SIGKILL:
-            phases[phase_of(files_of(out))] += 1
-            continue
-        assert (process.returncode, err) == (0, ""), err
+    whole, steps = bytes_of(expected), 2 * len(manifest_of(expected).shards)
+    phases, starts_s = Counter[str](), 1.0
+    for number in itertools.count():
+        out = f"{folder}/{number}"
+        goals = sorted(chance.randrange(-steps // 5, steps) for _ in range(min(10, kills - phases.total())))
+        is_finished = False
+        while not is_finished:
+            process = start(*arguments, out, "--workers", chance.choice((1, 2, 3)), mark=mark)
+            if goals:
+                goal, began_s = goals.pop(0), time.monotonic()
+                if goal > 0:
+                    due = max(goal, steps_done(files_of(out)) + 1)
+                    await_in(process, partial(lambda out, due: steps_done(files_of(out)) >= due, out, due))
+                    starts_s = time.monotonic() - began_s
+                time.sleep(chance.random() * (0.05 if goal > 0 else starts_s))
+                process.kill()
+            _, err = process.communicate(timeout=LIMIT_S)
+            assert pids_with("PREPARATION", mark) == []
+            is_finished = process.returncode != -signal.SIGKILL
+            if is_finished:
+                assert (process.returncode, err) == (0, ""), err
+            else:
+                phases[phase_of(files_of(out))] += 1
         assert files_of(out) == whole
-        finished += 1
-    print(f"\nseed {seed}: {kills} kills within {lasts_s:.1f} s each, {dict(phases)}; {finished} sets finished")
-    return phases
+        if phases.total() == kills:
+            print(f"\nseed {seed}: {kills} kills, {dict(phases)}; {number + 1} sets of {len(whole)} files finished")
+            return phases
+    raise AssertionError("unreachable")
 
 
 @pytest.mark.faults
 def test_killed_preparation_goes_on_to_the_bytes_of_one_that_was_not(corpus: Path, tmp_path: Path) -> None:
     arguments = (corpus, "--tokenizer", "byte", *FLAGS)
     assert prepare(*arguments, tmp_path / "whole") == 0
-    whole = bytes_of(tmp_path / "whole")
-    kill_again_and_again(arguments, tmp_path / "killed", whole, lambda out: bytes_of(Path(out)), kills=3, seed=0)
+    kill_again_and_again(arguments, tmp_path / "killed", tmp_path / "whole", files_in, kills=3, seed=0)
     found = manifest_of(tmp_path / "whole")
     assert len(found.shards) > 8 and found.duplicate_documents > 900
 
@@ -145,16 +168,12 @@ def test_preparation_that_is_killed_fifty_times_gives_the_same_bytes(
     corpus: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     """`-s` shows figures; `KILL_SEED` draws other moments."""
-    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
-    corpus.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n in range(20) for text in texts))
-    arguments = (corpus, "--tokenizer", tokenizer, *FLAGS, "--unit-mb", "0.5")  # that lasts longer than to start
+    arguments = (corpus, "--tokenizer", tokenizer, *FLAGS)
     assert prepare(*arguments, tmp_path / "whole") == 0
-    whole, seed = bytes_of(tmp_path / "whole"), int(os.environ.get("KILL_SEED", "1"))
-    phases = kill_again_and_again(
-        arguments, tmp_path / "killed", whole, lambda out: bytes_of(Path(out)), kills=50, seed=seed
-    )
+    seed = int(os.environ.get("KILL_SEED", "1"))
+    phases = kill_again_and_again(arguments, tmp_path / "killed", tmp_path / "whole", files_in, kills=50, seed=seed)
     assert phases.total() == 50
-    assert min(phases["before the plan"], phases["hashing"], phases["making units"]) >= 5, phases
+    assert min(phases[phase] for phase in ("before the plan", "hashing", "making units")) >= 5, phases
 
 
 @pytest.mark.faults
@@ -162,7 +181,8 @@ def test_interrupt_ends_all_workers_and_says_how_to_go_on(corpus: Path, tmp_path
     out, mark = tmp_path / "out", f"{tmp_path}-{os.getpid()}"
     arguments = (corpus, out, "--tokenizer", "byte", "--unit-mb", "0.02")
     process = start(*arguments, "--workers", 2, mark=mark)
-    signal_when(process, lambda: any((out / "_prepare/units").glob("*.json")), signal.SIGINT)
+    await_in(process, lambda: any((out / "_prepare/units").glob("*.json")))
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130 and "the same command goes on from there" in err, err
     assert pids_with("PREPARATION", mark) == []
@@ -187,7 +207,7 @@ def test_full_disk_and_a_killed_worker_are_told(corpus: Path, tmp_path: Path) ->
     out, mark = tmp_path / "killed", f"{tmp_path}-{os.getpid()}"
     corpus.write_text(corpus.read_text() * 20)  # units enough for seconds: the worker is at work when it is killed
     process = start(corpus, out, "--tokenizer", "byte", "--workers", 1, "--unit-mb", "0.02", mark=mark)
-    signal_when(process, lambda: any((out / "_prepare/units").glob("*.json")), signal.SIGCONT)
+    await_in(process, lambda: any((out / "_prepare/units").glob("*.json")))
     for pid in set(pids_with("PREPARATION", mark)) - {process.pid}:
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
@@ -245,7 +265,7 @@ def test_preparation_to_a_bucket_that_is_killed_goes_on_to_the_same_bytes(
 ) -> None:
     arguments = (corpus, "--tokenizer", "byte", "--dedup", "--unit-mb", "0.2")
     assert prepare(*arguments, tmp_path / "whole") == 0
-    kill_again_and_again(arguments, bucket, bytes_of(tmp_path / "whole"), objects_of, kills=1, seed=0)
+    kill_again_and_again(arguments, bucket, tmp_path / "whole", objects_of, kills=1, seed=0)
 
 
 @pytest.mark.slow
