@@ -224,6 +224,44 @@ def test_run_view_is_that_of_the_newest_line_of_rounds_whatever_nodes_an_earlier
     assert (view.sent_bytes, view.ddp_bytes, len(view.nodes)) == (2, 4, 3)
 
 
+def test_nodes_that_go_on_in_another_run_of_the_name_are_told_and_not_counted(run_dir: Path) -> None:
+    first, second = founded(run_dir, "old0", "new0")
+    first.commit(1, [first.member_id], "far", line="line")
+    second.commit(1, [second.member_id], "near", line="another line")
+    first.commit(2, [first.member_id], "far", line="line")
+    view = RunReader(FolderFacts(run_dir)).read()
+    assert [node.node_id for node in view.current] == ["new0"]
+    assert [node.node_id for node in view.strangers] == ["old0"]
+    assert "old0 is of another run named demo, and not counted" in render(view)
+    first.events.emit("left", reason="done")
+    assert RunReader(FolderFacts(run_dir)).read().strangers == ()
+
+
+def test_line_that_goes_on_from_another_is_of_the_same_run(run_dir: Path) -> None:
+    late, back = founded(run_dir, "n0", "n1")
+    late.commit(3, [late.member_id], "d3", line="first")
+    progress = {"founding": "second", "follows": ["first", 2]}
+    back.events.emit("round_committed", round=3, epoch=1, members=[back.member_id], digest="e3", progress=progress)
+    view = RunReader(FolderFacts(run_dir)).read()
+    assert ([node.node_id for node in view.current], view.strangers) == (["n1"], ())
+
+
+def test_status_says_what_cannot_be_read(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    node.step(1)
+    (run_dir / "n1" / "events.jsonl").mkdir(parents=True)
+    assert "cannot read n1/events.jsonl: Is a directory" in render(RunReader(FolderFacts(run_dir)).read())
+
+
+def test_line_with_a_field_of_another_shape_is_counted(run_dir: Path) -> None:
+    [node] = founded(run_dir, "n0")
+    committed = {"round": 1, "epoch": 1, "members": [node.member_id], "digest": "d"}
+    for progress in ({"follows": [], "founding": "x"}, [], 3):
+        node.events.emit("round_committed", **committed, progress=progress)
+    [view] = RunReader(FolderFacts(run_dir)).read().nodes
+    assert view.skipped_lines == 3
+
+
 def test_reader_puts_events_and_metrics_of_a_node_in_the_order_of_time(run_dir: Path) -> None:
     node = Node(run_dir, "n0")
     node.start()

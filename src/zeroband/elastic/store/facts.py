@@ -31,6 +31,8 @@ class StoreFacts(FactSource):
         self._store = RedisStore(url, run_id, key=key, lease_s=patience_s, patience_s=patience_s)
         self._place = f"{parse_store_url(url).shown} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
+        self._unopened: list[str] = []
+        """Nodes whose word this token does not open."""
         self._read: list[Fact] = []
         """What was read and not given yet."""
 
@@ -49,7 +51,9 @@ class StoreFacts(FactSource):
 
     def _look(self) -> Mapping[str, FactBatch]:
         """Find nodes. Raises ConfigError where none can be seen for want of the token."""
-        found = self._store.recorders()
+        said = self._store.recorders()
+        found = {node_id: standing for node_id, standing in said.items() if standing is not None}
+        self._unopened = sorted(said.keys() - found.keys())
         for node_id in found:
             self._nodes.setdefault(node_id, _NodeReader(node_id))
         if not self._nodes:
@@ -69,6 +73,9 @@ class StoreFacts(FactSource):
     def skipped_lines(self) -> dict[str, int]:
         """Lines that are no records, and entries of the stream that no node of this run wrote, by node."""
         return {node_id: node.skipped for node_id, node in self._nodes.items()}
+
+    def unread(self) -> Sequence[str]:
+        return [f"{node_id}: sealed with another run.token" for node_id in self._unopened]
 
     def close(self) -> None:
         self._store.close()

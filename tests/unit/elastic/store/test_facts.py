@@ -396,6 +396,14 @@ def test_reader_with_another_token_sees_nothing_and_is_told(node: Node, opened: 
     assert shown.skipped_lines() == {}
 
 
+def test_facts_that_are_left_of_a_run_with_another_token_are_said(node: Node, opened: Open) -> None:
+    """There is nothing else in the store that tells it."""
+    node.tell()
+    shown = opened("another")
+    assert (shown.node_ids(), shown.read()) == ([], [])
+    assert shown.unread() == ["n0: sealed with another run.token"]
+
+
 def test_forged_entries_are_skipped_and_counted(node: Node, run_dir: Path, client: redis.Redis, opened: Open) -> None:
     """Whoever reaches the store can write there, and neither be shown nor keep a node from being."""
     node.tell()
