@@ -99,7 +99,6 @@ def s3_keys(endpoint: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @contextmanager
 def gcs_server(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run one with an empty bucket, which knows no credentials, and set the environment for it."""
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # goes over gRPC, which this server does not speak
     pytest.importorskip("gcsfs", reason="needs the extra gcs")
     servers = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator")
     with socket.create_server(("localhost", 0)) as free:

@@ -24,9 +24,11 @@ def pytest_configure() -> None:
     """Set what all tests rely on, whatever shell started them.
 
     Interrupts interrupt, also where they were ignored; no example of a property fails because it was slow; a run writes
-    a report where its test asks for one.
+    a report where its test asks for one; gcsfs, which looks once, when it is imported, speaks no gRPC: the server of
+    `buckets` does not.
     """
     os.environ["ZERO_BAND_OBSERVE__REPORT"] = "false"
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("busy machines", deadline=None)
