@@ -60,6 +60,7 @@ def sleeps(pid: int) -> bool:
     return used_ns() == before
 
 
+@pytest.mark.soak
 def test_node_leaves_in_the_middle_of_an_inner_step_that_does_not_end(tmp_path: Path) -> None:
     """Nodes of one and of two ranks; the second rank waits for the first one in an exchange meanwhile."""
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"))
@@ -186,12 +187,14 @@ def test_node_that_fails_says_where_everything_lies_before_why(start: Start, tmp
     wait_for(lambda: report.exists() and "StoreLost" in report.read_text(), "the report with the failure")
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_torch_is_loaded_ends_without_a_traceback(start: Start) -> None:
     training = start("train")
     wait_for(lambda: is_loading_torch(training.pid), "torch is being loaded")
     assert_interrupted(training)
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_the_ranks_load_torch_ends_without_a_traceback(start: Start) -> None:
     launching = start("launch", "--nproc-per-node=2", str(TRAINER))
     wait_for(lambda: len(ranks_of(launching.pid)) == 2, "ranks")

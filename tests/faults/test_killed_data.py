@@ -155,6 +155,7 @@ def compared(folder: Path, outer: Sequence[str], steps: int, **killed: Any) -> T
     return found
 
 
+@pytest.mark.soak
 def test_node_that_is_killed_between_two_phases_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     struck = (f"--fault.inject={PACE},inner@+11=SIGKILL",)
     found = compared(tmp_path, ALONE, 16, disturb=restart_once, first_life=struck)

@@ -72,6 +72,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.soak
 @pytest.mark.faults
 @pytest.mark.slow
 def test_trainer_that_hangs_in_a_round_loses_its_lease_and_nobody_who_waits_for_it_does(tmp_path: Path) -> None:

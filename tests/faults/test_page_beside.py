@@ -21,7 +21,7 @@ from tests.faults.test_watched_run import CALM
 
 from zeroband.tools.cluster import NodeProcess
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.faults, pytest.mark.timeout(600)]
 
 Story = Any
 RecordRun = Callable[..., Any]

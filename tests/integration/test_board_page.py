@@ -361,7 +361,9 @@ def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardSe
 
 
 @pytest.mark.slow
-def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(open_page: Open, board: BoardServer) -> None:
+def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(
+    open_page: Open, board: BoardServer, complaints: list[str]
+) -> None:
     class Silent(ScriptedRun):
         def state(self, now_s: float, at_s: float | None = None) -> dict[str, object]:
             return super().state(now_s, at_s) | {"age_s": 200.0, "problem": "the store is away for 200 s"}
@@ -372,6 +374,9 @@ def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(open_page: 
     expect(page.locator("#notice")).to_have_text("▲ the store is away for 200 s")
     page.clock.fast_forward("10:00")
     expect(page.locator("#link-words")).to_have_text("newest fact 13\u00a0min ago")  # the documents say 200 s each time
+    # A request that was under way then took ten minutes for the page: it is broken off and sent again.
+    assert all(one.startswith(f"failed: {board.url}api/") for one in complaints), complaints
+    complaints.clear()
 
 
 @pytest.mark.slow

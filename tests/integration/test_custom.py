@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.faults.conftest import Recorded, Setup, Story, record
 
-pytestmark = [pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.soak, pytest.mark.faults]
 
 FED_ADAM = Path(__file__).resolve().parents[2] / "examples" / "fed_adam.py"
 FILE_KEY = "outer.algorithm (file)"

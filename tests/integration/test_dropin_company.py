@@ -12,7 +12,7 @@ from tests.integration.peers import Peers
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import RedisServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.faults]
+pytestmark = [pytest.mark.soak, pytest.mark.faults]
 
 PASSWORD = "open-sesame"
 TOTAL_STEPS = 8

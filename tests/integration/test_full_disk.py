@@ -126,6 +126,7 @@ def committed_without(cluster: LocalCluster, by: NodeProcess, failing: NodeProce
     return step
 
 
+@pytest.mark.soak
 def test_node_that_cannot_write_is_missing_in_the_checkpoint_and_nobody_waits_for_it(
     tmp_path: Path, disk: Disk
 ) -> None:

@@ -147,6 +147,7 @@ def test_block_for_two_machines_trains_one_model_on_both(start: Start, blocks: l
         assert finished(tmp_path / name / "runs/first-try" / name) == (STEPS, True)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_block_for_slurm_trains_one_model_on_all_nodes(start: Start, blocks: list[str], tmp_path: Path) -> None:
     job = start(blocks[2], "job", SLURM_JOB_ID="4711", SLURM_NNODES="2")

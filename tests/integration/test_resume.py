@@ -189,6 +189,7 @@ def test_run_that_was_killed_and_goes_on_with_other_nodes_learns_as_one_that_was
         assert loss == pytest.approx(whole[0], rel=0.05), "far from the run of the same seed"
 
 
+@pytest.mark.soak
 def test_last_node_that_is_asked_to_leave_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     more = ("--train.total-steps", "1000000", "--ckpt.every-rounds", "1000", "--resume")
     with cluster_of(tmp_path, 1, *more, "--fault.inject", "inner@+0=TAKES0.05") as cluster:

@@ -38,7 +38,7 @@ def of_language(language: str) -> list[Block]:
     "names",
     [
         ("first-run",),
-        ("two-machines", "operate"),
+        pytest.param(("two-machines", "operate"), marks=pytest.mark.soak),
         pytest.param(("two-machines", "when-things-go-wrong"), marks=pytest.mark.soak),
         pytest.param(("your-model",), marks=pytest.mark.soak),
         pytest.param(("write-an-algorithm",), marks=pytest.mark.soak),
@@ -50,6 +50,7 @@ def test_tutorials_come_out_as_they_say(names: tuple[str, ...], tmp_path: Path) 
         opened.follow(*(TUTORIALS / f"{name}.md" for name in names))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_tutorial_of_data_trains_two_nodes_on_each_sample_once(tmp_path: Path) -> None:
     with terminals(tmp_path) as opened:

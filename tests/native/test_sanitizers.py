@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,14 @@ def succeeds(*command: str | Path, limit_s: float = 240) -> None:
     assert (ran.returncode, ran.stdout) == (0, "ok\n"), ran.stderr[-5000:]
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-@pytest.mark.parametrize("program", ["reduce_test", "gather_test", "loss_test"])
+@pytest.mark.parametrize(
+    ("program", "sanitizer"),
+    [
+        ("reduce_test", "address,undefined"),
+        pytest.param("reduce_test", "thread", marks=pytest.mark.soak),
+        *product(("gather_test", "loss_test"), ("address,undefined", "thread")),
+    ],
+)
 def test_operations_aborts_and_losses_are_clean(build: Build, program: str, sanitizer: str) -> None:
     succeeds(build(program, sanitizer))
 
